@@ -1,0 +1,132 @@
+"""The batch: the one struct that every forward takes, and the contract of tree attention.
+
+A batch is ragged: each request contributes some rows (a prompt chunk, or its root and some tree nodes). A row
+attends to its request's committed prefix, whole, and to those of the request's *tree slots* whose bit is set
+in the row's ancestry. A batch knows nothing of requests' parameters, of models or of devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+UInt64Array = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Host side description of one forward.
+
+    Rows of request r are `request_offsets[r]:request_offsets[r + 1]`. Its committed slots, in order of
+    position from 0, are `prefix_slots[prefix_offsets[r]:prefix_offsets[r + 1]]`; every row of the request
+    attends to all of them. Its tree slots are `tree_slots[tree_offsets[r]:tree_offsets[r + 1]]`, at the
+    positions `tree_positions` says: they include every row written by this forward and may include slots
+    written by earlier ones. Bit j of `ancestry[row]` (word j // 64, bit j % 64) says that the row attends to
+    the request's j-th tree slot; a row's own bit is always set. A request may have any number of rows >= 1 and
+    an empty prefix.
+
+    Keys and values of all rows are written to `write_slots` before attention reads them.
+    """
+
+    tokens: Int64Array  # [rows]
+    positions: Int64Array  # [rows], absolute, from 0
+    write_slots: Int64Array  # [rows]
+    request_offsets: Int32Array  # [requests + 1]
+    prefix_slots: Int32Array  # [sum of prefix lengths]
+    prefix_offsets: Int32Array  # [requests + 1]
+    tree_slots: Int32Array  # [sum of tree sizes]
+    tree_positions: Int64Array  # [sum of tree sizes]
+    tree_offsets: Int32Array  # [requests + 1]
+    ancestry: UInt64Array  # [rows, words]
+    rows_wanted: Int64Array  # [wanted], rows whose logits are returned, ascending
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.tokens)
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return len(self.request_offsets) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """One request's part of a batch.
+
+    `ancestors[i]` lists the indices into the request's tree slots that row i attends to, itself included.
+    Where `tree_slots` is None the rows' own write slots are the tree slots, in order. Where `ancestors` is
+    None the rows are a causal chunk: row i attends to rows 0..i.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    write_slots: Sequence[int]
+    prefix_slots: Int32Array
+    wanted: Sequence[int]
+    """Indices, among these rows, of those whose logits are wanted."""
+    ancestors: Sequence[Sequence[int]] | None = None
+    tree_slots: Sequence[int] | None = None
+    tree_positions: Sequence[int] | None = None
+
+
+def build_batch(parts: Sequence[RequestRows]) -> Batch:
+    """Concatenate the parts of all requests into one batch."""
+    counts = [len(part.tokens) for part in parts]
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    trees = [part.write_slots if part.tree_slots is None else part.tree_slots for part in parts]
+    positions = [part.positions if part.tree_positions is None else part.tree_positions for part in parts]
+    words = max((len(tree) + 63) // 64 for tree in trees) if parts else 1
+    ancestry = np.zeros((int(starts[-1]), words), dtype=np.uint64)  # [rows, words]
+    for part, start, count in zip(parts, starts, counts, strict=False):
+        if part.ancestors is None:
+            _fill_causal(ancestry[start : start + count])
+        else:
+            for index, bits in enumerate(part.ancestors):
+                _fill_bits(ancestry[start + index], bits)
+    wanted = [index + start for part, start in zip(parts, starts, strict=False) for index in part.wanted]
+    return Batch(
+        tokens=_flat([part.tokens for part in parts], np.int64),
+        positions=_flat([part.positions for part in parts], np.int64),
+        write_slots=_flat([part.write_slots for part in parts], np.int64),
+        request_offsets=starts.astype(np.int32),
+        prefix_slots=_flat([part.prefix_slots for part in parts], np.int32),
+        prefix_offsets=_offsets([len(part.prefix_slots) for part in parts]),
+        tree_slots=_flat(trees, np.int32),
+        tree_positions=_flat(positions, np.int64),
+        tree_offsets=_offsets([len(tree) for tree in trees]),
+        ancestry=ancestry,
+        rows_wanted=np.asarray(wanted, dtype=np.int64),
+    )
+
+
+def _flat(pieces: Sequence[Sequence[int] | Int32Array], dtype: type) -> npt.NDArray[np.int64]:
+    if len(pieces) == 1:
+        return np.asarray(pieces[0], dtype=dtype)
+    return np.concatenate([np.asarray(piece, dtype=dtype) for piece in pieces])
+
+
+def _offsets(lengths: Sequence[int]) -> Int32Array:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+def _fill_bits(row: UInt64Array, indices: Sequence[int]) -> None:
+    for word in range(len(row)):
+        value = 0
+        low = word * 64
+        for index in indices:
+            if low <= index < low + 64:
+                value |= 1 << (index - low)
+        row[word] = value
+
+
+def _fill_causal(rows: UInt64Array) -> None:
+    for index in range(len(rows)):
+        full, rest = divmod(index + 1, 64)
+        rows[index, :full] = np.uint64(0xFFFFFFFFFFFFFFFF)
+        if rest:
+            rows[index, full] = np.uint64((1 << rest) - 1)

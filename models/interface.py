@@ -1,0 +1,59 @@
+"""What a model is to the rest of the house: sizes, and one forward.
+
+The verifier, the drafter and the benchmarks see models only through this module; it knows no architecture,
+no checkpoint format and no request.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ssd_serve.kernels.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes that other rooms may know."""
+
+    name: str
+    vocabulary: int
+    context: int
+    layers: int
+    hidden: int
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    """Bytes read by one forward of one row (all matrices; the embedding only if it is also the head)."""
+    kv_bytes_per_slot: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Logits of the wanted rows, on the model's device, and named hidden states when they were asked for."""
+
+    logits: torch.Tensor  # [wanted, vocabulary], float32
+    features: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Model(Protocol):
+    """A model with its weights and its KV cache on one device (or one group of ranks)."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes and names."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Number of KV slots that the cache holds."""
+        ...
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Run one ragged batch: write K/V of every row, attend, return logits of the wanted rows.
+
+        Must be called from one thread. Reads and writes only slots named in the batch.
+        """
+        ...

@@ -1,0 +1,176 @@
+"""A plain Llama decoder for training, with the parameter names of the Hugging Face layout.
+
+Written for torch.compile and whole sequences: no KV cache, no batching of requests. The engine's own models live
+in another room and are not used here, so that each checks the other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one Llama decoder; embeddings and head are untied."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    intermediate: int
+    context: int = 2048
+    rope_theta: float = 10_000.0
+    epsilon: float = 1e-5
+
+    @property
+    def body_parameters(self) -> int:
+        """Parameters other than the embedding and the head."""
+        attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * layer + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.body_parameters + 2 * self.vocabulary * self.hidden
+
+
+class Norm(nn.Module):
+    """RMS norm with a learned weight [hidden]."""
+
+    def __init__(self, hidden: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] to the same shape, computed in fp32."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [batch, length, hidden], cos and sin [length, head]; returns [batch, length, hidden]."""
+        batch, length, _ = x.shape
+        head = self.shape.head
+        q = self.q_proj(x).view(batch, length, -1, head).transpose(1, 2)  # [batch, heads, length, head]
+        k = self.k_proj(x).view(batch, length, -1, head).transpose(1, 2)  # [batch, kv_heads, length, head]
+        v = self.v_proj(x).view(batch, length, -1, head).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        group = self.shape.heads // self.shape.kv_heads
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return result
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] to the same shape."""
+        result: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm, added to the residual stream."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden, shape.epsilon)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.epsilon)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[batch, length, hidden] to the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+class Trunk(nn.Module):
+    """Everything up to the last norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = Norm(shape.hidden, shape.epsilon)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """tokens [batch, length] to [batch, length, hidden]."""
+        x: Tensor = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        result: Tensor = self.norm(x)
+        return result
+
+
+class Decoder(nn.Module):
+    """A Llama decoder whose state dict has the Hugging Face names."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [batch, length] int64 to logits [batch, length, vocabulary]."""
+        cos, sin = rotary_tables(self.shape, tokens.shape[1], tokens.device)
+        logits: Tensor = self.lm_head(self.model(tokens, cos, sin))
+        return logits
+
+
+def rotary_tables(shape: Shape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, head], fp32, for positions 0 to length - 1."""
+    exponents = torch.arange(0, shape.head, 2, device=device, dtype=torch.float32) / shape.head
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / shape.rope_theta**exponents
+    angles = torch.cat((angles, angles), dim=-1)  # [length, head]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions in the half-split form; x [batch, heads, length, head]."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def initialise(decoder: Decoder, seed: int) -> None:
+    """Random weights for Muon: output projections and head begin at zero, so that each layer begins as identity."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.dim() == 1:
+                continue
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                parameter.zero_()
+            elif name.endswith("embed_tokens.weight"):
+                parameter.normal_(0.0, 0.4, generator=generator)
+            else:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)

@@ -1,0 +1,85 @@
+"""The one tree of errors.
+
+Every error that a person can cause carries a sentence that says what to do, and an exit code for the
+command line. Nothing here knows HTTP; the server maps these classes to status codes.
+"""
+
+
+class SsdError(Exception):
+    """Root of all errors of the project. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UserError(SsdError):
+    """Something that the user typed or pointed at is wrong; the message says what to do."""
+
+    exit_code = 2
+
+
+class SettingsError(UserError):
+    """A setting, flag or variable is unknown or has an impossible value."""
+
+
+class PortInUseError(UserError):
+    """The HTTP port is taken by another process."""
+
+    exit_code = 3
+
+
+class PermissionProblemError(UserError):
+    """A folder or file cannot be read or written."""
+
+    exit_code = 4
+
+
+class MemoryShortError(UserError):
+    """Weights and caches would not fit; found before anything is loaded."""
+
+    exit_code = 5
+
+
+class CheckpointError(UserError):
+    """A model folder is missing, half downloaded, damaged or of an unsupported architecture."""
+
+    exit_code = 6
+
+
+class HubError(UserError):
+    """A download from the model hub was refused or failed (401, 403, no network, no disk)."""
+
+    exit_code = 7
+
+
+class PairMismatchError(UserError):
+    """Draft and target cannot work together (tokenizer, protocol or noise scheme differ)."""
+
+    exit_code = 8
+
+
+class RequestError(SsdError):
+    """One request is impossible. `field` names the offending request field, or is empty."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class OverloadedError(SsdError):
+    """The queue is full; the client may try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(SsdError):
+    """The verifier process is gone; nothing can be generated until it is restarted."""
+
+    exit_code = 70
+
+
+class ProtocolError(SsdError):
+    """A peer process sent a message that does not fit the protocol."""
+
+    exit_code = 71

@@ -1,0 +1,242 @@
+"""Messages between the processes, and the parameters of a request.
+
+`server <-> verifier`: Submit, Abort, Finish -> ; <- Ready, Committed, Finished, Refused, Status.
+`verifier <-> drafter`: Hello <-> Hello, Open, Outcome, Close -> ; <- Growth, Resync ; Heartbeat both ways.
+
+All are msgspec structs, encoded as msgpack with a tag; arrays travel as raw little-endian buffers. The
+messages know nothing about sockets, trees or tensors.
+"""
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+NOISE_SCHEME = "philox4x32-10/exponential-race/1"
+
+
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides a request's tokens besides weights, prompt and seed.
+
+    `top_k` 0 and `top_p` 1.0 mean off; penalties follow the OpenAI and vLLM definitions. `stop` strings are
+    the server's business: the verifier never reads them.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: no log-probabilities; k >= 0: the chosen token's and those of the k most probable tokens."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A new request. `request` is unique for the life of the verifier; seeds are 64-bit."""
+
+    request: int
+    prompt: tuple[int, ...]
+    parameters: SamplingParameters
+    seed: int
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The client went away: free everything of this request now. Answered by nothing."""
+
+    request: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """The server found a stop string: end the request as finished. Answered by nothing."""
+
+    request: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position under the processed distribution before noise."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculation figures of one request since it began; rounds exclude prompt chunks."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    """Nodes verified."""
+    accepted: int = 0
+    hits: int = 0
+    """Rounds after which the new root was in the replica."""
+    misses: int = 0
+    ready_depth: int = 0
+    """Sum over rounds of the depth of the ready tree below the root when the round was planned."""
+    ready_nodes: int = 0
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """Tokens that one round committed for a request, in order. `logprobs` is empty or one for each token."""
+
+    request: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The request ended: `reason` is 'stop' (EOS or stop id), 'length', or 'error'."""
+
+    request: int
+    reason: str
+    figures: Figures
+    stop_token: int | None = None
+    message: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The request never started; `field` names the field at fault. `retry_after_s` > 0: the queue is full."""
+
+    request: int
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The verifier can generate tokens."""
+
+    target: str
+    draft: str
+    mode: str
+    target_device: str
+    draft_device: str
+    context: int
+    """Longest prompt + output in tokens."""
+    vocabulary: int
+    slots: int
+    target_step_ms: float
+    draft_step_ms: float
+
+
+class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Sent about once a second and on change: gauges and counters since start."""
+
+    running: int
+    waiting: int
+    slots_used: int
+    slots: int
+    prefix_queries: int
+    prefix_hits: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    drafters_alive: int
+    drafter_restarts: int
+    totals: Figures
+    forward_s: float
+    wait_s: float
+    host_s: float
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """What the verifier is doing while it starts (one line for people)."""
+
+    text: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message both ways between verifier and drafter; a mismatch is refused with `Refusal`."""
+
+    protocol: int
+    noise: str
+    tokenizer: str
+    """SHA-256 of the vocabulary, ids included."""
+    vocabulary: int
+    context: int
+    name: str
+    step_ms: float = 0.0
+    """The drafter's measured step time, 0 when unknown."""
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Why a peer will not work with the other; the connection is closed after it."""
+
+    message: str
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Start (or restart under a new epoch) drafting for a request. The root is the last committed token."""
+
+    request: int
+    epoch: int
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    parameters: SamplingParameters
+    seed: int
+
+
+class Outcome(msgspec.Struct, frozen=True, tag=True):
+    """What a round committed. `position` is that of the first token; `root` is the name of the new root."""
+
+    request: int
+    epoch: int
+    position: int
+    tokens: tuple[int, ...]
+    root: int
+
+
+class Growth(msgspec.Struct, frozen=True, tag=True):
+    """New edges of a request's tree. Buffers are parallel: parents u64, tokens i32, log-probabilities f32.
+
+    `sequence` counts growth messages of (request, epoch) from 0; a `snapshot` holds the whole tree below the
+    drafter's root. `log_probabilities` are conditional on the parent.
+    """
+
+    request: int
+    epoch: int
+    sequence: int
+    parents: bytes
+    tokens: bytes
+    log_probabilities: bytes
+    source: str = "model"
+    snapshot: bool = False
+
+
+class Resync(msgspec.Struct, frozen=True, tag=True):
+    """Drafter -> verifier: my root differs, send `Open`. Verifier -> drafter: send a snapshot."""
+
+    request: int
+    epoch: int
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """The request ended."""
+
+    request: int
+    epoch: int
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Speculation is switched off (`paused`) or on again for all requests, under load."""
+
+    paused: bool
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """I am alive. A drafter adds its measured step time and how many nodes it holds."""
+
+    step_ms: float = 0.0
+    nodes: int = 0
+
+
+ServerMessage = Submit | Abort | Finish
+VerifierReport = Ready | Committed | Finished | Refused | Status | Progress
+DrafterMessage = Hello | Refusal | Open | Outcome | Growth | Resync | Close | Pause | Heartbeat
+Message = ServerMessage | VerifierReport | DrafterMessage
