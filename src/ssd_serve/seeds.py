@@ -1,24 +1,33 @@
-"""Mixing of 64-bit integers: node names and the seeds of a request's choices. Knows no arrays and no tensors."""
+"""The one 64-bit mixing function, and the seeds made with it.
 
-_MASK = 0xFFFFFFFFFFFFFFFF
+Names of tree nodes and the seeds of further choices (n > 1) are chains of `mix`. Plain integers only: no
+torch, no numpy, so that every process can import it; an array version elsewhere must agree bit for bit.
+"""
+
+import secrets
+
+MASK64 = 0xFFFF_FFFF_FFFF_FFFF
+GOLDEN = 0x9E37_79B9_7F4A_7C15
+"""2^64 / golden ratio, odd: the increment of splitmix64."""
 
 
 def mix(a: int, b: int) -> int:
-    """Combine two 64-bit integers into one, order mattering (splitmix64's finaliser over a sum).
+    """Return a well-mixed 64-bit name for the ordered pair (a, b), both taken modulo 2^64.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    This is the splitmix64 output number `b` of a generator in state `a`. For a fixed `a` it is a bijection of
+    `b` and the other way round: siblings never share a name.
     """
-    z = (a + 0x9E3779B97F4A7C15 * ((b & _MASK) + 1)) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = (a + GOLDEN * (b + 1)) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB) & MASK64
     return z ^ (z >> 31)
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of choice `choice` of a request with n > 1; choice 0 keeps the request's own seed."""
-    return seed if choice == 0 else mix(seed & _MASK, choice)
+    """Return the seed of choice number `choice` of a request with n > 1; choice 0 keeps the request's seed."""
+    return seed & MASK64 if choice == 0 else mix(seed, choice)
 
 
-def root_name(request: int, epoch: int, position: int) -> int:
-    """Name of the first root of (request, epoch): the committed token at absolute `position`."""
-    return mix(mix(request, epoch), position)
+def random_seed() -> int:
+    """Return an unpredictable seed below 2^63, so that every JSON reader with signed integers can hold it."""
+    return secrets.randbits(63)
