@@ -1,7 +1,7 @@
-"""The one 64-bit mixing function, and the seeds made with it.
+"""The one 64-bit mixing function, node names and seeds made with it.
 
-Names of tree nodes and the seeds of further choices (n > 1) are chains of `mix`. Plain integers only: no
-torch, no numpy, so that every process can import it; an array version elsewhere must agree bit for bit.
+Plain integers only: no torch, no numpy, so that every process can import it; an array version elsewhere must
+agree bit for bit.
 """
 
 import secrets
@@ -12,10 +12,10 @@ GOLDEN = 0x9E37_79B9_7F4A_7C15
 
 
 def mix(a: int, b: int) -> int:
-    """Return a well-mixed 64-bit name for the ordered pair (a, b), both taken modulo 2^64.
+    """Combine two 64-bit integers into one, order mattering: output `b` of a splitmix64 in state `a`.
 
-    This is the splitmix64 output number `b` of a generator in state `a`. For a fixed `a` it is a bijection of
-    `b` and the other way round: siblings never share a name.
+    For a fixed `a` it is a bijection of `b` and the other way round: siblings never share a name.
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     z = (a + GOLDEN * (b + 1)) & MASK64
     z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & MASK64
@@ -24,10 +24,15 @@ def mix(a: int, b: int) -> int:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of choice number `choice` of a request with n > 1; choice 0 keeps the request's seed."""
+    """Seed of choice `choice` of a request with n > 1; choice 0 keeps the request's own seed."""
     return seed & MASK64 if choice == 0 else mix(seed, choice)
 
 
+def root_name(request: int, epoch: int, position: int) -> int:
+    """Name of the first root of (request, epoch): the committed token at absolute `position`."""
+    return mix(mix(request, epoch), position)
+
+
 def random_seed() -> int:
-    """Return an unpredictable seed below 2^63, so that every JSON reader with signed integers can hold it."""
+    """An unpredictable seed below 2^63, so that every JSON reader with signed integers can hold it."""
     return secrets.randbits(63)
