@@ -1,0 +1,1 @@
+"""Who runs where: channels between processes, the local launcher, supervision."""

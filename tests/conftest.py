@@ -1,0 +1,33 @@
+"""What every test shares: a fixed hypothesis profile, and one torch thread a test process."""
+
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# Two test processes with two threads each on two cores would only disturb one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests must not depend on variables of whoever runs them."""
+    for name in list(os.environ):
+        if name.startswith("SSD_") or name == "HF_TOKEN":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    """`OMP_NUM_THREADS` comes too late for a torch that a plugin has imported already."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
