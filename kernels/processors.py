@@ -1,0 +1,185 @@
+"""Logits processors: pure functions of (parameters, prompt ids, output ids + the row's path, EOS ids).
+
+Order, as in vLLM: logit bias, EOS mask until min_tokens, repetition, frequency and presence penalties,
+temperature, min-p, top-k, top-p. Masked tokens are -inf. At temperature 0 the steps from temperature on are
+left out: none of them can change the most probable token.
+
+Everything here works on one row [vocabulary] at a time, so that a row's result cannot depend on its batch,
+and is deterministic: equal logits keep the lowest ids. A NaN logit counts as -inf. This module knows nothing
+of noise, requests or trees.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from ssd_serve.kernels.batch import Int32Array, Int64Array
+from ssd_serve.messages import SamplingParameters
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0, as in vLLM: dividing by them would overflow float32."""
+TOP_P_UNITS = 2.0**50
+
+
+def is_greedy(parameters: SamplingParameters) -> bool:
+    """Whether the choice is the most probable token, without noise."""
+    return parameters.temperature < GREEDY_BELOW
+
+
+def needs_counts(parameters: SamplingParameters) -> bool:
+    """Whether rows of this request need `TokenCounts` (any penalty is on)."""
+    return (
+        parameters.repetition_penalty != 1.0
+        or parameters.presence_penalty != 0.0
+        or parameters.frequency_penalty != 0.0
+    )
+
+
+def needs_processing(parameters: SamplingParameters, generated: int) -> bool:
+    """Whether a row after `generated` output tokens needs more than division by its temperature."""
+    if needs_counts(parameters) or parameters.logit_bias or generated < parameters.min_tokens:
+        return True
+    truncates = parameters.top_k > 0 or parameters.top_p < 1.0 or parameters.min_p > 0.0
+    return truncates and not is_greedy(parameters)
+
+
+class TokenCounts:
+    """Which tokens a request's prompt and output hold: a cache that can be rebuilt from both at any time.
+
+    Sparse: parallel arrays of distinct tokens and of how often each stands in the output (0: prompt only).
+    """
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
+        distinct = list(dict.fromkeys(prompt))
+        self._index = {token: index for index, token in enumerate(distinct)}
+        room = max(64, 2 * len(distinct))
+        self._tokens: Int64Array = np.zeros(room, dtype=np.int64)
+        self._tokens[: len(distinct)] = distinct
+        self._counts: Int32Array = np.zeros(room, dtype=np.int32)
+        self.extend(output)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append committed output tokens."""
+        for token in tokens:
+            index = self._index.get(token)
+            if index is None:
+                index = self._index[token] = len(self._index)
+                if index == len(self._tokens):
+                    self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+                    self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+                self._tokens[index] = token
+            self._counts[index] += 1
+
+    def with_path(self, path: Sequence[int]) -> tuple[Int64Array, Int32Array]:
+        """Distinct tokens int64 [n], and int32 [n] how often each stands in the output and the path."""
+        size = len(self._index)
+        if not path:
+            return self._tokens[:size], self._counts[:size]
+        new = [token for token in dict.fromkeys(path) if token not in self._index]
+        tokens = np.concatenate((self._tokens[:size], np.array(new, dtype=np.int64)))
+        counts = np.concatenate((self._counts[:size], np.zeros(len(new), dtype=np.int32)))
+        added = {token: size + index for index, token in enumerate(new)}
+        for token in path:
+            counts[added[token] if token in added else self._index[token]] += 1
+        return tokens, counts
+
+
+def process(
+    logits: torch.Tensor,
+    parameters: SamplingParameters,
+    counts: TokenCounts | None,
+    path: Sequence[int],
+    generated: int,
+    eos: Sequence[int],
+) -> torch.Tensor:
+    """Processed logits of one row: float32 [vocabulary] -> float32 [vocabulary], a new tensor.
+
+    `path` holds the tokens beyond the counted output, `generated` the number of output tokens before this
+    row's choice (path included). `counts` may be None where `needs_counts` is false.
+    """
+    row = torch.where(torch.isnan(logits), -torch.inf, logits)  # [vocabulary]
+    if parameters.logit_bias:
+        _add_bias(row, parameters.logit_bias)
+    if generated < parameters.min_tokens:
+        ends = [token for token in (*eos, *parameters.stop_token_ids) if 0 <= token < len(row)]
+        row[torch.tensor(ends, dtype=torch.int64).to(row.device)] = -torch.inf
+    if needs_counts(parameters):
+        if counts is None:
+            raise ValueError("penalties need the counts of prompt and output tokens")
+        _penalise(row, parameters, *counts.with_path(path))
+    if is_greedy(parameters):
+        return row
+    # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
+    row = row / torch.tensor(parameters.temperature, dtype=torch.float32).to(row.device)
+    if parameters.min_p > 0.0:
+        row = keep_min_p(row, parameters.min_p)
+    if 0 < parameters.top_k < len(row):
+        row = keep_top_k(row, parameters.top_k)
+    if parameters.top_p < 1.0:
+        row = keep_top_p(row, parameters.top_p)
+    return row
+
+
+def _add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:
+    known = [token for token in bias if 0 <= token < len(row)]
+    values = torch.tensor([bias[token] for token in known], dtype=torch.float32)
+    index = torch.tensor(known, dtype=torch.int64).to(row.device)
+    row[index] += values.to(row.device)
+
+
+def _penalise(
+    row: torch.Tensor, parameters: SamplingParameters, tokens: Int64Array, counts: Int32Array
+) -> None:
+    """Penalties, in place.
+
+    Repetition (Keskar et al. 2019; prompt and output): positive logits are divided, others multiplied.
+    Frequency and presence (OpenAI; output only): logit -= count * frequency + (count > 0) * presence.
+    """
+    index = torch.from_numpy(tokens).to(row.device)  # [n]
+    times = torch.from_numpy(counts).to(row.device, torch.float32)  # [n]
+    values = row[index]
+    if parameters.repetition_penalty != 1.0:
+        penalty = torch.tensor(parameters.repetition_penalty, dtype=torch.float32).to(row.device)
+        values = torch.where(values > 0, values / penalty, values * penalty)
+    values = values - parameters.frequency_penalty * times
+    row[index] = values - parameters.presence_penalty * (times > 0).to(torch.float32)
+
+
+def keep_min_p(row: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Mask tokens whose probability is less than `min_p` times that of the most probable token."""
+    if min_p >= 1.0:
+        return torch.where(row < row.max(), -torch.inf, row)
+    return torch.where(row < row.max() + math.log(min_p), -torch.inf, row)
+
+
+def keep_top_k(row: torch.Tensor, k: int) -> torch.Tensor:
+    """Mask all but exactly the k largest logits; of equal ones the lowest ids stay."""
+    threshold = torch.topk(row, k).values[-1]
+    above = row > threshold
+    equal = row == threshold
+    room = k - above.sum()
+    stay = above | (equal & (torch.cumsum(equal, 0) <= room))
+    return torch.where(stay, row, -torch.inf)
+
+
+def keep_top_p(row: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Mask all but the smallest set of most probable tokens whose probabilities sum to at least `top_p`.
+
+    The most probable token always stays; of equal ones the lowest ids stay.
+    """
+    probabilities = torch.softmax(row, 0)
+    # Tokens below (1 - top_p) / vocabulary weigh less than 1 - top_p together: none of them is in the set.
+    # The factor 1/2 leaves room for rounding. Only the rest, mostly few, must be sorted.
+    smallest = 0.5 * (1.0 - top_p) / len(row)
+    candidates = torch.nonzero(probabilities >= smallest).flatten()  # [n], ascending ids
+    values, order = torch.sort(probabilities[candidates], descending=True, stable=True)
+    # Sums of integers are exact in any order of adding; sums of floats differ between runs on some devices.
+    units = (values.to(torch.float64) * TOP_P_UNITS).to(torch.int64)
+    inside = torch.cumsum(units, 0) - units < int(top_p * TOP_P_UNITS)
+    inside[:1] = True
+    stay = candidates[order[inside]]
+    result = torch.full_like(row, -torch.inf)
+    result[stay] = row[stay]
+    return result

@@ -1,0 +1,174 @@
+"""Choosing tokens: argmax of processed logits minus log E, ties to the lowest id, whatever the batch.
+
+With E a unit exponential for each token, argmax_v l(v) - log E(v) is an exact sample of softmax(l)
+(exponential race, Gumbel-max). Verifier and drafter share E, so the drafter can guess the verifier's actual
+choice (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding",
+arXiv 2408.07978).
+
+This module knows nothing of trees, requests or the walk: it chooses one token for each row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ssd_serve.kernels.batch import Int32Array
+from ssd_serve.kernels.noise import Float32Array, NoiseRows
+from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing, process
+from ssd_serve.messages import SamplingParameters, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What one row's choice depends on, besides its logits."""
+
+    parameters: SamplingParameters
+    seed: int
+    position: int
+    """Absolute position (prompt + output) of the token being chosen."""
+    counts: TokenCounts | None = None
+    """Needed where `needs_counts(parameters)`."""
+    path: tuple[int, ...] = ()
+    """Tokens beyond the counted output, in order, the row's own token included."""
+    generated: int = 0
+    """Number of output tokens before this choice, path included."""
+    eos: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One choice for each row, and log-probabilities for the rows that want them."""
+
+    choices: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], noise: NoiseRows) -> Sampled:
+    """Choose a token for each row of `logits` [rows, vocabulary]; `noise` lives on the same device.
+
+    The choice of a row is the same alone and in any batch: rows are processed one by one, and what is done
+    for all together is elementwise or exact.
+    """
+    if not rows:
+        return Sampled([], [])
+    scaled = processed_logits(logits.to(torch.float32), rows)  # [rows, vocabulary]
+    scores = scaled
+    if not all(is_greedy(row.parameters) for row in rows):
+        seeds = [None if is_greedy(row.parameters) else row.seed for row in rows]
+        scores = scaled - noise.rows(seeds, [row.position for row in rows])
+    choices = lowest_argmax(scores)
+    logprobs = [
+        None if row.parameters.logprobs is None else token_logprobs(values, choice, row.parameters.logprobs)
+        for row, values, choice in zip(rows, scaled, choices, strict=True)
+    ]
+    return Sampled(choices, logprobs)
+
+
+def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The logits whose softmax each row samples: float32 [rows, vocabulary]; may be `logits` itself."""
+    work = [
+        index for index, row in enumerate(rows) if needs_processing(row.parameters, row.generated)
+    ]  # the rest need division by their temperature only
+    temperatures = [1.0 if is_greedy(row.parameters) else row.parameters.temperature for row in rows]
+    if any(temperature != 1.0 for temperature in temperatures):
+        scaled = logits / torch.tensor(temperatures, dtype=torch.float32).to(logits.device)[:, None]
+    elif work:
+        scaled = logits.clone()
+    else:
+        return logits
+    for index in work:
+        row = rows[index]
+        scaled[index] = process(logits[index], row.parameters, row.counts, row.path, row.generated, row.eos)
+    return scaled
+
+
+def lowest_argmax(scores: torch.Tensor) -> list[int]:
+    """Index of the largest value of each row of float32 [rows, vocabulary], the lowest among equal ones.
+
+    torch promises no order among equal values, numpy promises the first. A NaN counts as -inf; a row of
+    nothing else chooses 0.
+    """
+    if scores.device.type == "cpu":
+        values = scores.numpy()
+        chosen = values.argmax(axis=1)
+        best = torch.from_numpy(values[range(len(values)), chosen])
+        if bool(torch.isnan(best).any()):  # numpy takes the first NaN for the largest value
+            return lowest_argmax(torch.where(torch.isnan(scores), -torch.inf, scores))
+        choices: list[int] = chosen.tolist()
+        return choices
+    scores = torch.where(torch.isnan(scores), -torch.inf, scores)
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    equal = scores == scores.amax(dim=1, keepdim=True)  # [rows, vocabulary]
+    lowest: list[int] = torch.where(equal, ids, scores.shape[1]).amin(dim=1).tolist()
+    return lowest
+
+
+def token_logprobs(processed: torch.Tensor, choice: int, top: int) -> TokenLogprobs:
+    """Log-probabilities of the choice and of the `top` most probable tokens, under float32 [vocabulary].
+
+    Tokens of probability 0 (masked) are left out.
+    """
+    values = torch.log_softmax(torch.where(torch.isnan(processed), -torch.inf, processed), 0)
+    chosen = float(values[choice])
+    if top == 0:
+        return TokenLogprobs(chosen, ())
+    threshold = torch.topk(values, min(top, len(values))).values[-1]
+    candidates = torch.nonzero(
+        values >= threshold
+    ).flatten()  # ascending ids; more than `top` if some are equal
+    ordered, order = torch.sort(values[candidates], descending=True, stable=True)
+    pairs = zip(candidates[order[:top]].tolist(), ordered[:top].tolist(), strict=True)
+    return TokenLogprobs(chosen, tuple((token, value) for token, value in pairs if value > -torch.inf))
+
+
+def draft_scores(
+    logits: torch.Tensor, temperature: float | torch.Tensor, noise_rows: torch.Tensor | None
+) -> torch.Tensor:
+    """What the drafter ranks tokens by: log_softmax(logits / T) - log E; log_softmax(logits) at T = 0.
+
+    `logits` is [rows, vocabulary]; `temperature` a number for all rows or float32 [rows], 0 meaning greedy;
+    `noise_rows` float32 [rows, vocabulary] of log E, zero in greedy rows (`NoiseRows.rows` gives that for
+    seed None), or None when all rows are greedy. Returns float32 [rows, vocabulary].
+    """
+    values = logits.to(torch.float32)
+    if isinstance(temperature, torch.Tensor):
+        values = values / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    elif temperature not in (0.0, 1.0):
+        values = values / temperature
+    values = torch.log_softmax(values, dim=1)
+    return values if noise_rows is None else values.sub_(noise_rows)
+
+
+class RankedChildren(NamedTuple):
+    """The best F tokens of each row, best first, on the host."""
+
+    tokens: Int32Array  # [rows, fan_out]
+    log_probs: Float32Array  # [rows, fan_out], of the calibrated distribution
+    scores: Float32Array  # [rows, fan_out], as given
+    expected_score: Float32Array  # [rows], mean score under the calibrated distribution
+
+
+def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out: int) -> RankedChildren:
+    """Rank float32 [rows, vocabulary] scores; calibrated distribution: softmax(scores / scale).
+
+    `scales` is a number or float32 [rows]. The negative log likelihood of an actual choice c has the
+    derivative expected_score - score(c) by 1 / scale: that is what an online fit of the scale needs.
+    Scores must be finite or -inf.
+    """
+    finite = scores.clamp(min=-1e30)  # a token of score -inf must weigh 0 in the mean, not NaN
+    best, tokens = torch.topk(finite, fan_out, dim=1)  # [rows, fan_out]
+    inverse = (1.0 / scales) if isinstance(scales, torch.Tensor) else torch.full((len(scores),), 1.0 / scales)
+    inverse = inverse.to(finite.device)[:, None]  # [rows, 1]
+    weights = finite.sub(best[:, :1]).mul_(inverse).exp_()  # [rows, vocabulary], largest 1
+    total = weights.sum(dim=1, keepdim=True)  # [rows, 1]
+    expected = torch.bmm(weights[:, None, :], finite[:, :, None]).reshape(-1, 1) / total
+    log_probs = (best - best[:, :1]) * inverse - total.log()
+    packed = torch.cat((log_probs, best, expected), dim=1).cpu().numpy()  # one copy from the device
+    return RankedChildren(
+        tokens.to(torch.int32).cpu().numpy(),
+        packed[:, :fan_out],
+        packed[:, fan_out : 2 * fan_out],
+        packed[:, 2 * fan_out],
+    )
