@@ -19,46 +19,40 @@ import numpy.typing as npt
 import torch
 
 from ssd_serve.kernels.batch import UInt64Array
+from ssd_serve.seeds import GOLDEN, choice_seed, mix
+
+__all__ = [
+    "NoiseRows",
+    "choice_seed",
+    "integers",
+    "integers_rows",
+    "integers_torch",
+    "integers_torch_rows",
+    "log_exponential",
+    "log_exponential_torch",
+    "mix",
+    "mix_many",
+    "philox",
+]
 
 UInt32Array = npt.NDArray[np.uint32]
 Float32Array = npt.NDArray[np.float32]
 
 MASK_32 = 0xFFFFFFFF
-MASK_64 = 0xFFFFFFFFFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_ODD = 0xD1342543DE82EF95
-MIX_FIRST = 0xBF58476D1CE4E5B9
-MIX_SECOND = 0x94D049BB133111EB
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 GROUP_BLOCKS = 16384
 """Philox blocks computed together: few enough that the work arrays stay in a core's second-level cache."""
 
 
-def mix(a: int, b: int) -> int:
-    """Mix two integers to 64 bits (the finaliser of splitmix64 over a linear combination).
-
-    For a fixed `a` it is a bijection of `b` modulo 2^64, and the other way round.
-    """
-    z = (a * MIX_ODD + b * GOLDEN + GOLDEN) & MASK_64
-    z = ((z ^ (z >> 30)) * MIX_FIRST) & MASK_64
-    z = ((z ^ (z >> 27)) * MIX_SECOND) & MASK_64
-    return z ^ (z >> 31)
-
-
 def mix_many(a: UInt64Array, b: UInt64Array) -> UInt64Array:
-    """`mix` elementwise, with broadcasting: uint64 [...] and uint64 [...] -> uint64 [...]."""
-    z = np.asarray(a * np.uint64(MIX_ODD) + b * np.uint64(GOLDEN) + np.uint64(GOLDEN), dtype=np.uint64)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_SECOND)
+    """`seeds.mix` elementwise, with broadcasting: uint64 [...] and uint64 [...] -> uint64 [...]."""
+    z = a + np.uint64(GOLDEN) * (b + np.uint64(1))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """Seed of the i-th of n choices of one request: choice 0 takes the seed itself."""
-    return seed if choice == 0 else mix(seed, choice)
 
 
 def philox(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:
