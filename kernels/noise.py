@@ -52,7 +52,8 @@ def mix_many(a: UInt64Array, b: UInt64Array) -> UInt64Array:
     z = a + np.uint64(GOLDEN) * (b + np.uint64(1))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    result: UInt64Array = z ^ (z >> np.uint64(31))
+    return result
 
 
 def philox(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:
