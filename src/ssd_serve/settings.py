@@ -4,14 +4,23 @@ No other module reads the environment. Worker processes get their settings as JS
 starts them, so that all of them agree.
 """
 
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ssd_serve.errors import SettingsError
 
 EMBEDDED = "embedded"
+PREFIX = "SSD_"
+HUB_TOKEN_VARIABLE = "HF_TOKEN"
+SECRETS = frozenset({"api_key", "hf_token"})
 
 
 class Mode(str, Enum):
@@ -26,48 +35,186 @@ class Mode(str, Enum):
 class Settings(BaseSettings):
     """Settings of a deployment; every field is a variable `SSD_<NAME>` and a flag `--<name>`."""
 
-    model_config = SettingsConfigDict(env_prefix="SSD_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
+    )
 
-    target: str = Field(EMBEDDED, description="target model: a folder, a hub id, or 'embedded'")
+    target: str = Field(default=EMBEDDED, description="target model: a folder, a hub id, or 'embedded'")
     draft: str | None = Field(
-        None, description="draft model: a folder, a hub id, 'embedded', or empty: none, or the embedded pair's"
+        default=None,
+        description="draft model: a folder, a hub id or 'embedded'; empty: none, or the embedded one",
     )
-    mode: Mode = Field(Mode.AUTO, description="ar (plain), sd (draft inline), ssd (draft on its own device), auto")
+    mode: Mode = Field(
+        default=Mode.AUTO, description="ar (plain), sd (draft inline), ssd (draft on its own device) or auto"
+    )
     target_device: str | None = Field(
-        None, description="device of the target: cpu, cpu:0, cpu:0-1, cuda:0; empty: chosen by the mode"
+        default=None,
+        description="device of the target: cpu, cpu:0, cpu:0-1, cuda:0; empty: chosen by the mode",
     )
-    draft_device: str | None = Field(None, description="device of the drafter; empty: chosen by the mode")
+    draft_device: str | None = Field(
+        default=None, description="device of the drafter; empty: chosen by the mode"
+    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="weights and activations; auto: bf16 where the device computes it fast, else fp32"
+        default="auto",
+        description="weights and activations; auto: bf16 where the device computes it fast, else fp32",
     )
     tree_decode_backend: Literal["auto", "sdpa"] = Field(
-        "auto", description="tree attention kernel; only sdpa is built today"
+        default="auto", description="tree attention kernel; only sdpa is built today"
     )
-    host: str = Field("127.0.0.1", description="address to listen on; loopback by default")
-    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
-    api_key: str | None = Field(None, description="when set, every request but /health needs this bearer token")
-    served_model_name: str | None = Field(None, description="model id in the API; empty: from the target's name")
-    context: int | None = Field(None, ge=16, description="longest prompt + output in tokens; empty: the model's")
+    host: str = Field(default="127.0.0.1", description="address to listen on; loopback by default")
+    port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    api_key: str | None = Field(
+        default=None, description="when set, every request but /health needs this bearer token"
+    )
+    served_model_name: str | None = Field(
+        default=None, description="model id in the API; empty: from the target's name"
+    )
+    context: int | None = Field(
+        default=None, ge=16, description="longest prompt + output in tokens; empty: the model's"
+    )
     kv_memory_mb: int | None = Field(
-        None, ge=1, description="memory for the target's KV cache in MiB; empty: a share of what is free"
+        default=None,
+        ge=1,
+        description="memory for the target's KV cache in MiB; empty: a share of what is free",
     )
-    draft_kv_memory_mb: int = Field(256, ge=1, description="memory for the drafter's KV cache in MiB")
-    max_running: int = Field(32, ge=1, le=1024, description="requests that decode at the same time")
-    max_waiting: int = Field(256, ge=0, description="requests that may queue; more are answered 429")
-    prefill_chunk: int = Field(256, ge=16, description="prompt tokens of one round, over all requests")
+    draft_kv_memory_mb: int = Field(default=256, ge=1, description="memory for the drafter's KV cache in MiB")
+    max_running: int = Field(default=32, ge=1, le=1024, description="requests that decode at the same time")
+    max_waiting: int = Field(default=256, ge=0, description="requests that may queue; more are answered 429")
+    prefill_chunk: int = Field(
+        default=256, ge=16, description="prompt tokens of one round, over all requests"
+    )
     budget: int | None = Field(
-        None, ge=0, le=1024, description="most nodes verified in a round, over all requests; empty: cost model alone"
+        default=None,
+        ge=0,
+        le=1024,
+        description="most nodes verified in a round, over all requests; empty: cost model alone",
     )
-    tree_nodes: int = Field(512, ge=1, le=65536, description="most nodes in one request's tree")
-    draft_width: int = Field(8, ge=1, le=256, description="most nodes that the drafter expands in a step")
-    draft_fan_out: int = Field(4, ge=1, le=64, description="children of an expanded node")
-    draft_depth: int = Field(16, ge=1, le=128, description="deepest node below the root")
-    grow_first: bool = Field(True, description="wait for one more draft step where that pays")
-    prefix_cache: bool = Field(True, description="reuse the KV of prompts that begin alike")
-    hf_token: str | None = Field(None, description="token for gated hub models (HF_TOKEN is read too)")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
-    log_format: Literal["text", "json"] = Field("text", description="one line an event, for people or machines")
-    run_dir: Path | None = Field(None, description="folder for sockets; empty: a private temporary one")
+    tree_nodes: int = Field(default=512, ge=1, le=65536, description="most nodes in one request's tree")
+    draft_width: int = Field(
+        default=8, ge=1, le=256, description="most nodes that the drafter expands in a step"
+    )
+    draft_fan_out: int = Field(default=4, ge=1, le=64, description="children of an expanded node")
+    draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
+    grow_first: bool = Field(default=True, description="wait for one more draft step where that pays")
+    prefix_cache: bool = Field(default=True, description="reuse the KV of prompts that begin alike")
+    hf_token: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("SSD_HF_TOKEN", HUB_TOKEN_VARIABLE, "hf_token"),
+        description="token for gated hub models; HF_TOKEN is read too",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe line to log"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="one line an event, for people or machines"
+    )
+    run_dir: Path | None = Field(
+        default=None, description="folder for sockets; empty: a private temporary one"
+    )
     emulate: str | None = Field(
-        None, description="device table for emulated step times, e.g. mi300x-70b-1b; for benchmarks only"
+        default=None,
+        description="device table for emulated step times, e.g. mi300x-70b-1b; for benchmarks only",
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 the names are pydantic's
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then variables, then defaults; no files."""
+        return (init_settings, env_settings)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft model that is really meant: the embedded target brings its own."""
+        return self.draft or (EMBEDDED if self.target == EMBEDDED else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One setting as `ssd settings` shows it. Secrets are masked in `shown`."""
+
+    name: str
+    variable: str
+    flag: str
+    shown: str
+    origin: Literal["flag", "variable", "default"]
+    meaning: str
+
+
+def flag_name(field: str) -> str:
+    """`--draft-width` for `draft_width`."""
+    return "--" + field.replace("_", "-")
+
+
+def variable_name(field: str) -> str:
+    """`SSD_DRAFT_WIDTH` for `draft_width`."""
+    return PREFIX + field.upper()
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing when no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def resolve(flags: Mapping[str, object]) -> Settings:
+    """Settings from flags (by field name), variables and defaults. Everything wrong is a `SettingsError`."""
+    known = [variable_name(field) for field in Settings.model_fields]
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in known:
+            raise SettingsError(
+                f"the variable {variable} is not a setting{suggestion(variable, known)} "
+                "(`ssd settings` lists all)"
+            )
+    try:
+        return Settings.model_validate(dict(flags))
+    except ValidationError as error:
+        raise SettingsError(_explain(error, flags)) from error
+
+
+def origins(settings: Settings, flags: Mapping[str, object]) -> list[Origin]:
+    """Where each value came from, in the order of the class."""
+    rows: list[Origin] = []
+    for name, field in Settings.model_fields.items():
+        value: object = getattr(settings, name)
+        rows.append(
+            Origin(
+                name=name,
+                variable=variable_name(name),
+                flag=flag_name(name),
+                shown=_shown(name, value),
+                origin="flag" if name in flags else "variable" if _variable_is_set(name) else "default",
+                meaning=field.description or "",
+            )
+        )
+    return rows
+
+
+def _variable_is_set(field: str) -> bool:
+    names = [variable_name(field), *([HUB_TOKEN_VARIABLE] if field == "hf_token" else [])]
+    return any(os.environ.get(name) for name in names)
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if name in SECRETS:
+        return "****"
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def _explain(error: ValidationError, flags: Mapping[str, object]) -> str:
+    """One sentence for each wrong value; values are left out, they may be secrets."""
+    sentences: list[str] = []
+    for problem in error.errors(include_input=False, include_url=False):
+        field = str(problem["loc"][0]).lower() if problem["loc"] else ""
+        field = field.removeprefix(PREFIX.lower())
+        where = f"the flag {flag_name(field)}" if field in flags else f"the variable {variable_name(field)}"
+        message = problem["msg"]
+        sentences.append(f"{where}: {message[:1].lower()}{message[1:]}")
+    return "; ".join(sentences)

@@ -1,0 +1,131 @@
+"""Names of devices (`cpu:0-1`, `cuda:0`), what this machine has, and pinning a process to a device.
+
+torch is imported only inside `pin` and, in a process of its own, to count GPUs. Knows no models and no roles.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ssd_serve.errors import SettingsError
+
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Cores or GPUs that one process computes on. No indices: all cores, or the first GPU."""
+
+    kind: Literal["cpu", "cuda"]
+    indices: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """The shortest text that `parse_device` reads back."""
+        return f"{self.kind}:{_as_ranges(self.indices)}" if self.indices else self.kind
+
+    @property
+    def torch_name(self) -> str:
+        """The name that torch knows: cores are one device there."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.indices[0] if self.indices else 0}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use."""
+
+    cores: tuple[int, ...]
+    gpus: int
+
+
+def parse_device(text: str) -> Device:
+    """Read `cpu`, `cpu:0`, `cpu:0-1`, `cpu:0,2-3`, `cuda` or `cuda:0`."""
+    kind, colon, rest = text.strip().lower().partition(":")
+    if kind not in ("cpu", "cuda"):
+        raise SettingsError(f"device '{text}' is unknown: write cpu, cpu:0, cpu:0-1, cpu:0,2 or cuda:0")
+    indices: set[int] = set()
+    for part in rest.split(",") if colon else ():
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise SettingsError(f"device '{text}': '{part}' is not a number or a range such as 0-1")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise SettingsError(f"device '{text}': the range {part} runs backwards")
+        indices.update(range(first, last + 1))
+    if kind == "cuda":
+        if len(indices) > 1:
+            raise SettingsError(f"device '{text}': one GPU a model is all that is built today; write cuda:0")
+        return Device("cuda", tuple(indices) or (0,))
+    return Device("cpu", tuple(sorted(indices)))
+
+
+def this_machine() -> Machine:
+    """Cores that this process may run on, and GPUs that torch can use."""
+    return Machine(_available_cores(), _count_gpus())
+
+
+def check_device(device: Device, machine: Machine, setting: str) -> None:
+    """A clear `SettingsError` when the machine does not have the device."""
+    if device.kind == "cuda":
+        if max(device.indices, default=0) >= machine.gpus:
+            found = f"{machine.gpus} GPU(s)" if machine.gpus else "no GPU that torch can use"
+            raise SettingsError(f"{setting} is {device}, but this machine has {found}")
+        return
+    missing = [core for core in device.indices if core not in machine.cores]
+    if missing:
+        raise SettingsError(
+            f"{setting} is {device}, but this process may use only the cores {_as_ranges(machine.cores)}"
+        )
+
+
+def pin(device: Device) -> None:
+    """Bind the calling process to the device's cores and give torch as many threads."""
+    import torch
+
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.torch_name)
+        return
+    if device.indices and hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, device.indices)
+        except OSError as error:
+            raise SettingsError(f"this process cannot be bound to {device}: {error.strerror}") from error
+    torch.set_num_threads(len(device.indices) or len(_available_cores()))
+
+
+def pin_cores(device: Device) -> None:
+    """Bind the calling process to the device's cores, for a process that does not use torch."""
+    if device.kind == "cpu" and device.indices and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, device.indices)
+
+
+def _available_cores() -> tuple[int, ...]:
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _count_gpus() -> int:
+    """Ask torch only where a GPU driver is loaded: importing it takes seconds."""
+    if not (Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()):
+        return 0
+    answer = subprocess.run(
+        [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=120, check=False
+    )
+    return int(answer.stdout) if answer.returncode == 0 and answer.stdout.strip().isdigit() else 0
+
+
+def _as_ranges(indices: tuple[int, ...]) -> str:
+    parts: list[str] = []
+    position = 0
+    while position < len(indices):
+        end = position
+        while end + 1 < len(indices) and indices[end + 1] == indices[end] + 1:
+            end += 1
+        parts.append(str(indices[position]) if end == position else f"{indices[position]}-{indices[end]}")
+        position = end + 1
+    return ",".join(parts)

@@ -1,0 +1,92 @@
+"""One structured line for each event, on stderr: for people (`text`) or machines (`json`).
+
+A logger is an object that is passed to whoever logs: importing this module configures nothing. Knows nothing
+of what is logged, and never raises because of a line that cannot be written.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TextIO
+
+Level = Literal["debug", "info", "warning", "error"]
+Style = Literal["text", "json"]
+
+_SEVERITY: Mapping[str, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Logger:
+    """Writes lines of one process. `stream` None means the stderr of the moment."""
+
+    process: str
+    level: Level = "info"
+    style: Style = "text"
+    fields: Mapping[str, object] = field(default_factory=dict[str, object])
+    stream: TextIO | None = None
+
+    def bind(self, **fields: object) -> "Logger":
+        """A logger that adds these fields to every line."""
+        return Logger(self.process, self.level, self.style, {**self.fields, **fields}, self.stream)
+
+    def debug(self, event: str, **fields: object) -> None:
+        """What only somebody who looks for a fault wants to know."""
+        self._log("debug", event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        """Something expected happened."""
+        self._log("info", event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Something is worse than it should be, and goes on."""
+        self._log("warning", event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        """Something failed."""
+        self._log("error", event, fields)
+
+    def _log(self, level: Level, event: str, fields: Mapping[str, object]) -> None:
+        if _SEVERITY[level] < _SEVERITY[self.level]:
+            return
+        merged = {**self.fields, **fields}
+        line = _as_json if self.style == "json" else _as_text
+        stream = self.stream if self.stream is not None else sys.stderr
+        # One write for a line, so that lines of several processes do not mix; a closed stderr is no error.
+        with contextlib.suppress(OSError, ValueError):
+            stream.write(line(_now(), level, self.process, event, merged) + "\n")
+            stream.flush()
+
+
+def get_logger(process: str, level: Level = "info", style: Style = "text") -> Logger:
+    """The logger of a process: `get_logger("verifier", settings.log_level, settings.log_format)`."""
+    return Logger(process, level, style)
+
+
+def _now() -> str:
+    now = time.time()
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
+
+
+def _as_text(moment: str, level: str, process: str, event: str, fields: Mapping[str, object]) -> str:
+    pairs = "".join(f" {name}={_text_value(value)}" for name, value in fields.items())
+    return f"{moment} {level:<7} {process}: {_one_line(event)}{pairs}"
+
+
+def _text_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    plain = bool(text) and text.isprintable() and not any(sign in text for sign in ' "=')
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else json.dumps(text, ensure_ascii=False)
+
+
+def _as_json(moment: str, level: str, process: str, event: str, fields: Mapping[str, object]) -> str:
+    record = {"time": moment, "level": level, "process": process, "event": event, **fields}
+    return json.dumps(record, ensure_ascii=False, default=str)

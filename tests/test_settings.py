@@ -1,0 +1,80 @@
+"""Precedence flag > variable > default; what is unknown or wrong is a clear error; secrets stay secret."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.errors import SettingsError
+from ssd_serve.settings import EMBEDDED, Mode, Settings, origins, resolve
+
+
+def test_a_flag_beats_a_variable_beats_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve({}).port == 8000
+    monkeypatch.setenv("SSD_PORT", "9000")
+    assert resolve({}).port == 9000
+    assert resolve({"port": "9100"}).port == 9100
+
+
+def test_every_field_can_be_a_variable_and_says_what_it_means() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+        assert name == name.lower()
+
+
+def test_unknown_variable_is_an_error_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_PROT", "9000")
+    with pytest.raises(SettingsError, match="SSD_PROT is not a setting; did you mean SSD_PORT"):
+        resolve({})
+
+
+def test_a_wrong_value_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="the flag --port: input should be"):
+        resolve({"port": "many"})
+    monkeypatch.setenv("SSD_MODE", "fast")
+    with pytest.raises(SettingsError, match="the variable SSD_MODE: input should be 'ar', 'sd'"):
+        resolve({})
+
+
+def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_CONTEXT", "")
+    settings = resolve({})
+    assert settings.context is None
+    assert {row.name: row.origin for row in origins(settings, {})}["context"] == "default"
+
+
+def test_origins_and_masked_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", "sesame")
+    monkeypatch.setenv("SSD_MODE", "sd")
+    flags = {"port": "1"}
+    rows = {row.name: row for row in origins(resolve(flags), flags)}
+    assert (rows["port"].origin, rows["port"].shown) == ("flag", "1")
+    assert (rows["api_key"].origin, rows["api_key"].shown) == ("variable", "****")
+    assert (rows["mode"].origin, rows["mode"].shown) == ("variable", "sd")
+    assert (rows["draft"].origin, rows["draft"].shown) == ("default", "-")
+
+
+def test_the_hub_token_has_two_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a")
+    assert resolve({}).hf_token == "a"
+    assert {row.name: row.origin for row in origins(resolve({}), {})}["hf_token"] == "variable"
+    monkeypatch.setenv("SSD_HF_TOKEN", "b")
+    assert resolve({}).hf_token == "b"
+    assert resolve({"hf_token": "c"}).hf_token == "c"
+
+
+def test_a_secret_never_appears_in_an_error() -> None:
+    with pytest.raises(SettingsError) as caught:
+        resolve({"hf_token": ["sesame"], "port": "x"})
+    assert "sesame" not in str(caught.value)
+
+
+@given(st.integers(0, 65535), st.sampled_from(Mode), st.booleans(), st.none() | st.integers(16, 4096))
+def test_workers_get_equal_settings(port: int, mode: Mode, grow_first: bool, context: int | None) -> None:
+    settings = Settings(port=port, mode=mode, grow_first=grow_first, context=context, hf_token="t")
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_the_embedded_target_brings_its_draft() -> None:
+    assert Settings().draft_model == EMBEDDED
+    assert Settings(target="/models/x").draft_model is None
+    assert Settings(target="/models/x", draft="/models/y").draft_model == "/models/y"
