@@ -115,11 +115,8 @@ class PrefixCache:
         length = len(cached)
         duplicates = [mine for mine, kept in zip(given, cached, strict=False) if mine != kept]
         own = duplicates + given[length:]
-        if len(set(own)) != len(own):
-            raise SlotError("a slot is given twice")
-        for slot in own:
-            if not 0 <= slot < self._pool.slots or self._pool.references(slot) != 1 or self._owned[slot]:
-                raise SlotError(f"slot {slot} is not the caller's to give")
+        if not self._pool.exclusive(own) or any(map(self._owned.__getitem__, own)):
+            raise SlotError("a slot to insert is listed twice, or is not the caller's to give")
         self._pool.free(duplicates)
         if length < len(wanted):
             self._grow(node, wanted[length:], given[length:])

@@ -96,13 +96,21 @@ class SlotPool:
 
     def free(self, slots: Sequence[int]) -> None:
         """Free slots that nobody else holds; nothing changes when any of them is shared or already free."""
-        if len(set(slots)) != len(slots):
-            raise SlotError("a slot is listed twice")
-        self._check(slots, 1)
+        if not self.exclusive(slots):
+            raise SlotError("a slot to free is listed twice, shared, free already or does not exist")
+        taken, references = self._taken, self._references
         for slot in slots:
-            if self._references[slot] != 1:
-                raise SlotError(f"slot {slot} is shared by {self._references[slot]}")
-        self.release(slots)
+            taken[slot] = references[slot] = 0
+        self._available += len(slots)
+
+    def exclusive(self, slots: Sequence[int]) -> bool:
+        """Whether all these slots are different and in use with a single reference."""
+        if not slots:
+            return True
+        if min(slots) < 0 or max(slots) >= self.slots or len(set(slots)) != len(slots):
+            return False
+        references = self._references
+        return [references[slot] for slot in slots].count(1) == len(slots)
 
     def _check(self, slots: Sequence[int], least: int) -> None:
         for slot in slots:
