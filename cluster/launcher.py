@@ -1,0 +1,108 @@
+"""The `local` launcher: verifier and drafter as processes of this machine, each on its device.
+
+Knows roles, devices and sockets; the workers' inner life and the meaning of messages are theirs.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.listener import connect
+from ssd_serve.cluster.placement import Placement, place, resolved
+from ssd_serve.cluster.process import worker_command
+from ssd_serve.cluster.run_dir import RunDir, make_run_dir
+from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
+from ssd_serve.devices import Machine, this_machine
+from ssd_serve.logs import Logger
+from ssd_serve.settings import Settings
+
+Command = Callable[..., list[str]]
+"""From a role and its arguments to a command line; tests put tiny workers here."""
+
+_CONNECT_S = 60.0
+"""The verifier listens before it loads anything, but importing takes a while on a busy core."""
+
+
+class LocalEngine:
+    """A running verifier, and its drafter in mode ssd. Ends them when closed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        placement: Placement,
+        run_dir: RunDir,
+        log: Logger,
+        command: Command = worker_command,
+        on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+    ) -> None:
+        self.settings = resolved(settings, placement)
+        self.placement = placement
+        self._run_dir = run_dir
+        self._supervisor = Supervisor(
+            _plans(placement, run_dir, command), self.settings, log, on_failure=on_failure
+        )
+
+    def start(self) -> None:
+        """Start the processes; they load their models while this process goes on."""
+        self._supervisor.start()
+
+    @property
+    def failure(self) -> WorkerDiedError | None:
+        """Why nothing can be generated any more, or None."""
+        return self._supervisor.failure
+
+    @property
+    def restarts(self) -> int:
+        """How often a drafter was started again."""
+        return self._supervisor.restarts
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name (`verifier`, `drafter-0`)."""
+        return self._supervisor.pids()
+
+    def connect(self, timeout_s: float = _CONNECT_S) -> SocketChannel:
+        """The channel to the verifier. Raises the reason when it died before it listened."""
+        try:
+            return connect(
+                self._run_dir.server_socket, timeout_s, give_up=lambda: self._supervisor.failure is not None
+            )
+        except Exception as error:
+            if self._supervisor.failure is not None:
+                raise self._supervisor.failure from error
+            raise
+
+    def close(self) -> None:
+        """End all processes and remove the sockets."""
+        self._supervisor.stop()
+        self._run_dir.remove()
+
+
+@contextmanager
+def local_engine(
+    settings: Settings,
+    log: Logger,
+    *,
+    machine: Machine | None = None,
+    command: Command = worker_command,
+    on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+) -> Generator[LocalEngine]:
+    """Start an engine for the length of a `with` block."""
+    placement = place(settings, machine if machine is not None else this_machine())
+    if placement.shares_a_device:
+        log.warning("target and drafter share a device", target=placement.target, draft=placement.draft)
+    engine = LocalEngine(settings, placement, make_run_dir(settings.run_dir), log, command, on_failure)
+    try:
+        engine.start()
+        yield engine
+    finally:
+        engine.close()
+
+
+def _plans(placement: Placement, run_dir: RunDir, command: Command) -> list[WorkerPlan]:
+    verifier = command("verifier", run_dir.server_socket, run_dir.drafter_socket)
+    plans = [WorkerPlan("verifier", tuple(verifier), vital=True)]
+    if placement.draft is not None:
+        name = "drafter-0"
+        drafter = command("drafter", name, run_dir.drafter_socket)
+        plans.append(WorkerPlan(name, tuple(drafter), vital=False))
+    return plans

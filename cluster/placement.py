@@ -1,0 +1,99 @@
+"""Which mode runs, and which process computes on which device. A pure function of settings and machine."""
+
+from dataclasses import dataclass
+
+from ssd_serve.devices import Device, Machine, check_device, parse_device
+from ssd_serve.errors import SettingsError
+from ssd_serve.settings import Mode, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decision. `draft` is None without a drafter process; `front_end` has the cores of the server."""
+
+    mode: Mode
+    target: Device
+    draft: Device | None
+    front_end: Device
+
+    @property
+    def shares_a_device(self) -> bool:
+        """Target and drafter compete for a core or a GPU: speculation then costs target time."""
+        if self.draft is None or self.draft.kind != self.target.kind:
+            return False
+        return not self.draft.indices or not self.target.indices or self._overlap()
+
+    def _overlap(self) -> bool:
+        return self.draft is not None and bool(set(self.draft.indices) & set(self.target.indices))
+
+
+def place(settings: Settings, machine: Machine) -> Placement:
+    """Devices as set by the user, and for what is not set: a core or a GPU of its own for the drafter."""
+    target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE")
+    draft = _named(settings.draft_device, machine, "SSD_DRAFT_DEVICE")
+    mode = _mode(settings, machine)
+    if mode is not Mode.SSD:
+        return Placement(mode, target or _whole(machine), None, Device("cpu", machine.cores))
+    if target is None:
+        target = Device("cuda", (0,)) if machine.gpus and draft != Device("cuda", (0,)) else None
+    if draft is None:
+        draft = _draft_device(target, machine)
+    if target is None:
+        target = Device("cpu", _others(machine.cores, draft))
+    front_end = draft if draft.kind == "cpu" else Device("cpu", _others(machine.cores, target))
+    return Placement(mode, target, draft, front_end)
+
+
+def resolved(settings: Settings, placement: Placement) -> Settings:
+    """Settings in which nothing about modes and devices is left to decide; what the workers get."""
+    return settings.model_copy(
+        update={
+            "mode": placement.mode,
+            "target_device": str(placement.target),
+            "draft_device": str(placement.draft) if placement.draft is not None else None,
+            "draft": settings.draft_model if placement.mode is not Mode.AR else None,
+        }
+    )
+
+
+def _named(text: str | None, machine: Machine, setting: str) -> Device | None:
+    if text is None:
+        return None
+    device = parse_device(text)
+    check_device(device, machine, setting)
+    return device
+
+
+def _mode(settings: Settings, machine: Machine) -> Mode:
+    if settings.mode is Mode.AUTO:
+        if settings.draft_model is None:
+            return Mode.AR
+        two_devices = machine.gpus >= 2 or (machine.gpus == 0 and len(machine.cores) >= 2)
+        return Mode.SSD if two_devices else Mode.SD
+    if settings.mode is not Mode.AR and settings.draft_model is None:
+        raise SettingsError(
+            f"mode {settings.mode.value} needs a draft model: set SSD_DRAFT to a folder or a hub id, "
+            "or SSD_MODE=ar"
+        )
+    return settings.mode
+
+
+def _whole(machine: Machine) -> Device:
+    return Device("cuda", (0,)) if machine.gpus else Device("cpu", machine.cores)
+
+
+def _draft_device(target: Device | None, machine: Machine) -> Device:
+    """A second GPU where there is one, else the last core that the target does not use."""
+    if target is not None and target.kind == "cuda":
+        spare = [gpu for gpu in range(machine.gpus) if gpu not in target.indices]
+        return Device("cuda", (spare[0],)) if spare else Device("cpu", machine.cores[-1:])
+    used = target.indices if target is not None else ()
+    free = [core for core in machine.cores if core not in used] or list(machine.cores)
+    return Device("cpu", (free[-1],))
+
+
+def _others(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
+    """The cores that the device leaves free; all of them if it leaves none."""
+    if device.kind != "cpu":
+        return cores
+    return tuple(core for core in cores if core not in device.indices) or cores

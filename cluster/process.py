@@ -1,0 +1,76 @@
+"""A worker process as its parent sees it: start it with settings on stdin, notice its end, stop it.
+
+Knows nothing of what workers do. The pipe to the worker's stdin stays open as its lifeline: when this process
+dies, however it dies, the kernel closes the pipe and the worker leaves.
+"""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ssd_serve.errors import SsdError
+from ssd_serve.settings import Settings
+
+_STDERR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """A started worker. Start workers from a thread that lives as long as this process: on Linux the worker
+    also dies with the *thread* that started it."""
+
+    name: str
+    popen: "subprocess.Popen[bytes]"
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self.popen.poll()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    def release(self) -> None:
+        """Close the lifeline: the worker leaves by itself. Does not wait."""
+        if self.popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.popen.stdin.close()
+
+    def stop(self, grace_s: float = 3.0) -> int:
+        """Release the worker, and kill it if it has not left in time. Returns its exit code."""
+        self.release()
+        try:
+            return self.popen.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            return self.popen.wait()
+
+
+def worker_command(*arguments: str) -> list[str]:
+    """The command that runs a worker of this installation."""
+    return [sys.executable, "-m", "ssd_serve", "worker", *arguments]
+
+
+def start_worker(name: str, command: Sequence[str], settings: Settings) -> WorkerProcess:
+    """Start a worker and hand it its settings as one JSON line. Its stdout goes to our stderr."""
+    try:
+        popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_STDERR)
+    except OSError as error:
+        raise SsdError(f"the process {name} cannot be started: {error.strerror}") from error
+    if popen.stdin is not None:
+        # A worker that died at once is noticed by its exit code, not here.
+        with contextlib.suppress(BrokenPipeError):
+            popen.stdin.write(settings.model_dump_json().encode() + b"\n")
+            popen.stdin.flush()
+    return WorkerProcess(name, popen)

@@ -1,0 +1,196 @@
+"""Watches worker processes: restarts drafters with back-off, reports the end of a vital worker once.
+
+Knows processes and exit codes, not messages: peers notice a death sooner by their closed channel.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ssd_serve.cluster.process import WorkerProcess, start_worker
+from ssd_serve.errors import EngineDeadError, ProtocolError, SsdError
+from ssd_serve.logs import Logger
+from ssd_serve.settings import Settings
+
+_LOOK_EVERY_S = 0.1
+_LONGEST_PAUSE_S = 30.0
+_LONG_LIFE_S = 60.0
+"""A worker that lived this long died of something new: back-off starts afresh."""
+_USER_ERRORS = range(2, 10)
+"""Exit codes of mistakes that a restart cannot mend (see `errors.py`)."""
+_TELLING = (*_USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code)
+
+
+class WorkerDiedError(EngineDeadError):
+    """A process that nothing works without has ended. `exit_code` is the worker's where it tells a reason."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"the {name} process {describe_exit(code)}")
+        self.worker_code = code
+        self.exit_code = code if code in _TELLING else EngineDeadError.exit_code
+
+    @property
+    def explained(self) -> bool:
+        """The worker itself has said why on stderr."""
+        return self.worker_code in _USER_ERRORS
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """How to start a worker. Without a `vital` one nothing works; others are started again."""
+
+    name: str
+    command: tuple[str, ...]
+    vital: bool
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGKILL`, `ended with code 6`."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the system may be out of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def pause_before_restart(restarts: int) -> float:
+    """Seconds to wait before restart number `restarts` (from 0): none, then 0.5, 1, 2, ... up to 30."""
+    return 0.0 if restarts == 0 else min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** min(restarts - 1, 10))
+
+
+@dataclass(slots=True)
+class _Watched:
+    plan: WorkerPlan
+    process: WorkerProcess | None
+    quick_deaths: int = 0
+    due: float = 0.0
+    given_up: bool = False
+
+
+class Supervisor:
+    """Starts workers from a thread of its own and looks after them until `stop`."""
+
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        settings: Settings,
+        log: Logger,
+        on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+    ) -> None:
+        self._plans = plans
+        self._settings = settings
+        self._log = log
+        self._on_failure = on_failure
+        self._watched: list[_Watched] = []
+        self._started = threading.Event()
+        self._stopping = threading.Event()
+        self._start_error: SsdError | None = None
+        self._failure: WorkerDiedError | None = None
+        self._restarts = 0
+        # Linux kills workers with the thread that started them: this one lives until `stop`.
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    @property
+    def failure(self) -> WorkerDiedError | None:
+        """Why nothing works any more, or None."""
+        return self._failure
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all workers so far."""
+        return self._restarts
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the workers that run, by name."""
+        running = [(watched.plan.name, watched.process) for watched in self._watched]
+        return {name: process.pid for name, process in running if process is not None}
+
+    def start(self) -> None:
+        """Start all workers; returns when their processes exist."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self.stop()
+            raise self._start_error
+
+    def stop(self) -> None:
+        """Let all workers go, kill those that stay, and end the thread."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            try:
+                for plan in self._plans:
+                    self._watched.append(_Watched(plan, self._start(plan)))
+            except SsdError as error:
+                self._start_error = error
+            finally:
+                self._started.set()
+            while not self._stopping.wait(_LOOK_EVERY_S):
+                for watched in self._watched:
+                    self._look_at(watched)
+        finally:
+            self._end_all()
+
+    def _start(self, plan: WorkerPlan) -> WorkerProcess:
+        process = start_worker(plan.name, plan.command, self._settings)
+        self._log.debug("process started", name=plan.name, pid=process.pid)
+        return process
+
+    def _look_at(self, watched: _Watched) -> None:
+        if watched.process is None:
+            if not watched.given_up and time.monotonic() >= watched.due:
+                self._restart(watched)
+            return
+        code = watched.process.exit_code
+        if code is None:
+            return
+        process, watched.process = watched.process, None
+        process.release()
+        if watched.plan.vital or self._never_worked(code):
+            watched.given_up = True
+            self._fail(WorkerDiedError(watched.plan.name, code))
+            return
+        if process.age_s >= _LONG_LIFE_S:
+            watched.quick_deaths = 0
+        pause = pause_before_restart(watched.quick_deaths)
+        watched.quick_deaths += 1
+        watched.due = time.monotonic() + pause
+        self._log.warning("process died", name=watched.plan.name, how=describe_exit(code), restart_in_s=pause)
+        if pause == 0.0:
+            self._restart(watched)
+
+    def _never_worked(self, code: int) -> bool:
+        """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
+        from the speed that there is no speculation."""
+        return code in _USER_ERRORS and self._restarts == 0
+
+    def _restart(self, watched: _Watched) -> None:
+        self._restarts += 1
+        try:
+            watched.process = self._start(watched.plan)
+            self._log.info("process restarted", name=watched.plan.name, pid=watched.process.pid)
+        except SsdError as error:
+            watched.due = time.monotonic() + pause_before_restart(watched.quick_deaths)
+            watched.quick_deaths += 1
+            self._log.error("process not restarted", name=watched.plan.name, why=str(error))
+
+    def _fail(self, error: WorkerDiedError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._log.error("engine dead", why=str(error))
+            self._on_failure(error)
+
+    def _end_all(self) -> None:
+        running = [watched.process for watched in self._watched if watched.process is not None]
+        for process in running:
+            process.release()
+        for process in running:
+            process.stop()

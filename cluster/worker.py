@@ -1,0 +1,86 @@
+"""The first and the last things that every worker process does: name, settings, lifeline, device, exit code.
+
+Knows which function each role runs, and nothing of what it does.
+"""
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import sys
+import threading
+
+import setproctitle
+
+from ssd_serve.devices import parse_device, pin
+from ssd_serve.errors import ProtocolError, SsdError
+from ssd_serve.settings import Settings
+
+ORPHANED = 75
+"""Exit code of a worker whose parent went away or let it go."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def enter_worker(name: str, stdin: io.FileIO | None = None) -> Settings:
+    """Become the worker `name`: take the title, read settings, tie this process's life to its parent's."""
+    setproctitle.setproctitle(f"ssd: {name}")
+    # Ctrl-C reaches the whole terminal group; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    # Unbuffered: a buffer's lock, held by the lifeline thread, would be in the way when the process ends.
+    stream = stdin if stdin is not None else io.FileIO(0, closefd=False)
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise ProtocolError("a worker is started by `ssd serve`, which sends settings on stdin")
+    settings = Settings.model_validate_json(line)
+    threading.Thread(target=_follow_lifeline, args=(stream,), name="lifeline", daemon=True).start()
+    return settings
+
+
+def run_verifier(server_socket: str, drafter_socket: str) -> int:
+    """Body of the verifier process; returns its exit code."""
+    settings = enter_worker("verifier")
+    if settings.target_device is not None:
+        pin(parse_device(settings.target_device))
+    from ssd_serve.verifier.process import run
+
+    return run(settings, server_socket, drafter_socket)
+
+
+def run_drafter(name: str, drafter_socket: str) -> int:
+    """Body of a drafter process; returns its exit code."""
+    settings = enter_worker(name)
+    if settings.draft_device is not None:
+        pin(parse_device(settings.draft_device))
+    from ssd_serve.drafter.process import run
+
+    return run(settings, name, drafter_socket)
+
+
+def leave_worker(name: str, error: SsdError) -> int:
+    """Say why the worker cannot go on, in one sentence; returns the exit code."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"ssd: {name}: {error}\n")
+    return error.exit_code
+
+
+def _follow_lifeline(stream: io.FileIO) -> None:
+    """Leave at once when the parent closes the pipe or dies. Nothing here needs tidying up: a worker holds
+    no state that outlives it."""
+    with contextlib.suppress(OSError, ValueError):
+        while stream.read(4096):
+            pass
+    os._exit(ORPHANED)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process with its parent, also when no thread of it could run. Best effort."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(ORPHANED)

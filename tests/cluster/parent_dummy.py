@@ -1,0 +1,28 @@
+"""A parent that launches tiny workers, prints their ids and waits to be killed. Run as a script by tests."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.devices import this_machine
+from ssd_serve.logs import get_logger
+from ssd_serve.settings import Mode, Settings
+
+WORKER = Path(__file__).with_name("worker_dummy.py")
+
+
+def command(role: str, *_arguments: str) -> list[str]:
+    return [sys.executable, str(WORKER), role, "sleep"]
+
+
+def main() -> None:
+    settings = Settings(mode=Mode.SSD)
+    with local_engine(settings, get_logger("server"), machine=this_machine(), command=command) as engine:
+        print(json.dumps(engine.pids()), flush=True)
+        time.sleep(120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""No orphans, whoever is killed first; deaths are noticed, drafters come back, reasons reach the caller."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.run_dir import make_run_dir
+from ssd_serve.cluster.supervisor import WorkerDiedError, describe_exit, pause_before_restart
+from ssd_serve.devices import Machine
+from ssd_serve.errors import PermissionProblemError
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import Progress
+from ssd_serve.settings import Mode, Settings
+
+HERE = Path(__file__).parent
+QUIET = get_logger("server", level="error")
+MACHINE = Machine(tuple(sorted(os.sched_getaffinity(0))), gpus=0)
+
+
+def workers(**behaviours: str) -> Callable[..., list[str]]:
+    """Commands for dummy workers: `workers(verifier="listen", drafter="crash")`."""
+
+    def command(role: str, *arguments: str) -> list[str]:
+        return [sys.executable, str(HERE / "worker_dummy.py"), role, behaviours[role], *arguments]
+
+    return command
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_parent_leaves_no_orphans(how: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, str(HERE / "parent_dummy.py")], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pids: list[int] = list(json.loads(parent.stdout.readline()).values())
+        assert len(pids) == 2
+        assert all(alive(pid) for pid in pids)
+        parent.send_signal(how)
+        parent.wait()
+        assert until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_workers_get_settings_and_titles_and_leave_when_let_go(tmp_path: Path) -> None:
+    settings = Settings(mode=Mode.SSD, target="some-model", draft="d", run_dir=tmp_path / "run")
+    command = workers(verifier="listen", drafter="sleep")
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        pids = engine.pids()
+        channel = engine.connect()
+        assert channel.wait(10.0)
+        target_device = engine.placement.target
+        assert channel.receive() == [Progress(f"target some-model on {target_device}")]
+        assert until(lambda: psutil.Process(pids["drafter-0"]).cmdline()[0].startswith("ssd: drafter"))
+        began = time.monotonic()
+        channel.close()
+    assert time.monotonic() - began < 2.0
+    assert not any(alive(pid) for pid in pids.values())
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_verifiers_death_is_reported_with_its_reason() -> None:
+    reported: list[WorkerDiedError] = []
+    settings = Settings(mode=Mode.AR)
+    command = workers(verifier="sleep")
+    with local_engine(
+        settings, QUIET, machine=MACHINE, command=command, on_failure=reported.append
+    ) as engine:
+        os.kill(engine.pids()["verifier"], signal.SIGKILL)
+        assert until(lambda: engine.failure is not None)
+        assert [str(error) for error in reported] == [str(engine.failure)]
+    assert "SIGKILL" in str(reported[0])
+    assert reported[0].exit_code == 70
+    assert not reported[0].explained
+
+
+@pytest.mark.parametrize("role", ["verifier", "drafter"])
+def test_a_refusal_at_the_start_keeps_its_exit_code(role: str, capfd: pytest.CaptureFixture[str]) -> None:
+    behaviours = {"verifier": "sleep", "drafter": "sleep", role: "refuse"}
+    settings = Settings(mode=Mode.SSD)
+    with (
+        local_engine(settings, QUIET, machine=MACHINE, command=workers(**behaviours)) as engine,
+        pytest.raises(WorkerDiedError) as caught,
+    ):
+        engine.connect()
+    assert caught.value.exit_code == 6
+    assert caught.value.explained
+    assert "half a checkpoint" in capfd.readouterr().err
+
+
+def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
+    command = workers(verifier="sleep", drafter="sleep")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        before = engine.pids()
+        os.kill(before["drafter-0"], signal.SIGKILL)
+        assert until(lambda: engine.restarts == 1 and "drafter-0" in engine.pids())
+        after = engine.pids()
+        assert after["verifier"] == before["verifier"]
+        assert after["drafter-0"] != before["drafter-0"]
+        assert engine.failure is None
+
+
+def test_a_drafter_that_always_dies_is_restarted_less_and_less_often() -> None:
+    assert [pause_before_restart(n) for n in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert pause_before_restart(1000) == 30.0
+    command = workers(verifier="sleep", drafter="crash")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        assert until(lambda: engine.restarts >= 2)
+        time.sleep(0.3)
+        assert engine.restarts <= 3
+        assert engine.failure is None
+
+
+def test_exits_are_described() -> None:
+    assert describe_exit(6) == "ended with code 6"
+    assert describe_exit(-15) == "was killed by SIGTERM"
+    assert describe_exit(-200) == "was killed by signal 200"
+
+
+def test_a_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionProblemError, match="chmod 700"):
+        make_run_dir(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(PermissionProblemError, match="SSD_RUN_DIR"):
+        make_run_dir(file / "below")

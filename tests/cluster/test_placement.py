@@ -1,0 +1,105 @@
+"""Who computes where: a pure function, for machines of every size; and the names of devices."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.cluster.placement import Placement, place, resolved
+from ssd_serve.devices import Device, Machine, parse_device
+from ssd_serve.errors import SettingsError
+from ssd_serve.settings import Mode, Settings
+
+
+def cpu(*cores: int) -> Device:
+    return Device("cpu", cores)
+
+
+def gpu(index: int) -> Device:
+    return Device("cuda", (index,))
+
+
+def machine(cores: int, gpus: int = 0) -> Machine:
+    return Machine(tuple(range(cores)), gpus)
+
+
+@pytest.mark.parametrize(
+    ("have", "mode", "expected"),
+    [
+        (machine(2), Mode.AUTO, Placement(Mode.SSD, cpu(0), cpu(1), cpu(1))),
+        (machine(4), Mode.SSD, Placement(Mode.SSD, cpu(0, 1, 2), cpu(3), cpu(3))),
+        (machine(1), Mode.AUTO, Placement(Mode.SD, cpu(0), None, cpu(0))),
+        (machine(1), Mode.SSD, Placement(Mode.SSD, cpu(0), cpu(0), cpu(0))),
+        (machine(2), Mode.AR, Placement(Mode.AR, cpu(0, 1), None, cpu(0, 1))),
+        (machine(2), Mode.SD, Placement(Mode.SD, cpu(0, 1), None, cpu(0, 1))),
+        (machine(4, 1), Mode.AUTO, Placement(Mode.SD, gpu(0), None, cpu(0, 1, 2, 3))),
+        (machine(4, 1), Mode.SSD, Placement(Mode.SSD, gpu(0), cpu(3), cpu(3))),
+        (machine(4, 2), Mode.AUTO, Placement(Mode.SSD, gpu(0), gpu(1), cpu(0, 1, 2, 3))),
+    ],
+)
+def test_defaults(have: Machine, mode: Mode, expected: Placement) -> None:
+    assert place(Settings(mode=mode), have) == expected
+
+
+def test_no_draft_model_means_plain_decoding() -> None:
+    assert place(Settings(target="/m"), machine(8)).mode is Mode.AR
+    with pytest.raises(SettingsError, match="mode ssd needs a draft model"):
+        place(Settings(target="/m", mode=Mode.SSD), machine(8))
+
+
+def test_the_other_process_moves_out_of_the_way_of_a_chosen_device() -> None:
+    chosen_draft = place(Settings(mode=Mode.SSD, draft_device="cpu:0"), machine(2))
+    assert (chosen_draft.target, chosen_draft.draft) == (cpu(1), cpu(0))
+    chosen_target = place(Settings(mode=Mode.SSD, target_device="cpu:1"), machine(2))
+    assert (chosen_target.target, chosen_target.draft) == (cpu(1), cpu(0))
+    shared = place(Settings(mode=Mode.SSD, target_device="cpu:0-1"), machine(2))
+    assert shared.shares_a_device
+    swapped = place(Settings(mode=Mode.SSD, target_device="cuda:1"), machine(4, 2))
+    assert swapped.draft == gpu(0)
+
+
+@pytest.mark.parametrize(("device", "message"), [("cpu:7", "only the cores 0-1"), ("cuda:0", "no GPU")])
+def test_a_device_that_is_not_there(device: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        place(Settings(target_device=device), machine(2))
+
+
+@given(st.integers(1, 64), st.integers(0, 8), st.sampled_from(Mode))
+def test_every_machine_gets_a_placement_that_workers_can_read(cores: int, gpus: int, mode: Mode) -> None:
+    placement = place(Settings(mode=mode), machine(cores, gpus))
+    assert (placement.draft is not None) == (placement.mode is Mode.SSD)
+    if cores >= 2:
+        assert not placement.shares_a_device
+    settings = resolved(Settings(mode=mode), placement)
+    again = Settings.model_validate_json(settings.model_dump_json())
+    assert again == settings
+    assert again.target_device is not None
+    assert parse_device(again.target_device) == placement.target
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("cpu", Device("cpu")),
+        ("cpu:0", cpu(0)),
+        ("cpu:0-1", cpu(0, 1)),
+        ("CPU:2, 0", cpu(0, 2)),
+        ("cpu:0,2-4", cpu(0, 2, 3, 4)),
+        ("cuda", gpu(0)),
+        ("cuda:3", gpu(3)),
+    ],
+)
+def test_device_names(text: str, device: Device) -> None:
+    assert parse_device(text) == device
+    assert parse_device(str(device)) == device
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "cpu:", "cpu:a", "cpu:1-0", "cpu:-1", "cuda:0-1", "cpu:0,,1"])
+def test_device_names_that_mean_nothing(text: str) -> None:
+    with pytest.raises(SettingsError, match="device"):
+        parse_device(text)
+
+
+@given(st.sets(st.integers(0, 999), min_size=1))
+def test_device_names_round_trip(indices: set[int]) -> None:
+    device = Device("cpu", tuple(sorted(indices)))
+    assert parse_device(str(device)) == device

@@ -1,0 +1,31 @@
+"""A worker that computes nothing: `behaviour` comes from its arguments. Run as a script by tests."""
+
+import os
+import signal
+import sys
+import time
+
+from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.worker import enter_worker, leave_worker
+from ssd_serve.errors import CheckpointError
+from ssd_serve.messages import Progress
+
+
+def main(role: str, behaviour: str, *arguments: str) -> int:
+    settings = enter_worker(role)
+    if behaviour == "refuse":
+        return leave_worker(role, CheckpointError(f"the folder {settings.target} is half a checkpoint"))
+    if behaviour == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "listen":
+        listener = Listener.unix(arguments[0])
+        listener.wait(60.0)
+        channel = listener.accept()
+        assert channel is not None
+        channel.send(Progress(f"target {settings.target} on {settings.target_device}"))
+    time.sleep(120)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
