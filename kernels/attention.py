@@ -1,0 +1,39 @@
+"""The contract of tree attention, which every backend fulfils.
+
+A backend is built for one model's cache. Once a forward it turns a batch into a *plan* (on the host, shared
+by all layers); then, for every layer, the keys and values of all rows are written and the rows attend. Which
+slots a row may read is defined in `ssd_serve.kernels.batch`; `ssd_serve.kernels.reference` spells it out.
+Knows no request, no architecture and no weights.
+"""
+
+from typing import Protocol, TypeVar
+
+import torch
+
+from ssd_serve.kernels.batch import Batch
+
+PlanT = TypeVar("PlanT")
+
+
+class AttentionBackend(Protocol[PlanT]):
+    """Tree attention over one KV cache.
+
+    Layers may have windows: a row at position p then attends only to positions above p - window. A prefix
+    slot's position is its index in the prefix, a tree slot's is its entry in `tree_positions`.
+    """
+
+    def plan(self, batch: Batch) -> PlanT:
+        """Prepare one forward. Reads the batch only; costs no work on the device but copies of indices."""
+        ...
+
+    def write(self, layer: int, keys_values: torch.Tensor, plan: PlanT) -> None:
+        """Store `keys_values` [rows, 2 * kv_heads, head_dim] (keys first) in the rows' write slots."""
+        ...
+
+    def run(self, layer: int, queries: torch.Tensor, plan: PlanT) -> torch.Tensor:
+        """Attend: `queries` [rows, heads, head_dim] -> [rows, heads * head_dim], in the queries' dtype.
+
+        The scale is head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). Must follow `write`
+        of the same layer.
+        """
+        ...

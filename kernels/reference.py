@@ -1,0 +1,48 @@
+"""Tree attention, slow and obvious: what every backend is tested against. Works in float64."""
+
+import torch
+
+from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.batch import Batch
+
+
+def visible_slots(batch: Batch, row: int, window: int | None) -> list[int]:
+    """The slots that a row attends to: its request's prefix and its ancestors, inside the window."""
+    request = next(r for r in range(batch.requests) if row < int(batch.request_offsets[r + 1]))
+    prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
+    tree = slice(int(batch.tree_offsets[request]), int(batch.tree_offsets[request + 1]))
+    places = [(int(slot), position) for position, slot in enumerate(prefix)]
+    pairs = zip(batch.tree_slots[tree], batch.tree_positions[tree], strict=True)
+    for index, (slot, position) in enumerate(pairs):
+        if int(batch.ancestry[row, index // 64]) >> (index % 64) & 1:
+            places.append((int(slot), int(position)))
+    first = -1 if window is None else int(batch.positions[row]) - window
+    return [slot for slot, position in places if position > first]
+
+
+class ReferenceAttention:
+    """One row and one head at a time, in float64. The plan is the batch itself."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def plan(self, batch: Batch) -> Batch:
+        """Nothing to prepare."""
+        return batch
+
+    def write(self, layer: int, keys_values: torch.Tensor, plan: Batch) -> None:
+        """Store keys and values of all rows."""
+        self._cache.write(layer, torch.from_numpy(plan.write_slots), keys_values)
+
+    def run(self, layer: int, queries: torch.Tensor, plan: Batch) -> torch.Tensor:
+        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        rows, heads, head_dim = queries.shape
+        keys, values = self._cache.keys(layer).double(), self._cache.values(layer).double()
+        group = heads // keys.shape[0]
+        result = torch.empty(rows, heads, head_dim, dtype=torch.float64)
+        for row in range(rows):
+            slots = visible_slots(plan, row, self._cache.layout.layers[layer].window)
+            for head in range(heads):
+                scores = keys[head // group, slots] @ queries[row, head].double() * head_dim**-0.5  # [slots]
+                result[row, head] = torch.softmax(scores, 0) @ values[head // group, slots]
+        return result.flatten(1).to(queries.dtype)

@@ -1,0 +1,142 @@
+"""Tree attention with torch's scaled_dot_product_attention: works on every device, fast on CPUs.
+
+The context is not copied where it need not be: a request whose slots (prefix and tree) lie close together is
+read through a view of the whole span, in which foreign slots are masked; only scattered requests are
+gathered. Masks are made on the host in numpy, once a forward for each distinct window.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.batch import Batch, Int32Array, Int64Array
+
+_BoolArray = npt.NDArray[np.bool_]
+
+_FOLD_ROWS = 32
+"""Up to this many rows the query heads of a KV head are stacked as rows, so that K and V are read once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One request's part of one window's plan: where its context lies, and who may read what."""
+
+    rows: slice
+    slots: slice | torch.Tensor
+    """A span of slots read in place, or the slots to gather: int64 [context]."""
+    mask: torch.Tensor
+    """Added to the scores: 0 or -inf, [rows or group * rows, context], in the dtype of the queries."""
+    folded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    """One forward: write slots on the device, and one list of pieces for each distinct window."""
+
+    write_slots: torch.Tensor  # [rows], int64
+    pieces: dict[int | None, list[_Piece]]
+
+
+class SdpaAttention:
+    """`AttentionBackend` over scaled_dot_product_attention. `heads` is the number of query heads."""
+
+    def __init__(self, cache: KVCache, heads: int) -> None:
+        self._cache = cache
+        self._device = cache.keys(0).device
+        self._dtype = cache.layout.dtype
+        self._group = heads // cache.layout.layers[0].heads
+        self._layer_windows = [layer.window for layer in cache.layout.layers]
+        self._windows = sorted(set(self._layer_windows), key=lambda window: window or 0)
+
+    def plan(self, batch: Batch) -> SdpaPlan:
+        """Find each request's context and build its masks."""
+        bits = _unpack(batch)
+        pieces = {
+            window: [self._piece(batch, request, bits, window) for request in range(batch.requests)]
+            for window in self._windows
+        }
+        return SdpaPlan(torch.from_numpy(batch.write_slots).to(self._device), pieces)
+
+    def write(self, layer: int, keys_values: torch.Tensor, plan: SdpaPlan) -> None:
+        """Store keys and values of all rows."""
+        self._cache.write(layer, plan.write_slots, keys_values)
+
+    def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
+        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        pieces = plan.pieces[self._layer_windows[layer]]
+        if len(pieces) == 1:
+            return self._attend(queries, keys, values, pieces[0])
+        result = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
+        for piece in pieces:
+            result[piece.rows] = self._attend(queries[piece.rows], keys, values, piece)
+        return result
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece
+    ) -> torch.Tensor:
+        rows, heads, head_dim = queries.shape
+        slots = piece.slots
+        if isinstance(slots, slice):
+            k, v = keys[:, slots], values[:, slots]  # [kv_heads, context, head_dim]
+        else:
+            k, v = keys.index_select(1, slots), values.index_select(1, slots)
+        q = queries.transpose(0, 1)  # [heads, rows, head_dim]
+        if piece.folded:
+            q = q.reshape(k.shape[0], -1, head_dim)  # [kv_heads, group * rows, head_dim]
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=piece.mask, enable_gqa=not piece.folded
+        )
+        return out.reshape(heads, rows, head_dim).transpose(0, 1).reshape(rows, -1)
+
+    def _piece(self, batch: Batch, request: int, bits: _BoolArray, window: int | None) -> _Piece:
+        rows = slice(int(batch.request_offsets[request]), int(batch.request_offsets[request + 1]))
+        prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
+        tree = slice(int(batch.tree_offsets[request]), int(batch.tree_offsets[request + 1]))
+        tree_slots = batch.tree_slots[tree]
+        own = bits[rows, : len(tree_slots)]  # [rows, tree]
+        seen: _BoolArray | bool = True
+        if window is not None:
+            oldest = batch.positions[rows, None] - window  # [rows, 1], the last position out of the window
+            first = min(max(0, int(oldest.min()) + 1), len(prefix))
+            seen = np.arange(first, len(prefix)) > oldest  # [rows, prefix]
+            own = own & (batch.tree_positions[tree] > oldest)
+            prefix = prefix[first:]
+        low, context, compact = _span(prefix, tree_slots)
+        mask = np.full((rows.stop - rows.start, context), -np.inf, dtype=np.float32)
+        places = (prefix - low, tree_slots - low) if compact else _consecutive(len(prefix), len(tree_slots))
+        mask[:, places[0]] = np.where(seen, np.float32(0), np.float32(-np.inf))
+        mask[:, places[1]] = np.where(own, np.float32(0), np.float32(-np.inf))
+        slots: slice | torch.Tensor = slice(low, low + context)
+        if not compact:
+            gathered = np.concatenate((prefix, tree_slots)).astype(np.int64)
+            slots = torch.from_numpy(gathered).to(self._device)
+        folded = self._group > 1 and len(mask) <= _FOLD_ROWS
+        if folded:
+            mask = np.tile(mask, (self._group, 1))
+        return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded)
+
+
+def _unpack(batch: Batch) -> _BoolArray:
+    """The ancestry as booleans: [rows, 64 * words]."""
+    words = np.ascontiguousarray(batch.ancestry, dtype="<u8")
+    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+
+
+def _span(prefix: Int32Array, tree: Int32Array) -> tuple[int, int, bool]:
+    """The first slot of the context, its length, and whether it is a span that is read in place."""
+    low, high, number = int(tree.min()), int(tree.max()), len(prefix) + len(tree)
+    if len(prefix):
+        low, high = min(low, int(prefix.min())), max(high, int(prefix.max()))
+    span = high - low + 1
+    if span <= 1.5 * number + 64:
+        return low, span, True
+    return low, number, False
+
+
+def _consecutive(prefix: int, tree: int) -> tuple[Int64Array, Int64Array]:
+    return np.arange(prefix), np.arange(prefix, prefix + tree)

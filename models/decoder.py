@@ -1,0 +1,216 @@
+"""The decoder family: Llama, Mistral, Qwen 2 and Qwen 3, in one lean forward.
+
+The same code runs a target of many layers and a drafter of two, so a layer is as few torch operators as
+possible: query, key and value are one product, gate and up another, a rotation is one complex product, and
+keys and values are stored together. Knows batches, weights and attention backends; knows no request, no
+file format and no page size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ssd_serve.cache.kv import KVLayout, LayerKV
+from ssd_serve.kernels.attention import AttentionBackend
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.models.config import DecoderConfig
+from ssd_serve.models.interface import ForwardResult, ModelFacts
+from ssd_serve.models.linear import Linear, LinearFactory, Part
+from ssd_serve.models.rope import interleave, rotation_table
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Weights of one layer."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
+    output: Linear  # heads * head_dim -> hidden
+    mlp_norm: torch.Tensor  # [hidden]
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear  # intermediate -> hidden
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Weights of a whole decoder."""
+
+    embedding: torch.Tensor  # [vocabulary, hidden]
+    layers: tuple[DecoderLayer, ...]
+    norm: torch.Tensor  # [hidden]
+    head: Linear  # hidden -> vocabulary
+
+
+class Decoder:
+    """`Model` over a `DecoderConfig`. `features` names layers whose outputs are returned: `layer.<index>`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        attention: AttentionBackend[Any],
+        *,
+        facts: ModelFacts,
+        slots: int,
+        features: tuple[int, ...] = (),
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._attention = attention
+        self._facts = facts
+        self._slots = slots
+        self._features = frozenset(features)
+        self._device = weights.embedding.device
+        # [context, 1, head_dim / 2]: one rotation for all heads of a row
+        self._rotations = (
+            rotation_table(config.rope, config.head_dim, facts.context).unsqueeze(1).to(self._device)
+        )
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes and names."""
+        return self._facts
+
+    @property
+    def slots(self) -> int:
+        """Number of KV slots."""
+        return self._slots
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Run one ragged batch; see `Model.forward`."""
+        tokens = torch.from_numpy(batch.tokens).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        plan = self._attention.plan(batch)
+        rotations = self._rotations.index_select(0, positions)  # [rows, 1, head_dim / 2], complex64
+        hidden = self._weights.embedding.index_select(0, tokens)  # [rows, hidden]
+        features: dict[str, torch.Tensor] = {}
+        for index, layer in enumerate(self._weights.layers):
+            self._attend(index, layer, hidden, rotations, plan)
+            self._mlp(layer, hidden)
+            if index in self._features:
+                features[f"layer.{index}"] = hidden.clone()
+        return ForwardResult(self._logits(hidden, batch), features)
+
+    def _attend(
+        self, index: int, layer: DecoderLayer, hidden: torch.Tensor, rotations: torch.Tensor, plan: object
+    ) -> None:
+        """Add the attention block of a layer to `hidden` [rows, hidden], in place."""
+        c = self._config
+        rows = hidden.shape[0]
+        qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(rows, -1, c.head_dim)
+        qk = qkv[:, : c.heads + c.kv_heads]  # [rows, heads + kv_heads, head_dim]
+        if layer.qk_norm is not None:
+            qk.copy_(torch.rms_norm(qk, (c.head_dim,), None, c.norm_epsilon).mul_(layer.qk_norm))
+        _rotate(qk, rotations)
+        self._attention.write(index, qkv[:, c.heads :], plan)
+        attended = self._attention.run(index, qkv[:, : c.heads], plan)  # [rows, heads * head_dim]
+        hidden.add_(layer.output(attended))
+
+    def _mlp(self, layer: DecoderLayer, hidden: torch.Tensor) -> None:
+        """Add the MLP block of a layer to `hidden` [rows, hidden], in place."""
+        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, -1)  # [rows, intermediate] each
+        hidden.add_(layer.down(F.silu(gate).mul_(up)))
+
+    def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(rows, weight.shape, weight, self._config.norm_epsilon)
+
+    def _logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Logits of the wanted rows: float32 [wanted, vocabulary]."""
+        wanted = len(batch.rows_wanted)
+        if wanted == 0:
+            return torch.empty((0, self._config.vocabulary), device=self._device)
+        if wanted < batch.rows:
+            hidden = hidden.index_select(0, torch.from_numpy(batch.rows_wanted).to(self._device))
+        return self._weights.head(self._norm(hidden, self._weights.norm)).float()
+
+
+def _rotate(heads: torch.Tensor, rotations: torch.Tensor) -> None:
+    """Rotate `heads` [rows, heads, head_dim] in place, in float32 whatever the dtype."""
+    pairs = heads.float()  # the same storage if it is float32 already
+    torch.view_as_complex(pairs.view(*pairs.shape[:2], -1, 2)).mul_(rotations)
+    if pairs is not heads:
+        heads.copy_(pairs)
+
+
+def kv_layout(config: DecoderConfig, dtype: torch.dtype) -> KVLayout:
+    """What the decoder remembers of a token."""
+    return KVLayout(
+        tuple(LayerKV(config.kv_heads, config.head_dim, window) for window in config.windows), dtype
+    )
+
+
+def matrix_elements(config: DecoderConfig) -> int:
+    """Numbers in all matrices that one forward of one row reads (the head, not the embedding)."""
+    attention = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    return config.hidden * (config.layers * (attention + 3 * config.intermediate) + config.vocabulary)
+
+
+def tensor_names(config: DecoderConfig) -> Iterator[str]:
+    """The names of all tensors in a checkpoint."""
+    yield from ("model.embed_tokens.weight", "model.norm.weight")
+    if not config.tied:
+        yield "lm_head.weight"
+    biased = {"q": config.qkv_bias, "k": config.qkv_bias, "v": config.qkv_bias, "o": config.output_bias}
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        yield from (f"{prefix}{norm}_layernorm.weight" for norm in ("input", "post_attention"))
+        for name, bias in biased.items():
+            yield f"{prefix}self_attn.{name}_proj.weight"
+            if bias:
+                yield f"{prefix}self_attn.{name}_proj.bias"
+        for name in ("gate", "up", "down"):
+            yield f"{prefix}mlp.{name}_proj.weight"
+            if config.mlp_bias:
+                yield f"{prefix}mlp.{name}_proj.bias"
+        if config.qk_norm:
+            yield from (f"{prefix}self_attn.{name}_norm.weight" for name in ("q", "k"))
+
+
+def read_weights(config: DecoderConfig, checkpoint: Checkpoint, make: LinearFactory) -> DecoderWeights:
+    """Read all weights; missing, misshapen and unexpected tensors are a `CheckpointError`."""
+    checkpoint.require(list(tensor_names(config)))
+    embedding = make.tensor("model.embed_tokens.weight", (config.vocabulary, config.hidden))
+    if config.tied:
+        checkpoint.ignore("lm_head.weight")
+        head = make.wrap(embedding)
+    else:
+        head = make.by_outputs([Part("lm_head", config.vocabulary)], config.hidden, bias=False)
+    layers = tuple(_read_layer(config, make, f"model.layers.{index}") for index in range(config.layers))
+    norm = make.tensor("model.norm.weight", (config.hidden,))
+    checkpoint.finish()
+    return DecoderWeights(embedding, layers, norm, head)
+
+
+def _read_layer(config: DecoderConfig, make: LinearFactory, prefix: str) -> DecoderLayer:
+    c, attention, mlp = config, f"{prefix}.self_attn", f"{prefix}.mlp"
+    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    qkv = [
+        Part(f"{attention}.q_proj", queries, interleave(c.head_dim, c.heads)),
+        Part(f"{attention}.k_proj", keys, interleave(c.head_dim, c.kv_heads)),
+        Part(f"{attention}.v_proj", keys),
+    ]
+    gate_up = [Part(f"{mlp}.gate_proj", c.intermediate), Part(f"{mlp}.up_proj", c.intermediate)]
+    return DecoderLayer(
+        input_norm=make.tensor(f"{prefix}.input_layernorm.weight", (c.hidden,)),
+        qkv=make.by_outputs(qkv, c.hidden, bias=c.qkv_bias),
+        qk_norm=_read_qk_norm(c, make, attention) if c.qk_norm else None,
+        output=make.by_inputs(Part(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
+        mlp_norm=make.tensor(f"{prefix}.post_attention_layernorm.weight", (c.hidden,)),
+        gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),
+        down=make.by_inputs(Part(f"{mlp}.down_proj", c.hidden), c.intermediate, bias=c.mlp_bias),
+    )
+
+
+def _read_qk_norm(config: DecoderConfig, make: LinearFactory, prefix: str) -> torch.Tensor:
+    """Norm weights of query and key heads, one row a head: [heads + kv_heads, head_dim]."""
+    order = interleave(config.head_dim, 1)
+    query, key = (
+        make.tensor(f"{prefix}.{name}_norm.weight", (config.head_dim,))[order] for name in ("q", "k")
+    )
+    return torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1)))

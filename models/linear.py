@@ -1,0 +1,111 @@
+"""Linear layers: who owns which part of a matrix, and in which format it lies.
+
+A model asks the factory for its matrices by checkpoint names and never touches weights itself. The factory
+reads this rank's slices, fuses matrices that share their input, and packs them where that is faster. Formats
+today: dense and packed (oneDNN, CPU). Knows no architecture.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ssd_serve.errors import UserError
+from ssd_serve.kernels.packed import PackedMatrix, can_pack
+from ssd_serve.models.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """This rank's place among those that share one model."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, length: int) -> slice:
+        """This rank's share of a dimension that all ranks split evenly."""
+        if length % self.size:
+            raise UserError(f"a dimension of {length} cannot be split over {self.size} ranks")
+        share = length // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+
+class Linear(Protocol):
+    """rows [..., inputs] -> [..., outputs]."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """A plain matrix [outputs, inputs]; on GPUs, and wherever packing is not possible."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [..., inputs] -> [..., outputs]."""
+        return F.linear(rows, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a fused matrix: its name without `.weight`, its outputs, the new order of its rows if any."""
+
+    name: str
+    outputs: int
+    order: torch.Tensor | None = None
+
+
+class LinearFactory:
+    """Makes the linear layers of one rank from a checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, parallel: Parallel, device: str, dtype: torch.dtype, packed: bool
+    ) -> None:
+        if parallel.size != 1:
+            raise UserError("tensor parallelism is not built yet; use one rank")
+        self._checkpoint = checkpoint
+        self._parallel = parallel
+        self._device = device
+        self._dtype = dtype
+        self._packed = packed and device == "cpu" and can_pack(dtype)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that every rank holds whole (a norm, an embedding), in the model's dtype and device."""
+        return self._checkpoint.read(name, shape).to(self._device, self._dtype)
+
+    def by_outputs(self, parts: Sequence[Part], inputs: int, *, bias: bool) -> Linear:
+        """Matrices that share their input, fused; every rank computes its share of each one's outputs."""
+        shares = [self._parallel.part(part.outputs) for part in parts]
+        outputs = sum(share.stop - share.start for share in shares)
+        weight = torch.empty((outputs, inputs), dtype=self._dtype, device=self._device)
+        biases: list[torch.Tensor] = []
+        start = 0
+        for part, share in zip(parts, shares, strict=True):
+            stop = start + share.stop - share.start
+            data = self._checkpoint.read(f"{part.name}.weight", (part.outputs, inputs), rows=share)
+            weight[start:stop] = data if part.order is None else data[part.order]
+            if bias:
+                offset = self._checkpoint.read(f"{part.name}.bias", (part.outputs,), rows=share)
+                biases.append(offset if part.order is None else offset[part.order])
+            start = stop
+        return self.wrap(weight, torch.cat(biases) if bias else None)
+
+    def by_inputs(self, part: Part, inputs: int, *, bias: bool) -> Linear:
+        """A matrix whose inputs are split over the ranks; the results of all ranks are summed."""
+        shape = (part.outputs, inputs)
+        columns = self._parallel.part(inputs)
+        weight = self._checkpoint.read(f"{part.name}.weight", shape, columns=columns)
+        # Ranks sum their results, so only one of them may add the bias.
+        own = bias and self._parallel.rank == 0
+        offset = self._checkpoint.read(f"{part.name}.bias", (part.outputs,)) if own else None
+        return self.wrap(weight.to(self._device, self._dtype), offset)
+
+    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """A weight [outputs, inputs] in the format of this device; the dense copy is not kept when packed."""
+        if bias is not None:
+            bias = bias.to(self._device, self._dtype)
+        return PackedMatrix(weight, bias) if self._packed else DenseLinear(weight, bias)

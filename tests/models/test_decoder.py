@@ -1,0 +1,165 @@
+"""The decoder against transformers: prefill, chunks, decode and trees, in fp32, for every architecture."""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_model
+from tests.models import checkpoints
+
+TOLERANCE = 1e-4
+SLOTS = 256
+
+
+@pytest.fixture(scope="module", params=list(checkpoints.CASES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
+    """transformers' model and ours, from the same files."""
+    theirs = checkpoints.make(request.param)
+    folder = checkpoints.save(theirs, tmp_path_factory.mktemp("model"))
+    return theirs, load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None)
+
+
+def chunk(tokens: Sequence[int], start: int, stop: int, slots: Sequence[int]) -> RequestRows:
+    """Rows start..stop of a sequence, those before being committed; all logits wanted."""
+    return RequestRows(
+        tokens=tokens[start:stop],
+        positions=range(start, stop),
+        write_slots=slots[start:stop],
+        prefix_slots=np.asarray(slots[:start], dtype=np.int32),
+        wanted=range(stop - start),
+    )
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal to the tolerance of the issue."""
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs.clone(), atol=TOLERANCE, rtol=0)
+
+
+def numbers(count: int, seed: int) -> list[int]:
+    """Random token ids."""
+    return random.Random(seed).choices(range(199), k=count)
+
+
+def test_whole_prompt_in_one_chunk(pair: tuple[Any, Model]) -> None:
+    theirs, ours = pair
+    tokens = numbers(50, 1)
+    batch = build_batch([chunk(tokens, 0, 50, range(5, 55))])
+    close(ours.forward(batch).logits, checkpoints.logits(theirs, tokens))
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_chunks_then_decode(pair: tuple[Any, Model], scattered: bool) -> None:
+    theirs, ours = pair
+    tokens = numbers(40, 2)
+    slots = random.Random(3).sample(range(SLOTS), 40) if scattered else list(range(100, 140))
+    borders = [0, 7, 24, 30, *range(31, 41)]
+    pieces = [
+        ours.forward(build_batch([chunk(tokens, start, stop, slots)])).logits
+        for start, stop in pairwise(borders)
+    ]
+    close(torch.cat(pieces), checkpoints.logits(theirs, tokens))
+
+
+def test_tree_rows_see_their_own_path_only(pair: tuple[Any, Model]) -> None:
+    theirs, ours = pair
+    prompt = numbers(20, 4)
+    slots = list(range(60, 80))
+    ours.forward(build_batch([chunk(prompt[:-1], 0, 19, slots)]))
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6]  # row 0 is the root
+    tokens = [prompt[-1], *numbers(7, 5)]
+    paths = [[0]]
+    for row, parent in enumerate(parents[1:], start=1):
+        paths.append([*paths[parent], row])
+    rows = RequestRows(
+        tokens=tokens,
+        positions=[18 + len(path) for path in paths],
+        write_slots=[90, 3, 81, 82, 84, 99, 98, 97],
+        prefix_slots=np.asarray(slots[:19], dtype=np.int32),
+        wanted=range(8),
+        ancestors=paths,
+    )
+    result = ours.forward(build_batch([rows])).logits
+    for row, path in enumerate(paths):
+        expected = checkpoints.logits(theirs, prompt[:-1] + [tokens[index] for index in path])
+        close(result[row], expected[-1])
+
+
+def test_requests_share_a_batch(pair: tuple[Any, Model]) -> None:
+    theirs, ours = pair
+    first, second = numbers(30, 6), numbers(12, 7)
+    ours.forward(build_batch([chunk(first, 0, 29, range(0, 30))]))
+    parts = [chunk(first, 29, 30, range(0, 30)), chunk(second, 0, 12, range(40, 52))]
+    result = ours.forward(build_batch(parts)).logits
+    close(result[0], checkpoints.logits(theirs, first)[-1])
+    close(result[1:], checkpoints.logits(theirs, second))
+
+
+def test_only_wanted_rows_have_logits(pair: tuple[Any, Model]) -> None:
+    _, ours = pair
+    tokens = numbers(9, 8)
+    whole = chunk(tokens, 0, 9, range(9))
+    everything = ours.forward(build_batch([whole])).logits
+    some = RequestRows(tokens, range(9), range(9), np.zeros(0, dtype=np.int32), wanted=[2, 8])
+    close(ours.forward(build_batch([some])).logits, everything[[2, 8]])
+    none = RequestRows(tokens, range(9), range(9), np.zeros(0, dtype=np.int32), wanted=[])
+    assert ours.forward(build_batch([none])).logits.shape == (0, 199)
+
+
+def test_facts(pair: tuple[Any, Model]) -> None:
+    theirs, ours = pair
+    facts = ours.facts
+    matrices = [p for name, p in theirs.named_parameters() if p.ndim == 2 and "embed" not in name]
+    head = theirs.lm_head.weight
+    tied = head is theirs.model.embed_tokens.weight
+    assert facts.weight_bytes == 4 * (sum(p.numel() for p in matrices) + (head.numel() if tied else 0))
+    assert (facts.vocabulary, facts.layers, facts.hidden, facts.context) == (199, 3, 64, 128)
+    assert facts.eos_token_ids == (2,)
+    assert facts.kv_bytes_per_slot == 3 * 2 * theirs.config.num_key_value_heads * 4 * (
+        getattr(theirs.config, "head_dim", None) or 16
+    )
+
+
+@pytest.mark.parametrize("options", [{"max_shard_size": "60KB"}, {}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_layouts_and_formats_agree(tmp_path: Path, options: dict[str, Any], packed: bool) -> None:
+    theirs = checkpoints.make("llama")
+    folder = checkpoints.save(theirs, tmp_path, **options)
+    ours = load_model(folder, device="cpu", dtype="fp32", slots=32, context=32, packed=packed)
+    tokens = numbers(20, 9)
+    batch = build_batch([chunk(tokens, 0, 20, range(20))])
+    close(ours.forward(batch).logits, checkpoints.logits(theirs, tokens))
+    assert ours.facts.context == 32
+
+
+def test_hidden_states_on_request(tmp_path: Path) -> None:
+    theirs = checkpoints.make("llama")
+    folder = checkpoints.save(theirs, tmp_path)
+    ours = load_model(folder, device="cpu", dtype="fp32", slots=32, context=None, features=(0, 1))
+    tokens = numbers(10, 10)
+    result = ours.forward(build_batch([chunk(tokens, 0, 10, range(10))]))
+    with torch.inference_mode():
+        states = theirs(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
+    assert set(result.features) == {"layer.0", "layer.1"}
+    for index in (0, 1):
+        close(result.features[f"layer.{index}"], states[index + 1][0])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_near(tmp_path: Path, dtype: str) -> None:
+    theirs = checkpoints.make("qwen3-qk-norm", initializer_range=0.05)
+    folder = checkpoints.save(theirs, tmp_path)
+    ours = load_model(folder, device="cpu", dtype=dtype, slots=32, context=None)
+    tokens = numbers(20, 11)
+    result = ours.forward(build_batch([chunk(tokens, 0, 20, range(20))])).logits
+    expected = checkpoints.logits(theirs, tokens)
+    assert result.dtype == torch.float32
+    assert (result - expected).abs().max() < 0.05 * expected.abs().max()
