@@ -1,0 +1,60 @@
+# Needs nothing but Python (3.10 or newer) and make: every target creates .venv by itself.
+# Settings pass through: `SSD_PORT=9000 make serve`, or `make serve ARGS="--port 9000 --mode sd"`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
+ARGS ?=
+
+SERVING := $(VENV)/.stamp-serving
+DEVELOPING := $(VENV)/.stamp-developing
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test check format bench clean
+
+help:
+	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
+	@echo "make test      run the tests"
+	@echo "make check     lint, format check, types"
+	@echo "make bench     compare plain, synchronous and asynchronous speculation on this machine"
+	@echo "make install   only create $(VENV), with everything in it"
+	@echo "make format    rewrite the sources as ruff wants them"
+	@echo "make clean     remove $(VENV) and caches"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "ssd needs Python 3.10 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(SERVING): $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(DEVELOPING): $(SERVING)
+	$(PIP) install -c constraints.txt -e ".[dev]"
+	@touch $@
+
+install: $(DEVELOPING)
+
+serve: $(SERVING)
+	@exec $(BIN)/ssd serve $(ARGS)
+
+test: $(DEVELOPING)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: $(DEVELOPING)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: $(DEVELOPING)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(SERVING)
+	@exec $(BIN)/ssd bench modes $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
