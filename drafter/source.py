@@ -48,22 +48,13 @@ class DraftSource(Protocol):
         prefix of the tokens); `kept` names the expanded nodes that stay in the tree; all others are gone."""
         ...
 
-    def forget(self, request: int, nodes: Sequence[int]) -> None:
-        """Free what is remembered for these expanded nodes (leaves of the expanded set)."""
-        ...
+    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
+        """One draft step: the children of every pick, or None for a pick that memory has no room for now.
 
-    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates]:
-        """One draft step: the children of every pick. Ancestors of a pick are expanded earlier or in `picks`.
-
-        Feeds missing committed tokens first where a pick needs them. Raises nothing for a full memory: the core
-        never holds more expanded nodes than `capacity` allows.
+        Feeds missing committed tokens and ancestors first where a pick needs them.
         """
         ...
 
     def close(self, request: int) -> None:
         """Free everything of the request; unknown requests are ignored."""
-        ...
-
-    def room(self) -> int:
-        """How many more nodes could be expanded before memory is full."""
         ...

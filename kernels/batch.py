@@ -115,13 +115,11 @@ def _offsets(lengths: Sequence[int]) -> Int32Array:
 
 
 def _fill_bits(row: UInt64Array, indices: Sequence[int]) -> None:
+    bits = 0
+    for index in indices:
+        bits |= 1 << index
     for word in range(len(row)):
-        value = 0
-        low = word * 64
-        for index in indices:
-            if low <= index < low + 64:
-                value |= 1 << (index - low)
-        row[word] = value
+        row[word] = (bits >> (64 * word)) & 0xFFFFFFFFFFFFFFFF
 
 
 def _fill_causal(rows: UInt64Array) -> None:

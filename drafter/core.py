@@ -1,0 +1,201 @@
+"""The drafter's core: keeps one live tree a request and grows it best-first, one step at a time.
+
+    drain outcomes -> pick the W most probable unexpanded nodes -> one forward -> append F children each -> publish
+
+It speaks in messages but owns no socket, holds no KV and runs no model: those are its channel's and its
+source's. Losslessness never depends on it.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from ssd_serve.cache.replica import pack_edges
+from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.drafter.calibration import Calibration
+from ssd_serve.drafter.frontier import Frontier, GrowthLimits
+from ssd_serve.drafter.source import Candidates, DraftSource, Expansion
+from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
+from ssd_serve.seeds import root_name
+
+_LOG = logging.getLogger("ssd_serve.drafter")
+
+
+class _Drafted:
+    """What the core remembers about one request."""
+
+    __slots__ = ("candidates", "epoch", "frontier", "parameters", "position", "sequence", "tree")
+
+    def __init__(self, message: Open, limits: GrowthLimits, ends: frozenset[int]) -> None:
+        self.epoch = message.epoch
+        self.parameters: SamplingParameters = message.parameters
+        self.position = len(message.prompt) + len(message.output) - 1
+        self.tree = SpeculationTree(root_name(message.request, message.epoch, self.position), limits.nodes)
+        left = message.parameters.max_tokens - len(message.output)
+        stops = frozenset(message.parameters.stop_token_ids)
+        if not message.parameters.ignore_eos:
+            stops |= ends
+        # A node at the last position is an output token, but nothing can follow it.
+        self.frontier = Frontier(self.tree, limits, left - 1, stops)
+        self.sequence = 0
+        self.candidates: dict[int, Candidates] = {}
+
+
+class DrafterCore:
+    """Grows trees for all open requests. `ends` are the EOS ids; `name` is the source name in growth messages."""
+
+    def __init__(self, source: DraftSource, limits: GrowthLimits, ends: frozenset[int], name: str) -> None:
+        self._source = source
+        self._limits = limits
+        self._ends = ends
+        self._name = name
+        self._requests: dict[int, _Drafted] = {}
+        self._calibration = Calibration()
+        self._paused = False
+
+    @property
+    def requests(self) -> int:
+        """Number of open requests."""
+        return len(self._requests)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes held over all requests."""
+        return sum(len(drafted.tree) for drafted in self._requests.values())
+
+    def handle(self, message: DrafterMessage) -> list[DrafterMessage]:
+        """Take one message of the verifier; returns what must be answered at once."""
+        if isinstance(message, Outcome):
+            return self._outcome(message)
+        if isinstance(message, Open):
+            self._open(message)
+        elif isinstance(message, Close):
+            self._close(message)
+        elif isinstance(message, Resync):
+            return self._snapshot(message)
+        elif isinstance(message, Pause):
+            self._paused = message.paused
+        return []
+
+    def step(self) -> list[Growth]:
+        """One draft step over all requests; empty when nothing is worth expanding."""
+        picked = self._pick()
+        if not picked:
+            return []
+        expansions = [self._expansion(request, node) for request, node in picked]
+        scales = [
+            self._calibration.scale(self._requests[request].parameters.temperature) for request, _ in picked
+        ]
+        found = self._source.expand(expansions, scales)
+        edges: dict[int, list[tuple[int, int, float]]] = {}
+        for (request, node), candidates in zip(picked, found, strict=True):
+            edges.setdefault(request, []).extend(self._append(self._requests[request], node, candidates))
+        return [self._growth(request, new) for request, new in edges.items() if new]
+
+    def _pick(self) -> list[tuple[int, Node]]:
+        picked: list[tuple[int, Node]] = []
+        waiting = self._requests
+        while len(picked) < self._limits.width:
+            request = max(waiting, key=lambda each: waiting[each].frontier.reach(), default=None)
+            if request is None or waiting[request].frontier.reach() == float("-inf"):
+                break
+            drafted = waiting[request]
+            if self._paused and drafted.tree.root.expanded:
+                break
+            picked.append((request, drafted.frontier.pop()))
+        return picked
+
+    def _expansion(self, request: int, node: Node) -> Expansion:
+        path = self._requests[request].tree.path(node)
+        return Expansion(
+            request, node.name, tuple(each.name for each in path), tuple(each.token for each in path)
+        )
+
+    def _append(
+        self, drafted: _Drafted, node: Node, candidates: Candidates | None
+    ) -> list[tuple[int, int, float]]:
+        if candidates is None:  # no memory now: the node is considered again when the root moves
+            return []
+        node.expanded = True
+        drafted.candidates[node.name] = candidates
+        edges: list[tuple[int, int, float]] = []
+        tokens: list[int] = candidates.tokens.tolist()
+        values: list[float] = candidates.log_probabilities.tolist()
+        for token, log_probability in zip(tokens, values, strict=True):
+            child = drafted.tree.add(node.name, token, log_probability)
+            if child is None:
+                break
+            drafted.frontier.offer(child)
+            edges.append((node.name, token, child.log_probability))
+        return edges
+
+    def _growth(
+        self, request: int, edges: Sequence[tuple[int, int, float]], snapshot: bool = False
+    ) -> Growth:
+        drafted = self._requests[request]
+        parents, tokens, values = pack_edges(list(edges))
+        growth = Growth(
+            request, drafted.epoch, drafted.sequence, parents, tokens, values, self._name, snapshot
+        )
+        drafted.sequence += 1
+        return growth
+
+    def _open(self, message: Open) -> None:
+        known = self._requests.get(message.request)
+        if known is not None and known.epoch > message.epoch:
+            return
+        if known is not None:
+            self._source.close(message.request)
+        self._requests[message.request] = _Drafted(message, self._limits, self._ends)
+        self._source.open(message.request, message.prompt + message.output, message.parameters, message.seed)
+
+    def _close(self, message: Close) -> None:
+        known = self._requests.get(message.request)
+        if known is not None and known.epoch <= message.epoch:
+            del self._requests[message.request]
+            self._source.close(message.request)
+
+    def _outcome(self, message: Outcome) -> list[DrafterMessage]:
+        drafted = self._requests.get(message.request)
+        if drafted is None or message.epoch > drafted.epoch:
+            return [Resync(message.request, message.epoch)]
+        if message.epoch < drafted.epoch or message.position <= drafted.position or not message.tokens:
+            return []
+        if message.position != drafted.position + 1:
+            return [Resync(message.request, message.epoch)]
+        self._learn(drafted, message.tokens)
+        advance = drafted.tree.advance(message.tokens)
+        drafted.position += len(message.tokens)
+        if drafted.tree.root.name != message.root:
+            _LOG.warning("derived root differs: request %d position %d", message.request, message.position)
+            return [Resync(message.request, message.epoch)]
+        drafted.frontier.rebuild()
+        kept = [node.name for node in drafted.tree.nodes() if node.expanded]
+        if drafted.tree.root.expanded:
+            kept.append(drafted.tree.root.name)
+        alive = set(kept)
+        drafted.candidates = {name: each for name, each in drafted.candidates.items() if name in alive}
+        self._source.commit(message.request, message.tokens, [node.name for node in advance.path], kept)
+        return []
+
+    def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
+        node: Node | None = drafted.tree.root
+        for token in tokens:
+            candidates = None if node is None else drafted.candidates.get(node.name)
+            if node is None or candidates is None:
+                return
+            self._calibration.observe(drafted.parameters.temperature, candidates, token)
+            node = node.children.get(token)
+
+    def _snapshot(self, message: Resync) -> list[DrafterMessage]:
+        drafted = self._requests.get(message.request)
+        if drafted is None or drafted.epoch != message.epoch:
+            return []
+        edges = [
+            (
+                drafted.tree.root.name if node.parent is None else node.parent.name,
+                node.token,
+                node.log_probability,
+            )
+            for node in drafted.tree.nodes()
+        ]
+        return [self._growth(message.request, edges, snapshot=True)]

@@ -1,0 +1,85 @@
+"""The drafter inside the verifier's own process and device: synchronous speculation (`sd`).
+
+The same core as in a process of its own, behind the same channel interface: a draft step is run whenever the
+verifier waits. Knows no sockets.
+"""
+
+import time
+
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.messages import (
+    Close,
+    DrafterMessage,
+    Growth,
+    Heartbeat,
+    Hello,
+    Message,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+)
+
+_BLEND = 0.1
+
+
+class InlineChannel:
+    """The verifier's end of a channel to a core in the same thread."""
+
+    def __init__(self, core: DrafterCore, hello: Hello) -> None:
+        self._core = core
+        self._inbox: list[DrafterMessage] = [hello]
+        self._closed = False
+        self._step_s = hello.step_ms / 1e3
+        self.steps = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def pending(self) -> int:
+        """Always 0: messages are handled at once."""
+        return 0
+
+    def send(self, message: Message) -> bool:
+        """Handle the message now."""
+        if isinstance(message, Open | Outcome | Close | Resync | Pause):
+            self._inbox.extend(self._core.handle(message))
+        return not self._closed
+
+    def flush(self) -> bool:
+        """Nothing is ever pending."""
+        return True
+
+    def receive(self) -> list[Message]:
+        """What the core has said since the last call."""
+        messages: list[Message] = list(self._inbox)
+        self._inbox.clear()
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        """Run one draft step, unless something is waiting already."""
+        del timeout_s
+        if self._inbox:
+            return True
+        started = time.perf_counter()
+        growth: list[Growth] = self._core.step()
+        self._inbox.extend(growth)
+        if growth:
+            self.steps += 1
+            seconds = time.perf_counter() - started
+            self._step_s += (_BLEND if self._step_s else 1.0) * (
+                min(seconds, 4 * self._step_s or seconds) - self._step_s
+            )
+            self._inbox.append(Heartbeat(step_ms=1e3 * self._step_s, nodes=self._core.nodes))
+        return bool(growth)
+
+    def fileno(self) -> int:
+        """There is no descriptor."""
+        return -1
+
+    def close(self) -> None:
+        """Stop."""
+        self._closed = True

@@ -1,0 +1,192 @@
+"""A draft model as a draft source: keeps its KV by node name, feeds what is missing, ranks children.
+
+Knows one model and the requests' committed tokens; it does not decide what is expanded and sees no sockets.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cache.table import SlotTable
+from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.processors import is_greedy
+from ssd_serve.kernels.sampling import draft_scores, ranked_children
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.models.interface import Model
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is remembered of one request: `slots` are those of the first committed tokens, `nodes` by name."""
+
+    tokens: list[int]
+    parameters: SamplingParameters
+    seed: int
+    slots: SlotTable = field(default_factory=SlotTable)
+    nodes: dict[int, int] = field(default_factory=dict)
+
+    def all_slots(self) -> list[int]:
+        taken = [*self.slots.take(), *self.nodes.values()]
+        self.nodes.clear()
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows of one request in a step, and where each pick's row lies among them."""
+
+    rows: RequestRows
+    new_nodes: dict[int, int]
+    fed: list[int]
+    order: list[int]
+    """Indices of the picks in the order of their rows."""
+
+
+class ModelSource:
+    """Expands nodes with one forward of `model`; `fan_out` children each."""
+
+    def __init__(self, model: Model, pool: SlotPool, noise: NoiseRows, fan_out: int) -> None:
+        self._model = model
+        self._pool = pool
+        self._noise = noise
+        self._fan_out = fan_out
+        self._requests: OrderedDict[int, _Held] = OrderedDict()
+
+    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
+        """See `DraftSource.open`."""
+        self.close(request)
+        self._requests[request] = _Held(list(tokens), parameters, seed)
+
+    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
+        """See `DraftSource.commit`. KV of accepted nodes becomes committed KV where it follows without a gap."""
+        held = self._requests[request]
+        if len(held.slots) == len(held.tokens):
+            for name in path:
+                slot = held.nodes.pop(name, None)
+                if slot is None:
+                    break
+                held.slots.extend([slot])
+        held.tokens.extend(tokens)
+        alive = set(kept)
+        self._pool.free([slot for name, slot in held.nodes.items() if name not in alive])
+        held.nodes = {name: slot for name, slot in held.nodes.items() if name in alive}
+
+    def close(self, request: int) -> None:
+        """See `DraftSource.close`."""
+        held = self._requests.pop(request, None)
+        if held is not None:
+            self._pool.free(held.all_slots())
+
+    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
+        """See `DraftSource.expand`: one forward over the missing rows of all picks."""
+        order: dict[int, list[int]] = {}
+        for index, pick in enumerate(picks):
+            order.setdefault(pick.request, []).append(index)
+            self._requests.move_to_end(pick.request)
+        groups: list[tuple[_Held, _Group, list[int]]] = []
+        for request, indices in order.items():
+            group = self._group(self._requests[request], [picks[index] for index in indices], set(order))
+            if group is not None:
+                groups.append((self._requests[request], group, [indices[place] for place in group.order]))
+        found: list[Candidates | None] = [None] * len(picks)
+        if groups:
+            logits = self._model.forward(build_batch([group.rows for _, group, _ in groups])).logits
+            self._keep(groups)
+            wanted = [index for _, _, indices in groups for index in indices]
+            ranked = self._rank(
+                logits, [picks[index] for index in wanted], [scales[index] for index in wanted]
+            )
+            for index, candidates in zip(wanted, ranked, strict=True):
+                found[index] = candidates
+        return found
+
+    def _group(self, held: _Held, picks: Sequence[Expansion], busy: set[int]) -> _Group | None:
+        """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents first."""
+        if len(held.slots) == len(held.tokens) and not all(pick.path for pick in picks):
+            self._pool.free([held.slots.pop()])  # the root's logits are wanted again
+        fed = held.tokens[len(held.slots) :]
+        chains = {name: pick.path[: index + 1] for pick in picks for index, name in enumerate(pick.path)}
+        tokens = {name: token for pick in picks for name, token in zip(pick.path, pick.tokens, strict=True)}
+        missing = [name for name in chains if name not in held.nodes]
+        earlier = [name for name in chains if name in held.nodes]
+        slots = self._allocate(len(fed) + len(missing), held.slots.last(), busy)
+        if slots is None:
+            return None
+        chunk, root = len(fed), len(held.tokens) - 1
+        place = {name: chunk + index for index, name in enumerate([*earlier, *missing])}
+        row = {name: chunk + index for index, name in enumerate(missing)}
+        rows = [row[pick.node] if pick.path else chunk - 1 for pick in picks]
+        order = sorted(range(len(picks)), key=rows.__getitem__)
+        ancestors = [list(range(index + 1)) for index in range(chunk)]
+        ancestors += [[*range(chunk), *(place[each] for each in chains[name])] for name in missing]
+        fed_positions = range(root + 1 - chunk, root + 1)
+        new_positions = [root + len(chains[name]) for name in missing]
+        part = RequestRows(
+            tokens=[*fed, *(tokens[name] for name in missing)],
+            positions=[*fed_positions, *new_positions],
+            write_slots=slots,
+            prefix_slots=held.slots.view(),
+            wanted=[rows[index] for index in order],
+            ancestors=ancestors,
+            tree_slots=[*slots[:chunk], *(held.nodes[name] for name in earlier), *slots[chunk:]],
+            tree_positions=[*fed_positions, *(root + len(chains[name]) for name in earlier), *new_positions],
+        )
+        return _Group(part, dict(zip(missing, slots[chunk:], strict=True)), slots[:chunk], order)
+
+    def _keep(self, groups: Sequence[tuple[_Held, _Group, list[int]]]) -> None:
+        for held, group, _ in groups:
+            held.slots.extend(group.fed)
+            held.nodes.update(group.new_nodes)
+
+    def _rank(
+        self, logits: torch.Tensor, picks: Sequence[Expansion], scales: Sequence[float]
+    ) -> list[Candidates]:
+        """Noisy scores and their best children: the noise of the position that follows each pick."""
+        seeds: list[int | None] = []
+        positions: list[int] = []
+        temperatures: list[float] = []
+        for pick in picks:
+            held = self._requests[pick.request]
+            greedy = is_greedy(held.parameters)
+            seeds.append(None if greedy else held.seed)
+            positions.append(len(held.tokens) + len(pick.path))
+            temperatures.append(0.0 if greedy else held.parameters.temperature)
+        if any(seed is not None for seed in seeds):
+            scores = draft_scores(
+                logits, torch.tensor(temperatures, device=logits.device), self._noise.rows(seeds, positions)
+            )
+        else:
+            scores = draft_scores(logits, 0.0, None)
+        ranked = ranked_children(scores, torch.tensor(scales, dtype=torch.float32), self._fan_out)
+        return [
+            Candidates(
+                ranked.tokens[row],
+                ranked.log_probs[row],
+                ranked.scores[row],
+                float(ranked.expected_score[row]),
+            )
+            for row in range(len(picks))
+        ]
+
+    def _allocate(self, count: int, near: int | None, busy: set[int]) -> list[int] | None:
+        """Slots, taken from the least recently expanded other requests when there are too few."""
+        while True:
+            slots = self._pool.allocate(count, near=near)
+            if slots is not None:
+                return slots
+            idle = next(
+                (
+                    held
+                    for number, held in self._requests.items()
+                    if number not in busy and (held.slots or held.nodes)
+                ),
+                None,
+            )
+            if idle is None:
+                return None
+            self._pool.free(idle.all_slots())

@@ -1,0 +1,205 @@
+"""Deterministic stand-ins: a model whose logits are a function of the tokens that its rows really attend to."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.messages import (
+    NOISE_SCHEME,
+    PROTOCOL_VERSION,
+    Committed,
+    Figures,
+    Finished,
+    Hello,
+    SamplingParameters,
+    Submit,
+)
+from ssd_serve.models.interface import ForwardResult, ModelFacts
+from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.growing import GrowPolicy, WhenItPays
+from ssd_serve.verifier.round import Rounds
+from ssd_serve.verifier.scheduler import Limits, Scheduler
+
+VOCABULARY = 40
+EOS = 0
+
+
+class FakeModel:
+    """Logits depend on the last `memory` tokens of exactly the context that a row attends to.
+
+    A row whose context is not a gapless text 0..n (a wrong slot, a missing ancestor) raises: slot errors cannot
+    hide. `blur` mixes in other logits, so that a draft built with it guesses well but not always.
+    """
+
+    def __init__(self, slots: int, blur: float = 0.0, memory: int = 3) -> None:
+        self.slots = slots
+        self._blur = blur
+        self._memory = memory
+        self._written: dict[int, tuple[int, int]] = {}
+        self.forwards = 0
+        self.rows = 0
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts("fake", VOCABULARY, 4096, 1, 8, (EOS,), 1, 1, "cpu", "fp32")
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        self.forwards += 1
+        self.rows += batch.rows
+        for slot, token, position in zip(batch.write_slots, batch.tokens, batch.positions, strict=True):
+            self._written[int(slot)] = (int(token), int(position))
+        contexts = [self._context(batch, int(row)) for row in batch.rows_wanted]
+        logits = (
+            np.stack([self._logits(context) for context in contexts])
+            if contexts
+            else np.zeros((0, VOCABULARY))
+        )
+        return ForwardResult(torch.from_numpy(logits.astype(np.float32)))
+
+    def _context(self, batch: Batch, row: int) -> tuple[int, ...]:
+        request = int(np.searchsorted(batch.request_offsets, row, side="right")) - 1
+        prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
+        tree = batch.tree_slots[batch.tree_offsets[request] : batch.tree_offsets[request + 1]]
+        slots = [int(slot) for slot in prefix]
+        for index, slot in enumerate(tree):
+            if (int(batch.ancestry[row, index // 64]) >> (index % 64)) & 1:
+                slots.append(int(slot))
+        entries = sorted(self._written[slot][::-1] for slot in slots)
+        if [position for position, _ in entries] != list(range(int(batch.positions[row]) + 1)):
+            raise AssertionError(
+                f"row at {batch.positions[row]} attends to positions {[p for p, _ in entries]}"
+            )
+        return tuple(token for _, token in entries)
+
+    def _logits(self, context: tuple[int, ...]) -> np.ndarray:
+        key = context[-self._memory :]
+        logits = _normal(("target", key)) * 2.0
+        logits[EOS] -= 2.0
+        return logits if self._blur == 0 else logits + self._blur * _normal(("draft", key))
+
+
+def _normal(key: object) -> np.ndarray:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little")).normal(size=VOCABULARY)
+
+
+HELLO = Hello(
+    protocol=PROTOCOL_VERSION,
+    noise=NOISE_SCHEME,
+    tokenizer="fake",
+    vocabulary=VOCABULARY,
+    context=4096,
+    name="d0",
+    step_ms=1.0,
+)
+GROWTH = GrowthLimits(width=4, fan_out=3, depth=8, nodes=64)
+
+
+@dataclass
+class Case:
+    """How an engine under test is put together."""
+
+    slots: int = 512
+    drafter: str = "inline"  # 'none', 'inline', 'memory'
+    blur: float = 0.6
+    budget: int | None = None
+    prefix: bool = True
+    max_running: int = 16
+    prefill_chunk: int = 32
+    draft_slots: int = 4096
+    growth: GrowthLimits = GROWTH
+    policy: Callable[[], GrowPolicy] = WhenItPays
+
+
+def make_core(case: Case) -> DrafterCore:
+    source = ModelSource(
+        FakeModel(case.draft_slots, case.blur),
+        SlotPool(case.draft_slots),
+        NoiseRows(VOCABULARY, 256),
+        case.growth.fan_out,
+    )
+    return DrafterCore(source, case.growth, frozenset((EOS,)), "d0")
+
+
+def make_engine(case: Case) -> tuple[Engine, FakeModel]:
+    """An engine without any drafter yet."""
+    model = FakeModel(case.slots)
+    pool = SlotPool(case.slots)
+    scheduler = Scheduler(
+        pool, PrefixCache(pool) if case.prefix else None, Limits(case.max_running, 1000, case.prefill_chunk)
+    )
+    bounds = Bounds(4096, VOCABULARY, (EOS,), case.budget, case.growth.nodes, case.growth.width)
+    cost = CostTable()
+    for rows, seconds in ((1, 0.010), (64, 0.012)):
+        cost.observe(rows, seconds)
+    rounds = Rounds(model, NoiseRows(VOCABULARY, 4096), (EOS,))
+    return Engine(rounds, scheduler, Drafters(HELLO), cost, case.policy(), bounds), model
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one request gave."""
+
+    tokens: tuple[int, ...]
+    reason: str
+    figures: Figures
+
+
+def run(
+    engine: Engine, submits: Sequence[Submit], each_step: Callable[[int], None] = lambda step: None
+) -> dict[int, Output]:
+    """Submit everything, step until done."""
+    for submit in submits:
+        refused = engine.submit(submit)
+        if refused is not None:
+            raise AssertionError(refused.message)
+    tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
+    done: dict[int, Output] = {}
+    step = 0
+    while engine.busy:
+        each_step(step)
+        step += 1
+        for report in engine.step():
+            if isinstance(report, Committed):
+                tokens[report.request].extend(report.tokens)
+            elif isinstance(report, Finished):
+                done[report.request] = Output(tuple(tokens[report.request]), report.reason, report.figures)
+        if step > 100_000:
+            raise AssertionError("the engine does not finish")
+    return done
+
+
+def mixed_requests(count: int, max_tokens: int = 40) -> list[Submit]:
+    """Requests of mixed parameters: temperatures, penalties, truncation, bias, stops, minimum lengths."""
+    variants = (
+        SamplingParameters(temperature=0.0),
+        SamplingParameters(temperature=0.7, top_p=0.9),
+        SamplingParameters(temperature=1.0),
+        SamplingParameters(temperature=1.5, top_k=12, min_p=0.02),
+        SamplingParameters(temperature=1.0, presence_penalty=0.8, frequency_penalty=0.3),
+        SamplingParameters(temperature=0.0, repetition_penalty=1.3),
+        SamplingParameters(temperature=0.7, logit_bias={5: 3.0, 7: -100.0}, min_tokens=10),
+        SamplingParameters(temperature=1.0, stop_token_ids=(3, 9), ignore_eos=True),
+    )
+    source = np.random.default_rng(7)
+    submits: list[Submit] = []
+    for number in range(count):
+        base = variants[number % len(variants)]
+        fields = {name: getattr(base, name) for name in base.__struct_fields__} | {
+            "max_tokens": max_tokens - number % 5
+        }
+        prompt = tuple(int(t) for t in source.integers(1, VOCABULARY, size=3 + 7 * (number % 6)))
+        submits.append(Submit(number, prompt, SamplingParameters(**fields), 1000 + number))
+    return submits

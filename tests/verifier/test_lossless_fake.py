@@ -1,0 +1,176 @@
+"""Losslessness on a model that depends on every token that a row attends to: the same text in every mode."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ssd_serve.cluster.memory_channel import FaultRates, faultless, memory_pair, seeded
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.messages import Growth, Heartbeat, Hello, Open, Outcome
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.growing import Never, Steps, WhenItPays
+from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
+
+
+def plain(count: int) -> dict[int, Output]:
+    engine, _ = make_engine(Case(drafter="none", slots=4096))
+    return run(engine, mixed_requests(count))
+
+
+def same(left: dict[int, Output], right: dict[int, Output]) -> bool:
+    return {n: (o.tokens, o.reason) for n, o in left.items()} == {
+        n: (o.tokens, o.reason) for n, o in right.items()
+    }
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4, 32, None])
+@pytest.mark.parametrize("policy", [Never, WhenItPays, lambda: Steps(3)])
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_inline_speculation_gives_the_plain_text(
+    budget: int | None, policy: Callable[[], Never], count: int
+) -> None:
+    case = Case(budget=budget, policy=policy, slots=4096)
+    engine, model = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    outputs = run(engine, mixed_requests(count))
+    expected = plain(count)
+    assert same(outputs, expected)
+    accepted = sum(output.figures.accepted for output in outputs.values())
+    assert (accepted > 0) == (budget != 0 and policy is not Never)
+    assert engine.scheduler.pool.used == engine.scheduler.prefix.size
+
+
+def test_chain_drafts_are_chains() -> None:
+    case = Case(growth=GrowthLimits(width=1, fan_out=1, depth=8, nodes=64), policy=lambda: Steps(4))
+    engine, _ = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    outputs = run(engine, mixed_requests(1))
+    assert same(outputs, plain(1))
+    assert outputs[0].figures.drafted <= 4 * outputs[0].figures.rounds
+
+
+def test_a_good_draft_is_accepted_often() -> None:
+    case = Case(blur=0.0)
+    engine, model = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    outputs = run(engine, mixed_requests(3))
+    figures = outputs[2].figures
+    assert figures.tokens / figures.rounds > 3
+
+
+@pytest.mark.parametrize("slots", [90, 120, 200])
+def test_short_memory_preempts_and_loses_nothing(slots: int) -> None:
+    case = Case(slots=slots)
+    engine, _ = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    outputs = run(engine, mixed_requests(12))
+    assert same(outputs, plain(12))
+    if slots < 200:
+        assert engine.scheduler.preemptions > 0
+
+
+def test_a_drafter_short_of_memory_only_drafts_less() -> None:
+    case = Case(draft_slots=100, slots=4096)
+    engine, _ = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    assert same(run(engine, mixed_requests(12)), plain(12))
+
+
+class Remote:
+    """A drafter at the other end of a memory channel, stepped by hand."""
+
+    def __init__(self, engine: Engine, case: Case, faults: FaultRates | None, seed: int) -> None:
+        there = faultless if faults is None else seeded(seed, faults)
+        back = faultless if faults is None else seeded(seed + 1, faults)
+        self.mine, self.its = memory_pair(there, back)
+        self.core: DrafterCore | None = make_core(case)
+        self.its.send(HELLO)
+        self.mine.on_wait = self.work
+        engine.drafters.connect(self.mine)
+
+    def work(self) -> None:
+        if self.core is None:
+            return
+        for message in self.its.receive():
+            if not isinstance(message, Hello | Heartbeat):
+                for reply in self.core.handle(message):  # type: ignore[arg-type]
+                    self.its.send(reply)
+        for growth in self.core.step():
+            self.its.send(growth)
+
+
+FAULTS = {
+    "none": None,
+    "late": FaultRates(delay=0.5, spare=(Hello,)),
+    "lost": FaultRates(drop=0.2, spare=(Hello,)),
+    "twice": FaultRates(duplicate=0.5, delay=0.3, spare=(Hello,)),
+    "all": FaultRates(drop=0.1, duplicate=0.2, delay=0.4, spare=(Hello,)),
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_message_faults_change_nothing(faults: str, seed: int) -> None:
+    case = Case(slots=4096)
+    engine, _ = make_engine(case)
+    remote = Remote(engine, case, FAULTS[faults], seed)
+    outputs = run(engine, mixed_requests(8), lambda step: remote.work())
+    assert same(outputs, plain(8))
+    assert sum(output.figures.accepted for output in outputs.values()) > 0
+
+
+def test_a_drafter_that_dies_is_done_without_and_a_new_one_rejoins() -> None:
+    case = Case(slots=4096)
+    engine, _ = make_engine(case)
+    remote = Remote(engine, case, None, 0)
+    rejoined: list[Remote] = []
+
+    def each(step: int) -> None:
+        if step == 6:
+            remote.core = None
+            remote.its.close()
+        if step == 12:
+            rejoined.append(Remote(engine, case, None, 0))
+        (rejoined[0] if rejoined else remote).work()
+
+    outputs = run(engine, mixed_requests(6), each)
+    assert same(outputs, plain(6))
+    assert engine.drafters.joins == 2
+
+
+class Garbage:
+    """Answers every outcome with random edges: some below real nodes, with impossible probabilities and tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.mine, self.its = memory_pair(faultless, faultless)
+        self.its.send(HELLO)
+        self.mine.on_wait = self.work
+        engine.drafters.connect(self.mine)
+
+    def work(self) -> None:
+        from ssd_serve.cache.replica import pack_edges
+        from ssd_serve.seeds import mix, root_name
+
+        for message in self.its.receive():
+            if isinstance(message, Outcome):
+                root, epoch = message.root, message.epoch
+            elif isinstance(message, Open):
+                root, epoch = (
+                    root_name(message.request, message.epoch, len(message.prompt) + len(message.output) - 1),
+                    message.epoch,
+                )
+            else:
+                continue
+            edges = [(root, token, 1e9 if token % 2 else -1.0) for token in range(-2, 45, 3)]
+            edges += [(mix(root, 1), 2, float("-inf")), (root ^ 5, 3, 0.0)]
+            self.its.send(Growth(message.request, epoch, 0, *pack_edges(edges)))
+            self.its.send(Growth(message.request, epoch, 99, b"123", b"1", b""))
+
+
+def test_garbage_is_harmless() -> None:
+    engine, _ = make_engine(Case(slots=4096))
+    garbage = Garbage(engine)
+    assert same(run(engine, mixed_requests(6), lambda step: garbage.work()), plain(6))
+    del garbage

@@ -1,0 +1,83 @@
+"""The budget: which nodes a round verifies, and whether to let the trees grow first.
+
+Both are one question under the measured cost model: does it raise the expected committed tokens per second?
+With a long-run rate `r` of tokens a second, time is worth `r` tokens a second (renewal reward): a node is
+verified when its reach exceeds `r` times the time that its row adds, and growth is awaited when the tokens that
+it should add exceed `r` times the wait. Plain numpy; knows no models and no messages.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many of the best nodes to verify, and the tokens and seconds that the round should take."""
+
+    nodes: int
+    tokens: float
+    seconds: float
+
+
+def choose(
+    reaches: npt.NDArray[np.float64],
+    roots: int,
+    other_rows: int,
+    curve: npt.NDArray[np.float64],
+    rate: float,
+) -> Choice:
+    """Best number of nodes to verify beside `roots` roots and `other_rows` prompt rows.
+
+    `reaches` [nodes] falls; `curve` [rows + 1] is `T(rows)` in seconds. `rate` is in tokens a second; 0 means
+    unknown, then the round's own rate is maximised.
+    """
+    base = roots + other_rows
+    room = max(0, min(len(reaches), len(curve) - 1 - base))
+    tokens = roots + np.concatenate(([0.0], np.cumsum(reaches[:room])))  # [room + 1]
+    last = min(base, len(curve) - 1)
+    seconds = curve[last : last + room + 1]  # [room + 1]
+    value = tokens - rate * seconds if rate > 0 else tokens / np.maximum(seconds, 1e-9)
+    best = int(np.argmax(value))
+    return Choice(best, float(tokens[best]), float(seconds[best]))
+
+
+class Rate:
+    """Long-run committed tokens a second, as an average that follows the number of decoding requests."""
+
+    def __init__(self, memory: float = 0.05) -> None:
+        self._memory = memory
+        self._tokens_per_request = 0.0
+        self._seconds = 0.0
+
+    def observe(self, requests: int, tokens: float, seconds: float) -> None:
+        """A round of `requests` decoding requests committed `tokens` tokens in `seconds`, waits included."""
+        if requests == 0 or seconds <= 0:
+            return
+        each = tokens / requests
+        if self._seconds == 0.0:
+            self._tokens_per_request, self._seconds = each, seconds
+            return
+        self._tokens_per_request += self._memory * (each - self._tokens_per_request)
+        self._seconds += self._memory * (min(seconds, 3 * self._seconds) - self._seconds)
+
+    def value(self, requests: int) -> float:
+        """Tokens a second with `requests` decoding requests; 0 while unknown."""
+        return self._tokens_per_request * requests / self._seconds if self._seconds else 0.0
+
+
+class GrowthGain:
+    """How many expected tokens one draft step adds, as a share of the reach of the leaves that it can expand."""
+
+    def __init__(self, share: float = 0.6) -> None:
+        self.share = share
+
+    def expected(self, leaf_reaches: npt.NDArray[np.float64]) -> float:
+        """Tokens that expanding these leaves should add to the round."""
+        return self.share * float(leaf_reaches.sum())
+
+    def observe(self, leaf_reach: float, added: float) -> None:
+        """Leaves of total reach `leaf_reach` were awaited; the round's expected tokens rose by `added`."""
+        if leaf_reach > 0.05:
+            self.share += 0.1 * (min(1.5, max(0.05, added / leaf_reach)) - self.share)

@@ -1,0 +1,198 @@
+"""The verifier's side of its drafters: joins, sends that never block, growth drained into replicas.
+
+Drafters may die, stall or talk nonsense: the worst that follows is a round without nodes. Knows channels and
+messages, not how drafts are made, and no tensors.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ssd_serve.cluster.channel import Channel
+from ssd_serve.cluster.polling import poll
+from ssd_serve.errors import PairMismatchError, ProtocolError
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import (
+    Close,
+    DrafterMessage,
+    Growth,
+    Heartbeat,
+    Hello,
+    Message,
+    Open,
+    Outcome,
+    Refusal,
+    Resync,
+)
+from ssd_serve.verifier.request import Request
+
+_LOG = get_logger("verifier")
+_SILENT_STEPS = 3
+_SILENT_EXTRA_S = 0.020
+_HEARTBEAT_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One connected drafter. `behind` are requests whose messages did not fit: they get one `Open` later."""
+
+    channel: Channel
+    name: str = ""
+    joined: bool = False
+    step_s: float = 0.0
+    heard_at: float = 0.0
+    asked_at: float = 0.0
+    behind: set[int] = field(default_factory=set)
+
+
+class Drafters:
+    """A list of drafters. `hello` is what they must agree with."""
+
+    def __init__(self, hello: Hello, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hello = hello
+        self._clock = clock
+        self._links: list[Link] = []
+        self._beat_at = 0.0
+        self.joins = 0
+
+    @property
+    def alive(self) -> int:
+        """Number of drafters that have joined."""
+        return sum(link.joined for link in self._links)
+
+    @property
+    def channels(self) -> list[Channel]:
+        """What a caller may wait on."""
+        return [link.channel for link in self._links]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the fastest joined drafter's step; 0 when unknown."""
+        known = [link.step_s for link in self._links if link.joined and link.step_s > 0]
+        return min(known, default=0.0)
+
+    def connect(self, channel: Channel) -> None:
+        """A new drafter has connected; it joins when its `Hello` has been checked."""
+        self._links.append(Link(channel, heard_at=self._clock()))
+
+    def open(self, request: Request) -> None:
+        """Start drafting for a request, or start again at its current tokens, under a new epoch."""
+        self._send_all(request.open(), request.number)
+
+    def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
+        """Publish what a round committed; call after the request's tokens were extended."""
+        position = len(request.tokens) - len(tokens)
+        self._send_all(Outcome(request.number, request.epoch, position, tokens, root), request.number)
+
+    def close(self, request: Request) -> None:
+        """Stop drafting for a request."""
+        for link in self._links:
+            link.behind.discard(request.number)
+        self._send_all(Close(request.number, request.epoch), None)
+
+    def drain(self, requests: Mapping[int, Request]) -> int:
+        """Take every waiting message; growth goes into the replicas. Returns the number of growth messages."""
+        grown = 0
+        for link in list(self._links):
+            try:
+                messages = link.channel.receive()
+                for message in messages:
+                    grown += self._take(link, message, requests)
+            except (ProtocolError, PairMismatchError) as error:
+                _LOG.warning("drafter refused", name=link.name, reason=str(error))
+                link.channel.send(Refusal(str(error)))
+                link.channel.flush()
+                link.channel.close()
+            if link.channel.closed:
+                self._links.remove(link)
+                _LOG.warning("drafter left", name=link.name)
+            elif link.behind:
+                self._catch_up(link, requests)
+        return grown
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a drafter says something."""
+        return bool(poll(self.channels, timeout_s))
+
+    def worth_waiting(self) -> bool:
+        """Whether a drafter is there that has not been silent for 3 of its steps + 20 ms after it was asked."""
+        now = self._clock()
+        return any(
+            link.joined
+            and (
+                link.heard_at >= link.asked_at
+                or now - link.asked_at < _SILENT_STEPS * link.step_s + _SILENT_EXTRA_S
+            )
+            for link in self._links
+        )
+
+    def beat(self) -> None:
+        """Send heartbeats when they are due."""
+        now = self._clock()
+        if now - self._beat_at >= _HEARTBEAT_S:
+            self._beat_at = now
+            self._send_all(Heartbeat(), None)
+
+    def _take(self, link: Link, message: Message, requests: Mapping[int, Request]) -> int:
+        link.heard_at = self._clock()
+        if isinstance(message, Growth):
+            request = requests.get(message.request)
+            if request is not None and request.replica is not None and not request.replica.apply(message):
+                link.channel.send(Resync(message.request, request.epoch))
+            return 1
+        if isinstance(message, Hello):
+            self._join(link, message, requests)
+        elif isinstance(message, Heartbeat) and message.step_ms > 0:
+            link.step_s = message.step_ms / 1e3
+        elif isinstance(message, Resync):
+            request = requests.get(message.request)
+            if request is not None and message.epoch == request.epoch:
+                self.open(request)
+        elif isinstance(message, Refusal):
+            _LOG.warning("drafter left", name=link.name, reason=message.message)
+            link.channel.close()
+        return 0
+
+    def _join(self, link: Link, hello: Hello, requests: Mapping[int, Request]) -> None:
+        check_hello(self._hello, hello)
+        link.name, link.joined, link.step_s = hello.name, True, hello.step_ms / 1e3
+        self.joins += 1
+        link.channel.send(self._hello)
+        for request in requests.values():
+            self.open(request)
+        _LOG.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))
+
+    def _catch_up(self, link: Link, requests: Mapping[int, Request]) -> None:
+        for number in list(link.behind):
+            request = requests.get(number)
+            link.behind.discard(number)
+            if request is not None:
+                self.open(request)
+
+    def _send_all(self, message: DrafterMessage, number: int | None) -> None:
+        for link in self._links:
+            if link.joined:
+                self._send(link, message, number)
+
+    def _send(self, link: Link, message: DrafterMessage, number: int | None) -> None:
+        if isinstance(message, Open | Outcome) and link.heard_at >= link.asked_at:
+            link.asked_at = self._clock()
+        if number is not None and number in link.behind:
+            return
+        if not link.channel.send(message) and number is not None:
+            link.behind.add(number)
+
+
+def check_hello(mine: Hello, theirs: Hello) -> None:
+    """Raise `PairMismatchError` with what differs and what to do, unless the two can work together."""
+    if mine.protocol != theirs.protocol:
+        raise PairMismatchError(
+            f"protocol versions differ (verifier {mine.protocol}, drafter {theirs.protocol}): "
+            "install the same version of ssd-serve on both sides"
+        )
+    if mine.noise != theirs.noise:
+        raise PairMismatchError(f"noise schemes differ (verifier {mine.noise}, drafter {theirs.noise})")
+    if mine.tokenizer != theirs.tokenizer:
+        raise PairMismatchError(
+            "the draft model's tokenizer differs from the target's: choose a draft model of the same family"
+        )

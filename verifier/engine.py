@@ -1,0 +1,295 @@
+"""The verifier's engine: one step is one round, and reads as its description.
+
+    drain growth -> choose work -> grow first where it pays -> launch -> drain -> finish: sample, walk, commit, publish
+
+It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not how drafts are made.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ssd_serve.cache.tree import Node
+from ssd_serve.kernels.processors import TokenCounts, needs_counts
+from ssd_serve.messages import Committed, Finished, Refused, Submit, VerifierReport
+from ssd_serve.verifier.budget import Rate, choose
+from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.growing import GrowPolicy, Outlook
+from ssd_serve.verifier.request import Request, Tally, accept
+from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
+from ssd_serve.verifier.scheduler import Part, Scheduler
+
+_CANDIDATES = 64
+"""Most nodes of a round where the settings name no budget; the cost model chooses among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Fixed bounds of the engine. `budget` None leaves the number of nodes to the cost model alone."""
+
+    context: int
+    vocabulary: int
+    eos: tuple[int, ...]
+    budget: int | None
+    tree_nodes: int
+    draft_width: int
+
+
+@dataclass(slots=True)
+class Clocked:
+    """Where the time went, in seconds since start, and how many rounds and steps there were."""
+
+    forward_s: float = 0.0
+    wait_s: float = 0.0
+    total_s: float = 0.0
+    rounds: int = 0
+    rows: int = 0
+
+    @property
+    def host_s(self) -> float:
+        """Everything that was neither a forward nor a deliberate wait."""
+        return self.total_s - self.forward_s - self.wait_s
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since start."""
+
+    tally: Tally = field(default_factory=Tally)
+    prompt_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class Engine:
+    """Verifies rounds for all requests. All collaborators are given; the engine starts nothing."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        scheduler: Scheduler,
+        drafters: Drafters,
+        cost: CostTable,
+        policy: GrowPolicy,
+        bounds: Bounds,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.scheduler = scheduler
+        self.drafters = drafters
+        self.cost = cost
+        self.clocked = Clocked()
+        self.totals = Totals()
+        self._rounds = rounds
+        self._policy = policy
+        self._bounds = bounds
+        self._rate = Rate()
+        self._clock = clock
+        self._requests: dict[int, Request] = {}
+        self._active: dict[int, Request] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has work."""
+        return bool(self._requests)
+
+    def submit(self, message: Submit) -> Refused | None:
+        """Queue a request, or say why it is impossible."""
+        refused = self._impossible(message)
+        if refused is not None:
+            return refused
+        parameters = message.parameters
+        counts = TokenCounts(message.prompt) if needs_counts(parameters) else None
+        request = accept(message, self._bounds.eos, counts, self._bounds.tree_nodes, self._bounds.vocabulary)
+        self._requests[request.number] = request
+        self.scheduler.submit(request)
+        self.totals.prompt_tokens += len(message.prompt)
+        return None
+
+    def abort(self, number: int) -> None:
+        """Free everything of a request now; unknown numbers are ignored."""
+        request = self._requests.pop(number, None)
+        if request is not None:
+            self._retire(request)
+
+    def step(self) -> list[VerifierReport]:
+        """One round over everything that is running; returns what the front end must know."""
+        started = self._clock()
+        self.drafters.drain(self._active)
+        parts = self._choose_parts()
+        if not parts:
+            return []
+        work = self._choose_work(parts)
+        flight = self._rounds.launch(work)
+        self.drafters.drain(self._active)
+        walks = self._rounds.finish(flight)
+        reports: list[VerifierReport] = []
+        for walk in walks:
+            reports.extend(self._commit(walk))
+        self._account(flight, walks, self._clock() - started)
+        return reports
+
+    def _choose_parts(self) -> list[Part]:
+        for request in self.scheduler.admit():
+            self._active[request.number] = request
+            self.drafters.open(request)
+        parts, preempted = self.scheduler.plan()
+        for request in preempted:
+            self._active.pop(request.number, None)
+            self.drafters.close(request)
+            request.replica = None
+        return parts
+
+    def _choose_work(self, parts: Sequence[Part]) -> list[Work]:
+        """Choose the nodes, waiting for growth first where that pays."""
+        outlook, ranked = self._outlook(parts, 0)
+        while self._decoding(parts) and self.drafters.worth_waiting() and self._policy.wants(outlook):
+            started = self._clock()
+            self.drafters.wait(2 * max(outlook.step_s, 1e-3))
+            self.drafters.drain(self._active)
+            self.clocked.wait_s += self._clock() - started
+            before = outlook
+            outlook, ranked = self._outlook(parts, before.steps + 1)
+            self._policy.learn(before, outlook)
+        return self._place(parts, ranked[: outlook.choice.nodes])
+
+    def _outlook(self, parts: Sequence[Part], steps: int) -> tuple[Outlook, list[tuple[float, int, Node]]]:
+        """The round as it would be now, and its candidate nodes (reach, part, node), best first."""
+        ranked: list[tuple[float, int, Node]] = []
+        leaves: list[float] = []
+        decoding = self._decoding(parts)
+        most = self._most_nodes()
+        if self.drafters.alive and most:
+            for index, part in enumerate(parts):
+                if part.request.decoding and part.request.replica is not None:
+                    self._rank(index, part.request, most, ranked, leaves)
+        ranked.sort(key=lambda item: -item[0])
+        reaches = np.array([item[0] for item in ranked[:most]])
+        rate = self._rate.value(decoding)
+        other_rows = sum(len(part.slots) for part in parts) - decoding
+        choice = choose(reaches, decoding, other_rows, self.cost.curve(), rate)
+        best_leaves = np.sort(np.array(leaves))[::-1][: self._bounds.draft_width]
+        return Outlook(choice, best_leaves, rate, self.drafters.step_s, steps), ranked
+
+    def _rank(
+        self,
+        index: int,
+        request: Request,
+        most: int,
+        ranked: list[tuple[float, int, Node]],
+        leaves: list[float],
+    ) -> None:
+        """Collect one request's candidate nodes, and the reach of the leaves that could still grow."""
+        replica = request.replica
+        if replica is None:
+            return
+        tree = replica.tree
+        deepest = min(request.left - 1, self._bounds.context - len(request.tokens))
+        nodes = tree.best(most, deepest)
+        if not tree.root.children and deepest > 0:
+            leaves.append(1.0)
+        for node in nodes:
+            reach = tree.reach(node)
+            ranked.append((reach, index, node))
+            if not node.children and tree.depth(node) < deepest and node.token not in request.ends:
+                leaves.append(reach)
+
+    def _most_nodes(self) -> int:
+        budget = self._bounds.budget
+        return _CANDIDATES if budget is None else budget
+
+    @staticmethod
+    def _decoding(parts: Sequence[Part]) -> int:
+        return sum(part.request.decoding for part in parts)
+
+    def _place(self, parts: Sequence[Part], chosen: Sequence[tuple[float, int, Node]]) -> list[Work]:
+        """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents first."""
+        nodes: list[list[Node]] = [[] for _ in parts]
+        for _, index, node in chosen:
+            nodes[index].append(node)
+        slots = self.scheduler.tree_slots(parts, [len(each) for each in nodes])
+        return [
+            Work(part, tuple(own[: len(given)]), tuple(given))
+            for part, own, given in zip(parts, nodes, slots, strict=True)
+        ]
+
+    def _commit(self, walk: Walk) -> list[VerifierReport]:
+        """Keep the accepted slots, free the rest, extend the text, tell drafters and front end."""
+        work, request = walk.work, walk.work.part.request
+        kept = [work.node_slots[index] for index in walk.accepted]
+        request.slots.extend([*work.part.slots, *kept])
+        accepted = set(walk.accepted)
+        self.scheduler.pool.free(
+            [slot for index, slot in enumerate(work.node_slots) if index not in accepted]
+        )
+        if not walk.tokens:
+            return []
+        before = request.generated
+        request.tokens.extend(walk.tokens)
+        if request.counts is not None:
+            request.counts.extend(walk.tokens)
+        self._advance(walk, request, first=before == 0 and not work.nodes)
+        reports: list[VerifierReport] = [Committed(request.number, walk.tokens, walk.logprobs)]
+        if walk.ended:
+            del self._requests[request.number]
+            self._retire(request)
+            stop_token = walk.tokens[-1] if walk.ended == "stop" else None
+            reports.append(Finished(request.number, walk.ended, request.tally.figures(), stop_token))
+        return reports
+
+    def _advance(self, walk: Walk, request: Request, first: bool) -> None:
+        """Move the replica's root and publish the outcome; count the round unless it ended the prompt."""
+        replica = request.replica
+        if replica is None:
+            return
+        hit = replica.advance(walk.tokens).hit
+        if not walk.ended:
+            self.drafters.outcome(request, walk.tokens, replica.tree.root.name)
+        for tally in (request.tally, self.totals.tally):
+            tally.tokens += len(walk.tokens)
+            if first:
+                continue
+            tally.rounds += 1
+            tally.drafted += len(walk.work.nodes)
+            tally.accepted += len(walk.accepted)
+            tally.hits += hit
+            tally.misses += not hit
+            tally.ready_depth += replica.tree.ready_depth() if hit else 0
+            tally.ready_nodes += len(replica.tree) if hit else 0
+
+    def _retire(self, request: Request) -> None:
+        if self._active.pop(request.number, None) is not None:
+            self.drafters.close(request)
+        self.scheduler.remove(request)
+
+    def _account(self, flight: Flight, walks: Sequence[Walk], total_s: float) -> None:
+        clocked = self.clocked
+        clocked.forward_s += flight.seconds
+        clocked.total_s += total_s
+        clocked.rounds += 1
+        clocked.rows += flight.rows
+        self.cost.observe(flight.rows, flight.seconds)
+        decoded = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
+        if len(decoded) == len(walks):
+            self._rate.observe(len(decoded), sum(len(walk.tokens) for walk in decoded), total_s)
+
+    def _impossible(self, message: Submit) -> Refused | None:
+        bounds, number = self._bounds, message.request
+        if not message.prompt:
+            return Refused(number, "the prompt is empty", "prompt")
+        if min(message.prompt) < 0 or max(message.prompt) >= bounds.vocabulary:
+            return Refused(number, f"token ids must lie in 0..{bounds.vocabulary - 1}", "prompt")
+        longest = min(bounds.context, self.scheduler.pool.slots - 1)
+        length = len(message.prompt) + message.parameters.max_tokens
+        if length > longest:
+            text = f"prompt ({len(message.prompt)} tokens) + max_tokens ({message.parameters.max_tokens})"
+            return Refused(number, f"{text} exceed the context of {longest} tokens", "max_tokens")
+        if message.parameters.max_tokens < 1:
+            return Refused(number, "max_tokens must be at least 1", "max_tokens")
+        if number in self._requests:
+            return Refused(number, "request number is in use", "request")
+        if self.scheduler.full():
+            return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
+        return None

@@ -1,0 +1,83 @@
+"""Verify now, or grow first: how long a round waits for its drafters before it starts.
+
+Knows expected tokens and seconds, not trees' contents and not how growth arrives.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.verifier.budget import Choice, GrowthGain
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a round looks like before it starts."""
+
+    choice: Choice
+    leaves: npt.NDArray[np.float64]
+    """Reach of the leaves that one draft step could expand, best first."""
+    rate: float
+    """Long-run tokens a second; 0 while unknown."""
+    step_s: float
+    """Seconds until one more draft step's growth is here."""
+    steps: int
+    """Draft steps already awaited in this round."""
+
+
+class GrowPolicy(Protocol):
+    """Decides whether to wait for one more draft step."""
+
+    def wants(self, outlook: Outlook) -> bool:
+        """Whether to wait."""
+        ...
+
+    def learn(self, before: Outlook, after: Outlook) -> None:
+        """One step was awaited."""
+        ...
+
+
+class WhenItPays:
+    """Wait while the tokens that a step should add exceed what its time is worth at the long-run rate."""
+
+    def __init__(self, most_steps: int = 16) -> None:
+        self._gain = GrowthGain()
+        self._most_steps = most_steps
+
+    def wants(self, outlook: Outlook) -> bool:
+        """Whether the expected gain of one more step exceeds its price."""
+        if outlook.steps >= self._most_steps or outlook.step_s <= 0 or not len(outlook.leaves):
+            return False
+        rate = outlook.rate or outlook.choice.tokens / max(outlook.choice.seconds, 1e-9)
+        return self._gain.expected(outlook.leaves) > rate * outlook.step_s
+
+    def learn(self, before: Outlook, after: Outlook) -> None:
+        """Adjust the share of the leaves' reach that becomes expected tokens."""
+        self._gain.observe(float(before.leaves.sum()), after.choice.tokens - before.choice.tokens)
+
+
+class Never:
+    """Verify at once what is there."""
+
+    def wants(self, outlook: Outlook) -> bool:
+        """Never."""
+        return False
+
+    def learn(self, before: Outlook, after: Outlook) -> None:
+        """Nothing to learn."""
+
+
+class Steps:
+    """Exactly `steps` draft steps a round: the synchronous baseline with a fixed draft length."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def wants(self, outlook: Outlook) -> bool:
+        """Whether the fixed number is not reached yet and anything can still grow."""
+        return outlook.steps < self._steps and len(outlook.leaves) > 0
+
+    def learn(self, before: Outlook, after: Outlook) -> None:
+        """Nothing to learn."""

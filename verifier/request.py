@@ -1,0 +1,123 @@
+"""One request's state in the verifier: its tokens, its committed slots, its replica and its figures.
+
+Knows no scheduling, no text and no tensors.
+"""
+
+from dataclasses import dataclass, field
+
+from ssd_serve.cache.prefix import PrefixHandle
+from ssd_serve.cache.replica import Replica
+from ssd_serve.cache.table import SlotTable
+from ssd_serve.kernels.processors import TokenCounts
+from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
+from ssd_serve.seeds import root_name
+
+
+@dataclass(slots=True)
+class Tally:
+    """Speculation figures of one request or of all, being counted."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    misses: int = 0
+    ready_depth: int = 0
+    ready_nodes: int = 0
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+
+    def figures(self) -> Figures:
+        """The counts as a message."""
+        return Figures(
+            rounds=self.rounds,
+            tokens=self.tokens,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            hits=self.hits,
+            misses=self.misses,
+            ready_depth=self.ready_depth,
+            ready_nodes=self.ready_nodes,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            preemptions=self.preemptions,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request from `Submit` to `Finished`.
+
+    `tokens` is prompt + output; the first `len(slots)` of them are in the KV cache. The root is the last token
+    and is never in the cache: `pending` is 1 while decoding, more while the prompt is being read.
+    """
+
+    number: int
+    parameters: SamplingParameters
+    seed: int
+    prompt_length: int
+    tokens: list[int]
+    ends: frozenset[int]
+    """Ids that end the text once `min_tokens` are out."""
+    counts: TokenCounts | None
+    limit: int
+    """Most nodes in the replica."""
+    vocabulary: int
+    slots: SlotTable = field(default_factory=SlotTable)
+    handle: PrefixHandle | None = None
+    epoch: int = 0
+    replica: Replica | None = None
+    tally: Tally = field(default_factory=Tally)
+    finish_requested: bool = False
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are not in the KV cache yet, the root included."""
+        return len(self.tokens) - len(self.slots)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the root is pending."""
+        return self.pending == 1
+
+    @property
+    def generated(self) -> int:
+        """Number of output tokens."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def left(self) -> int:
+        """Output tokens that may still come."""
+        return self.parameters.max_tokens - self.generated
+
+    def open(self) -> Open:
+        """Begin a new epoch: a fresh replica, and the message that says so to the drafters."""
+        self.epoch += 1
+        self.replica = Replica(
+            self.number,
+            self.epoch,
+            root_name(self.number, self.epoch, len(self.tokens) - 1),
+            self.limit,
+            self.vocabulary,
+        )
+        prompt, output = tuple(self.tokens[: self.prompt_length]), tuple(self.tokens[self.prompt_length :])
+        return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed)
+
+
+def accept(
+    message: Submit, eos: tuple[int, ...], counts: TokenCounts | None, limit: int, vocabulary: int
+) -> Request:
+    """The state of a newly submitted request."""
+    parameters = message.parameters
+    ends = frozenset(parameters.stop_token_ids) | (frozenset() if parameters.ignore_eos else frozenset(eos))
+    return Request(
+        number=message.request,
+        parameters=parameters,
+        seed=message.seed,
+        prompt_length=len(message.prompt),
+        tokens=list(message.prompt),
+        ends=ends,
+        counts=counts,
+        limit=limit,
+        vocabulary=vocabulary,
+    )

@@ -1,0 +1,168 @@
+"""One round: build the batch, forward, sample the target's choice at every row, and walk.
+
+`launch(work)` and `finish(flight)` are separate so that host work may overlap the forward. The round decides
+tokens; who is scheduled, and what happens to slots and drafters afterwards, is the engine's business.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssd_serve.cache.tree import Node
+from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.sampling import Sampled, SamplingRow, sample
+from ssd_serve.messages import TokenLogprobs
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.verifier.request import Request
+from ssd_serve.verifier.scheduler import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's rows in a round: its pending tokens, and tree nodes with their slots, parents first."""
+
+    part: Part
+    nodes: tuple[Node, ...] = ()
+    node_slots: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the forward."""
+        return len(self.part.slots) + len(self.nodes)
+
+    @property
+    def wanted(self) -> int:
+        """Rows whose logits are wanted: the root's and every node's."""
+        return 1 + len(self.nodes) if self.part.final else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A forward under way, or done."""
+
+    work: tuple[Work, ...]
+    result: ForwardResult
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What a round decided for one request."""
+
+    work: Work
+    accepted: tuple[int, ...]
+    """Indices of the accepted nodes, in order."""
+    tokens: tuple[int, ...]
+    """The accepted nodes' tokens and the bonus token; empty for a prompt chunk that is not the last."""
+    ended: str
+    """'stop', 'length' or '' when the text goes on."""
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class Rounds:
+    """Runs rounds of one target model. `eos` are the model's end ids."""
+
+    def __init__(self, model: Model, noise: NoiseRows, eos: tuple[int, ...]) -> None:
+        self._model = model
+        self._noise = noise
+        self._eos = eos
+
+    def launch(self, work: Sequence[Work]) -> Flight:
+        """Start the forward of all rows."""
+        batch = build_batch([_rows(each) for each in work])
+        started = time.perf_counter()
+        result = self._model.forward(batch)
+        return Flight(tuple(work), result, batch.rows, time.perf_counter() - started)
+
+    def finish(self, flight: Flight) -> list[Walk]:
+        """Choose a token at every wanted row, and walk each request's tree."""
+        rows = [row for each in flight.work if each.wanted for row in self._sampling_rows(each)]
+        sampled = sample(flight.result.logits, rows, self._noise)
+        walks: list[Walk] = []
+        start = 0
+        for each in flight.work:
+            walks.append(_walk(each, sampled, start))
+            start += each.wanted
+        return walks
+
+    def _sampling_rows(self, work: Work) -> list[SamplingRow]:
+        request = work.part.request
+        first = len(request.tokens)
+        rows = [self._row(request, first, ())]
+        paths: dict[int, tuple[int, ...]] = {}
+        for node in work.nodes:
+            above = () if node.parent is None else paths.get(node.parent.name, ())
+            path = paths[node.name] = (*above, node.token)
+            rows.append(self._row(request, first + len(path), path))
+        return rows
+
+    def _row(self, request: Request, position: int, path: tuple[int, ...]) -> SamplingRow:
+        return SamplingRow(
+            parameters=request.parameters,
+            seed=request.seed,
+            position=position,
+            counts=request.counts,
+            path=path,
+            generated=request.generated + len(path),
+            eos=self._eos if not request.parameters.ignore_eos else (),
+        )
+
+
+def _rows(work: Work) -> RequestRows:
+    request, slots = work.part.request, work.part.slots
+    computed, count = len(request.slots), len(work.part.slots)
+    tokens = request.tokens[computed : computed + count]
+    positions = list(range(computed, computed + count))
+    wanted = [count - 1] if work.part.final else []
+    if not work.nodes:
+        return RequestRows(tokens, positions, slots, request.slots.view(), wanted)
+    ancestors: list[list[int]] = [list(range(index + 1)) for index in range(count)]
+    index_of: dict[int, int] = {}
+    root = positions[-1]
+    for node in work.nodes:
+        parent = count - 1 if node.parent is None else index_of.get(node.parent.name, count - 1)
+        index_of[node.name] = len(ancestors)
+        tokens.append(node.token)
+        positions.append(root + len(ancestors[parent]) - count + 1)
+        wanted.append(len(ancestors))
+        ancestors.append([*ancestors[parent], len(ancestors)])
+    return RequestRows(tokens, positions, (*slots, *work.node_slots), request.slots.view(), wanted, ancestors)
+
+
+def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
+    """Follow the child that equals the target's choice while that child was a row of this forward.
+
+    Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The first
+    choice without such a row is the bonus token; its KV is never assumed.
+    """
+    request = work.part.request
+    if not work.part.final:
+        return Walk(work, (), (), "", ())
+    children: dict[tuple[int, int], int] = {}
+    row_of = {node.name: index for index, node in enumerate(work.nodes)}
+    for index, node in enumerate(work.nodes):
+        above = -1 if node.parent is None else row_of.get(node.parent.name, -1)
+        children[(above, node.token)] = index
+    tokens: list[int] = []
+    accepted: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    here, ended = -1, ""
+    while True:
+        row = start + 1 + here
+        token = sampled.choices[row]
+        tokens.append(token)
+        found = sampled.logprobs[row]
+        if found is not None:
+            logprobs.append(found)
+        if token in request.ends:
+            ended = "stop"
+        elif len(tokens) >= request.left:
+            ended = "length"
+        child = children.get((here, token))
+        if ended or child is None:
+            break
+        accepted.append(child)
+        here = child
+    return Walk(work, tuple(accepted), tuple(tokens), ended, tuple(logprobs))
