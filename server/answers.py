@@ -1,0 +1,130 @@
+"""Turns a run into a response, whole or streamed, the same way for completions and chat.
+
+What differs between the two is a `Shape`. Knows neither request bodies nor the engine.
+"""
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastapi import Request, Response
+
+from ssd_serve.messages import Figures
+from ssd_serve.server.generation import Output, Piece, Plan, Run
+from ssd_serve.server.replies import Head, speculation, usage
+from ssd_serve.server.service import Service
+from ssd_serve.server.streaming import DONE, EventStream, event, while_connected
+
+
+class Shape(Protocol):
+    """How one API writes its choices."""
+
+    @property
+    def whole_kind(self) -> str:
+        """`object` of a whole response."""
+        ...
+
+    @property
+    def chunk_kind(self) -> str:
+        """`object` of a chunk of a stream."""
+        ...
+
+    def opening(self, choice: int) -> dict[str, object] | None:
+        """What a choice says before its first token, in a stream."""
+        ...
+
+    def part(self, piece: Piece) -> dict[str, object] | None:
+        """A piece of a choice in a stream; None when there is nothing to tell."""
+        ...
+
+    def whole(self, choice: int, output: Output) -> dict[str, object]:
+        """A whole choice."""
+        ...
+
+    def extra(self) -> dict[str, object]:
+        """More fields of a whole response or a first chunk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request, ready to run. `choices` is n: that many plans in a row share a prompt."""
+
+    head: Head
+    plans: Sequence[Plan]
+    choices: int
+    shape: Shape
+    stream: bool
+    include_usage: bool
+
+    def usage(self, tokens: int, figures: dict[int, Figures]) -> dict[str, object]:
+        """Usage so far; a prompt counts once, however many choices it has."""
+        firsts = range(0, len(self.plans), self.choices)
+        prompt_tokens = sum(len(self.plans[first].prompt) for first in firsts)
+        cached = sum(figures[first].cached_prompt_tokens for first in firsts if first in figures)
+        return usage(prompt_tokens, tokens, cached)
+
+
+async def answer(service: Service, request: Request, job: Job) -> Response:
+    """Run the job for as long as the client stays connected."""
+    headers = {"X-Request-Id": job.head.identifier}
+    if job.stream:
+        return EventStream(_events(service, job), headers)
+    body = await while_connected(request.receive, _whole(service, job))
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(content, media_type="application/json", headers=headers)
+
+
+async def _whole(service: Service, job: Job) -> dict[str, object]:
+    outputs = [Output() for _ in job.plans]
+    async with Run(service, job.plans) as run:
+        async for piece in run.pieces():
+            outputs[piece.choice].add(piece)
+    figures = {i: output.ending.figures for i, output in enumerate(outputs) if output.ending is not None}
+    return {
+        **job.head.object(job.shape.whole_kind),
+        "seed": job.head.seed,
+        "choices": [job.shape.whole(i, output) for i, output in enumerate(outputs)],
+        "usage": job.usage(sum(len(output.tokens) for output in outputs), figures),
+        "metrics": speculation(list(figures.values())),
+        **job.shape.extra(),
+    }
+
+
+async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
+    """The chunks of a stream, then the usage if it was asked for, then `[DONE]`."""
+    shape, tokens, begun = job.shape, 0, False
+    figures: dict[int, Figures] = {}
+    base = job.head.object(shape.chunk_kind)
+    if job.include_usage:
+        base["usage"] = None
+    async with Run(service, job.plans) as run:
+        async for piece in run.pieces():
+            if not begun:
+                begun = True
+                for chunk in _openings(job, base):
+                    yield event(chunk)
+            tokens += len(piece.tokens)
+            part = shape.part(piece)
+            last: dict[str, object] = {}
+            if piece.ending is not None:
+                figures[piece.choice] = piece.ending.figures
+                if len(figures) == len(job.plans):
+                    last = {"metrics": speculation(list(figures.values()))}
+            if part is not None:
+                yield event({**base, "choices": [part], **last})
+    if job.include_usage:
+        totals = {"usage": job.usage(tokens, figures), "metrics": speculation(list(figures.values()))}
+        yield event({**base, "choices": [], **totals})
+    yield DONE
+
+
+def _openings(job: Job, base: dict[str, object]) -> list[dict[str, object]]:
+    """First chunks: the very first also tells the seed."""
+    entries = [job.shape.opening(choice) for choice in range(len(job.plans))]
+    chunks: list[dict[str, object]] = [{**base, "choices": [entry]} for entry in entries if entry is not None]
+    if not chunks:
+        chunks = [{**base, "choices": []}]
+    chunks[0] = {**chunks[0], "seed": job.head.seed, **job.shape.extra()}
+    return chunks

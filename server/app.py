@@ -1,0 +1,124 @@
+"""The ASGI application: routes, errors and start-up put together. Everything it needs is passed in."""
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ssd_serve import __version__
+from ssd_serve.errors import SsdError
+from ssd_serve.server.auth import BearerAuth
+from ssd_serve.server.chat import ChatEndpoint
+from ssd_serve.server.completions import CompletionsEndpoint
+from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.errors import ApiError, from_ssd_error, internal
+from ssd_serve.server.information import InformationEndpoints
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.metrics import Metrics
+from ssd_serve.server.openapi import describe_bodies
+from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ssd_serve.server.service import Gate, Service
+from ssd_serve.server.streaming import ClientGoneError
+from ssd_serve.server.tokenizer import OffLoop, TextTokenizer
+from ssd_serve.server.tokenizing import TokenizingEndpoints
+from ssd_serve.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Nobody reads it; nginx's number for a client that closed the connection."""
+
+Handler = Callable[..., Awaitable[Response]]
+
+
+def create_app(
+    settings: Settings,
+    engine_client: EngineClient,
+    tokenizer: TextTokenizer,
+    limits: Limits | None = None,
+    gate: Gate | None = None,
+) -> FastAPI:
+    """Build the application. Its lifespan starts and stops the engine client."""
+    limits = limits or Limits()
+    service = Service(
+        settings=settings,
+        limits=limits,
+        engine=engine_client,
+        tokenizer=tokenizer,
+        metrics=Metrics(lambda: engine_client.status, lambda: service.trouble() is None),
+        off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
+        gate=gate or Gate(),
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncGenerator[None, None]:
+        engine_client.start()
+        try:
+            yield
+        finally:
+            engine_client.stop()
+
+    app = FastAPI(
+        title="ssd-serve",
+        version=__version__,
+        lifespan=lifespan,
+        # The documentation pages would load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+    )
+    _add_routes(app, service)
+    _add_error_handlers(app)
+    if settings.api_key is not None:
+        app.add_middleware(BearerAuth, api_key=settings.api_key)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    information = InformationEndpoints(service)
+    app.add_api_route("/health", information.health, methods=["GET"])
+    app.add_api_route("/ping", information.health, methods=["GET", "POST"], include_in_schema=False)
+    app.add_api_route("/v1/models", information.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", information.model, methods=["GET"])
+    app.add_api_route("/version", information.version, methods=["GET"])
+    app.add_api_route("/load", information.load, methods=["GET"])
+    app.add_api_route("/metrics", information.metrics, methods=["GET"])
+
+    tokenizing = TokenizingEndpoints(service)
+    posts: dict[str, tuple[Handler, type[BaseModel]]] = {
+        "/v1/completions": (CompletionsEndpoint(service).handle, CompletionRequest),
+        "/v1/chat/completions": (ChatEndpoint(service).handle, ChatRequest),
+        "/tokenize": (tokenizing.tokenize, TokenizeRequest),
+        "/detokenize": (tokenizing.detokenize, DetokenizeRequest),
+    }
+    for path, (handler, _) in posts.items():
+        app.add_api_route(path, handler, methods=["POST"])
+    describe_bodies(app, {path: body for path, (_, body) in posts.items()})
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape."""
+
+    async def known(_request: Request, error: Exception) -> Response:
+        return (from_ssd_error(error) if isinstance(error, SsdError) else internal()).response()
+
+    async def http(_request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+        messages = {404: "there is nothing at this path", 405: "this path does not take this method"}
+        return ApiError(status, messages.get(status, str(error)), headers=headers).response()
+
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    async def unexpected(_request: Request, _error: Exception) -> Response:
+        return internal().response()
+
+    app.add_exception_handler(SsdError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGoneError, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, unexpected)

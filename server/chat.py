@@ -1,0 +1,142 @@
+"""`/v1/chat/completions`: from its body to a job, and how it writes choices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import Request, Response
+
+from ssd_serve.messages import Ready, TokenLogprobs
+from ssd_serve.seeds import MASK64, choice_seed, random_seed
+from ssd_serve.server.answers import Job, answer
+from ssd_serve.server.body import read_body
+from ssd_serve.server.completions import check_stream_options, wants_usage
+from ssd_serve.server.errors import bad_request
+from ssd_serve.server.generation import Ending, Output, Piece, Plan
+from ssd_serve.server.prompts import TokenPrompt, chat_prompt
+from ssd_serve.server.protocol import ChatRequest
+from ssd_serve.server.replies import Head, chat_logprobs, new_identifier
+from ssd_serve.server.sampling import given, output_limit, sampling_parameters, text_rules
+from ssd_serve.server.service import Service
+from ssd_serve.server.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """Choices as `/v1/chat/completions` writes them."""
+
+    tokenizer: TextTokenizer
+    prompt: TokenPrompt
+    logprobs: bool
+    token_ids: bool
+    whole_kind: str = "chat.completion"
+    chunk_kind: str = "chat.completion.chunk"
+
+    def opening(self, choice: int) -> dict[str, object] | None:
+        """The role comes first."""
+        return self._delta(choice, {"role": "assistant", "content": ""}, None, None)
+
+    def part(self, piece: Piece) -> dict[str, object] | None:
+        """One piece."""
+        if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
+            return None
+        delta: dict[str, object] = {"content": piece.text} if piece.text else {}
+        details = self._logprobs(piece.tokens, piece.logprobs) if piece.tokens else None
+        entry = self._delta(piece.choice, delta, details, piece.ending)
+        return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
+
+    def whole(self, choice: int, output: Output) -> dict[str, object]:
+        """A whole choice."""
+        entry: dict[str, object] = {
+            "index": choice,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            **self._rest(self._logprobs(output.tokens, output.logprobs), output.ending),
+        }
+        return {**entry, "token_ids": list(output.tokens)} if self.token_ids else entry
+
+    def extra(self) -> dict[str, object]:
+        """The prompt's ids, once for the whole response."""
+        return {"prompt_token_ids": list(self.prompt.ids)} if self.token_ids else {}
+
+    def _delta(
+        self, choice: int, delta: dict[str, object], details: dict[str, object] | None, ending: Ending | None
+    ) -> dict[str, object]:
+        return {"index": choice, "delta": delta, **self._rest(details, ending)}
+
+    def _rest(self, details: dict[str, object] | None, ending: Ending | None) -> dict[str, object]:
+        return {
+            "logprobs": details,
+            "finish_reason": ending.reason if ending else None,
+            "stop_reason": ending.cause if ending else None,
+        }
+
+    def _logprobs(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, object] | None:
+        return chat_logprobs(self.tokenizer, tokens, entries) if self.logprobs else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEndpoint:
+    """Handles the route."""
+
+    service: Service
+
+    async def handle(self, request: Request) -> Response:
+        """Check, run, answer."""
+        body = await read_body(request, ChatRequest, self.service.limits)
+        return await answer(self.service, request, await self.job(body))
+
+    async def job(self, body: ChatRequest) -> Job:
+        """Check the body against the model and plan its choices."""
+        service = self.service
+        service.require_model(body.model)
+        ready = service.require_ready()
+        check_stream_options(body)
+        choices = given(body.n, 1)
+        service.require_room(choices)
+        prompt = await chat_prompt(
+            service,
+            ready,
+            body.messages,
+            body.chat_template_kwargs,
+            given(body.add_generation_prompt, True),
+            # Chat templates write the begin token themselves.
+            given(body.add_special_tokens, False),
+        )
+        logprobs = requested_logprobs(body)
+        parameters = sampling_parameters(
+            body, ready, max_tokens=chat_output_limit(body, len(prompt.ids), ready), logprobs=logprobs
+        )
+        seed = random_seed() if body.seed is None else body.seed
+        rules = text_rules(body, service.tokenizer.eos_ids)
+        skip_special = given(body.skip_special_tokens, True)
+        plans = [
+            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special)
+            for i in range(choices)
+        ]
+        shape = ChatShape(
+            service.tokenizer, prompt, logprobs is not None, given(body.return_token_ids, False)
+        )
+        head = Head.now(new_identifier("chatcmpl"), service.model, service.fingerprint(ready), seed)
+        return Job(head, plans, choices, shape, given(body.stream, False), wants_usage(body))
+
+
+def requested_logprobs(body: ChatRequest) -> int | None:
+    """How many alternatives to report with each token; None for no log-probabilities."""
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise bad_request(
+                "top_logprobs: only allowed with logprobs: true", "top_logprobs", "invalid_value"
+            )
+        return None
+    return given(body.top_logprobs, 0)
+
+
+def chat_output_limit(body: ChatRequest, prompt_tokens: int, ready: Ready) -> int:
+    """`max_completion_tokens` and `max_tokens` are two names of one field; the default is what fits."""
+    newer, older = body.max_completion_tokens, body.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise bad_request(
+            "max_tokens: differs from max_completion_tokens; give one of them", "max_tokens", "invalid_value"
+        )
+    param = "max_tokens" if newer is None else "max_completion_tokens"
+    asked = older if newer is None else newer
+    return output_limit(asked, ready.context, prompt_tokens, ready, param)

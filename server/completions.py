@@ -1,0 +1,150 @@
+"""`/v1/completions`: from its body to a job, and how it writes choices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import Request, Response
+
+from ssd_serve.seeds import MASK64, choice_seed, random_seed
+from ssd_serve.server.answers import Job, answer
+from ssd_serve.server.body import read_body
+from ssd_serve.server.errors import bad_request
+from ssd_serve.server.generation import Ending, Output, Piece, Plan
+from ssd_serve.server.prompts import TokenPrompt, completion_prompts, prompt_count
+from ssd_serve.server.protocol import CompletionRequest, GenerationRequest
+from ssd_serve.server.replies import Head, completion_logprobs, new_identifier
+from ssd_serve.server.sampling import given, output_limit, sampling_parameters, text_rules
+from ssd_serve.server.service import Service
+from ssd_serve.server.tokenizer import TextTokenizer
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionShape:
+    """Choices as `/v1/completions` writes them."""
+
+    tokenizer: TextTokenizer
+    prompts: Sequence[TokenPrompt]
+    choices: int
+    echoed: Sequence[str]
+    """Text before each prompt's output; empty unless echo."""
+    logprobs: bool
+    token_ids: bool
+    whole_kind: str = "text_completion"
+    chunk_kind: str = "text_completion"
+
+    def opening(self, choice: int) -> dict[str, object] | None:
+        """The echoed prompt, or an empty text that only opens the stream."""
+        prompt = choice // self.choices
+        if choice > 0 and not self.echoed[prompt] and not self.token_ids:
+            return None
+        return {**self._entry(choice, self.echoed[prompt], None, None), **self._prompt_ids(prompt)}
+
+    def part(self, piece: Piece) -> dict[str, object] | None:
+        """One piece."""
+        if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
+            return None
+        details = self._logprobs(piece.choice, piece) if piece.tokens else None
+        entry = self._entry(piece.choice, piece.text, details, piece.ending)
+        return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
+
+    def whole(self, choice: int, output: Output) -> dict[str, object]:
+        """A whole choice."""
+        prompt = choice // self.choices
+        details = self._logprobs(choice, output)
+        entry = self._entry(choice, self.echoed[prompt] + output.text, details, output.ending)
+        return (
+            {**entry, "token_ids": list(output.tokens), **self._prompt_ids(prompt)}
+            if self.token_ids
+            else entry
+        )
+
+    def extra(self) -> dict[str, object]:
+        """Nothing more."""
+        return {}
+
+    def _entry(
+        self, choice: int, text: str, details: dict[str, object] | None, ending: Ending | None
+    ) -> dict[str, object]:
+        return {
+            "index": choice,
+            "text": text,
+            "logprobs": details,
+            "finish_reason": ending.reason if ending else None,
+            "stop_reason": ending.cause if ending else None,
+        }
+
+    def _logprobs(self, choice: int, told: Piece | Output) -> dict[str, object] | None:
+        if not self.logprobs:
+            return None
+        begin = len(self.echoed[choice // self.choices])
+        offsets = [begin + offset for offset in told.offsets]
+        return completion_logprobs(self.tokenizer, told.tokens, told.logprobs, offsets)
+
+    def _prompt_ids(self, prompt: int) -> dict[str, object]:
+        return {"prompt_token_ids": list(self.prompts[prompt].ids)} if self.token_ids else {}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionsEndpoint:
+    """Handles the route."""
+
+    service: Service
+
+    async def handle(self, request: Request) -> Response:
+        """Check, run, answer."""
+        body = await read_body(request, CompletionRequest, self.service.limits)
+        return await answer(self.service, request, await self.job(body))
+
+    async def job(self, body: CompletionRequest) -> Job:
+        """Check the body against the model and plan its choices."""
+        service = self.service
+        service.require_model(body.model)
+        ready = service.require_ready()
+        check_stream_options(body)
+        if body.echo and body.logprobs is not None:
+            raise bad_request(
+                "echo with logprobs needs prompt logprobs, which are not built", "echo", "not_built"
+            )
+        choices = given(body.n, 1)
+        service.require_room(prompt_count(body.prompt) * choices)
+        prompts = await completion_prompts(service, ready, body.prompt, given(body.add_special_tokens, True))
+        skip_special = given(body.skip_special_tokens, True)
+        seed = random_seed() if body.seed is None else body.seed
+        rules = text_rules(body, service.tokenizer.eos_ids)
+        plans: list[Plan] = []
+        for prompt in prompts:
+            most = output_limit(body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens")
+            parameters = sampling_parameters(body, ready, max_tokens=most, logprobs=body.logprobs)
+            plans += [
+                Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special)
+                for i in range(choices)
+            ]
+        shape = CompletionShape(
+            tokenizer=service.tokenizer,
+            prompts=prompts,
+            choices=choices,
+            echoed=[self._echoed(prompt, skip_special) if body.echo else "" for prompt in prompts],
+            logprobs=body.logprobs is not None,
+            token_ids=given(body.return_token_ids, False),
+        )
+        head = Head.now(new_identifier("cmpl"), service.model, service.fingerprint(ready), seed)
+        return Job(head, plans, choices, shape, given(body.stream, False), wants_usage(body))
+
+    def _echoed(self, prompt: TokenPrompt, skip_special: bool) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return self.service.tokenizer.decode(prompt.ids, skip_special_tokens=skip_special)
+
+
+def check_stream_options(body: GenerationRequest) -> None:
+    """400 for stream options of a request that does not stream."""
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options: only allowed with stream: true", "stream_options", "invalid_value")
+
+
+def wants_usage(body: GenerationRequest) -> bool:
+    """Whether a stream ends with a usage chunk."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)

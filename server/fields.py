@@ -1,0 +1,114 @@
+"""Building blocks of the request models: strictness, fields that are not built, and bounded lists.
+
+Knows the shapes of values that people type, not what the server does with them.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from ssd_serve.server.limits import (
+    MAX_LOGIT_BIAS,
+    MAX_PROMPTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_TOKEN_ID,
+)
+
+
+class Strict(BaseModel):
+    """No unknown fields, no coercion between JSON types, no NaN or infinity, immutable."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+def not_built(*harmless: object) -> BeforeValidator:
+    """A known field that this server cannot honour: only absent, null or a `harmless` value passes."""
+
+    def check(value: object) -> object:
+        if value is None or any(type(value) is type(other) and value == other for other in harmless):
+            return value
+        raise PydanticCustomError("not_built", "not built in this server; leave this field out")
+
+    return BeforeValidator(check)
+
+
+NotBuilt = Annotated[object, not_built()]
+"""A known field of the OpenAI or vLLM API that only passes when it is null."""
+
+Ignored = Annotated[object, Field(description="accepted; changes nothing")]
+"""A field that by its definition does not change the result (who asks, labels)."""
+
+
+def _one_or_list(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[
+    Annotated[StopText, Tag("<text>")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("<list>")],
+    Discriminator(
+        _one_or_list,
+        custom_error_type="stop_type",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIAS),
+]
+
+
+def _prompt_shape(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list) or not value:
+        return None
+    first: object = value[0]
+    if isinstance(first, bool):
+        return None
+    if isinstance(first, str):
+        return "<texts>"
+    if isinstance(first, int):
+        return "<ids>"
+    return "<id lists>" if isinstance(first, list) else None
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS), Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag("<id lists>")],
+    Discriminator(
+        _prompt_shape,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, "
+        "or a list of lists of token ids, not empty",
+    ),
+]
+
+
+class TextPart(Strict):
+    """A text part of a chat message; images and sounds are not built."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(max_length=1024), Tag("<list>")],
+    Discriminator(
+        _one_or_list,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]

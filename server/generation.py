@@ -1,0 +1,194 @@
+"""Runs the choices of one HTTP request on the engine and gives their output piece by piece.
+
+Whatever way the caller leaves (done, error, client gone), everything that still runs is aborted. Knows no
+protocol of either side but the engine's reports.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
+from ssd_serve.messages import Committed, Figures, Finished, Refused, SamplingParameters, TokenLogprobs
+from ssd_serve.server.engine_client import Report
+from ssd_serve.server.errors import ApiError
+from ssd_serve.server.metrics import Stopwatch
+from ssd_serve.server.service import Service
+from ssd_serve.server.text import TextAssembler, TextRules
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One choice: what the engine is asked for, and what is done with its tokens."""
+
+    prompt: tuple[int, ...]
+    parameters: SamplingParameters
+    seed: int
+    rules: TextRules
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a choice ended. `cause` is the stop string or stop id."""
+
+    reason: str
+    cause: str | int | None
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More output of one choice. `offsets` are where each token begins in the choice's text."""
+
+    choice: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    offsets: tuple[int, ...]
+    ending: Ending | None
+
+
+@dataclass(slots=True)
+class Output:
+    """Everything of one choice, added up."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    offsets: list[int] = field(default_factory=list[int])
+    ending: Ending | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Append one piece."""
+        self.text += piece.text
+        self.tokens.extend(piece.tokens)
+        self.logprobs.extend(piece.logprobs)
+        self.offsets.extend(piece.offsets)
+        self.ending = piece.ending or self.ending
+
+
+class _Choice:
+    """One choice while it runs."""
+
+    def __init__(self, service: Service, index: int, plan: Plan) -> None:
+        detokenizer = service.tokenizer.detokenizer(skip_special_tokens=plan.skip_special_tokens)
+        self.index = index
+        self.request = 0
+        self.assembler = TextAssembler(detokenizer, plan.rules)
+        self.watch = Stopwatch(service.metrics, len(plan.prompt))
+        self.running = False
+        self._rounds = 0
+
+    def absorb(self, report: Committed) -> Piece:
+        """Take tokens one by one, up to the one that completes a stop string."""
+        assembler = self.assembler
+        self._rounds += 1
+        text = ""
+        offsets: list[int] = []
+        for token in report.tokens:
+            before, offset = assembler.tokens, assembler.length
+            text += assembler.push(token)
+            if assembler.tokens > before:
+                offsets.append(offset)
+            if assembler.stopped_by is not None:
+                break
+        counted = len(offsets)
+        self.watch.tokens(counted)
+        return Piece(
+            choice=self.index,
+            text=text,
+            tokens=report.tokens[:counted],
+            logprobs=report.logprobs[:counted],
+            offsets=tuple(offsets),
+            ending=self._stopped() if assembler.stopped_by is not None else None,
+        )
+
+    def end(self, report: Finished) -> Piece:
+        """The engine ended the choice; held back text may still complete a stop string."""
+        text = self.assembler.finish(report.stop_token if report.reason == "stop" else None)
+        if self.assembler.stopped_by is not None:
+            ending = Ending("stop", self.assembler.stopped_by, report.figures)
+        else:
+            ending = Ending(report.reason, report.stop_token, report.figures)
+        self.close(ending.reason)
+        return Piece(self.index, text, (), (), (), ending)
+
+    def close(self, reason: str) -> None:
+        """Count the end, once."""
+        if self.running:
+            self.running = False
+            self.watch.end(reason, self.assembler.tokens)
+
+    def _stopped(self) -> Ending:
+        """The server ended it. The engine does not answer `Finish`, so only what was seen here is known."""
+        self.close("stop")
+        figures = Figures(rounds=self._rounds, tokens=self.assembler.tokens)
+        return Ending("stop", self.assembler.stopped_by, figures)
+
+
+class Run:
+    """The choices of one HTTP request: `async with Run(...) as run: async for piece in run.pieces()`."""
+
+    def __init__(self, service: Service, plans: Sequence[Plan]) -> None:
+        self._service = service
+        self._plans = plans
+        self._choices: list[_Choice] = []
+        self._reports: asyncio.Queue[tuple[_Choice, Report]] = asyncio.Queue()
+
+    async def __aenter__(self) -> "Run":
+        try:
+            for index, plan in enumerate(self._plans):
+                self._submit(_Choice(self._service, index, plan), plan)
+        except BaseException:
+            self._abort("error")
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abort("error" if isinstance(error, Exception) else "abort")
+
+    def _submit(self, choice: _Choice, plan: Plan) -> None:
+        def deliver(report: Report) -> None:
+            self._reports.put_nowait((choice, report))
+
+        choice.request = self._service.engine.submit(plan.prompt, plan.parameters, plan.seed, deliver)
+        choice.running = True
+        self._choices.append(choice)
+
+    def _abort(self, reason: str) -> None:
+        for choice in self._choices:
+            if choice.running:
+                self._service.engine.abort(choice.request)
+                choice.close(reason)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces of all choices as they come; ends when every choice has ended."""
+        while any(choice.running for choice in self._choices):
+            choice, report = await self._reports.get()
+            if not choice.running:
+                continue
+            if isinstance(report, Committed):
+                piece = choice.absorb(report)
+                if piece.ending is not None:
+                    self._service.engine.finish(choice.request)
+                yield piece
+            elif isinstance(report, Finished) and report.reason != "error":
+                yield choice.end(report)
+            else:
+                raise _failure(report)
+
+
+def _failure(report: Finished | Refused | EngineDeadError) -> Exception:
+    """What a report that is not output means for the whole HTTP request."""
+    if isinstance(report, EngineDeadError):
+        return report
+    if isinstance(report, Finished):
+        message = f"the engine gave up on this request: {report.message}"
+        return ApiError(500, message, kind="server_error", code="engine_error")
+    if report.retry_after_s > 0:
+        return OverloadedError(report.message, report.retry_after_s)
+    return RequestError(report.message, report.field)

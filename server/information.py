@@ -1,0 +1,59 @@
+"""Endpoints that only tell something: health, models, version, load, metrics. All cheap."""
+
+from dataclasses import dataclass
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from ssd_serve import __version__
+from ssd_serve.server.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class InformationEndpoints:
+    """Handlers of the routes."""
+
+    service: Service
+
+    async def health(self) -> Response:
+        """200 when a token can be generated; else 503 with the reason."""
+        trouble = self.service.trouble()
+        if trouble is not None:
+            return trouble.response()
+        ready = self.service.engine.ready
+        return JSONResponse(
+            {"status": "ok", "model": self.service.model, "mode": ready.mode if ready else None}
+        )
+
+    async def models(self) -> Response:
+        """The one model that is served."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        """The card of a model."""
+        self.service.require_model(name)
+        return JSONResponse(self._card())
+
+    async def version(self) -> Response:
+        """The version of the package."""
+        return JSONResponse({"version": __version__})
+
+    async def load(self) -> Response:
+        """Requests in flight, for load balancers."""
+        return JSONResponse({"server_load": self.service.engine.active})
+
+    async def metrics(self) -> Response:
+        """The Prometheus page."""
+        return Response(self.service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    def _card(self) -> dict[str, object]:
+        ready = self.service.engine.ready
+        return {
+            "id": self.service.model,
+            "object": "model",
+            "created": self.service.created,
+            "owned_by": "ssd-serve",
+            "root": self.service.settings.target,
+            "max_model_len": ready.context if ready else None,
+        }

@@ -1,0 +1,31 @@
+"""Bounds on what one client may ask for. Numbers only; the places that check them import this."""
+
+from dataclasses import dataclass
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 512
+MAX_STOP_IDS = 256
+MAX_LOGIT_BIAS = 2048
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that a deployment may want to change."""
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    """A client that is slower to send its body is answered 408."""
+    max_sequences: int = 128
+    """Prompts x n of one request."""
+    inline_characters: int = 4096
+    """Longer texts are tokenised off the event loop."""
+    tokenising_at_once: int = 2
+    """Threads that tokenise at the same time."""
+    shutdown_s: float = 5.0
+    """How long running requests may go on after a signal to stop."""
+    engine_silence_s: float = 60.0
+    """A verifier that says nothing for so long is reported as hanging."""

@@ -1,0 +1,140 @@
+"""Prometheus metrics: what the server measures itself, and what the engine last reported.
+
+Base names follow vLLM's, so that dashboards carry over; the prefix is `ssd_`. Has its own registry: two
+servers in one process do not meet.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ssd_serve.messages import Status
+
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000)
+
+_GAUGES: dict[str, tuple[str, Callable[[Status], float]]] = {
+    "num_requests_running": ("requests that decode", lambda s: s.running),
+    "num_requests_waiting": ("requests in the queue", lambda s: s.waiting),
+    "kv_cache_usage_perc": ("share of KV slots in use, 0 to 1", lambda s: s.slots_used / max(1, s.slots)),
+    "drafters_alive": ("drafters that answer", lambda s: s.drafters_alive),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
+    "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("prompt tokens found there", lambda s: s.prefix_hits),
+    "prompt_tokens": ("prompt tokens processed", lambda s: s.prompt_tokens),
+    "generation_tokens": ("tokens generated", lambda s: s.generation_tokens),
+    "num_preemptions": ("requests set aside for lack of slots", lambda s: s.preemptions),
+    "drafter_restarts": ("drafters started again", lambda s: s.drafter_restarts),
+    "spec_decode_num_drafts": ("rounds (target forwards of a request)", lambda s: s.totals.rounds),
+    "spec_decode_num_draft_tokens": ("nodes verified", lambda s: s.totals.drafted),
+    "spec_decode_num_accepted_tokens": ("nodes accepted", lambda s: s.totals.accepted),
+    "spec_decode_num_emitted_tokens": ("tokens committed by rounds", lambda s: s.totals.tokens),
+    "speculation_cache_hits": ("rounds after which the new root was ready", lambda s: s.totals.hits),
+    "speculation_cache_misses": ("rounds after which it was not", lambda s: s.totals.misses),
+    "speculation_ready_depth": ("depth of ready trees, summed over rounds", lambda s: s.totals.ready_depth),
+    "speculation_ready_nodes": ("nodes of ready trees, summed over rounds", lambda s: s.totals.ready_nodes),
+    "engine_forward_seconds": ("time in target forwards", lambda s: s.forward_s),
+    "engine_wait_seconds": ("time waiting for drafts or requests", lambda s: s.wait_s),
+    "engine_host_seconds": ("time in scheduling, sampling and messages", lambda s: s.host_s),
+}
+
+
+class EngineCollector(Collector):
+    """Reads the engine's latest status when scraped."""
+
+    def __init__(self, status: Callable[[], Status | None], up: Callable[[], bool]) -> None:
+        self._status = status
+        self._up = up
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters; only `engine_up` before the first status."""
+        yield GaugeMetricFamily("ssd_engine_up", "1 when tokens can be generated", value=float(self._up()))
+        status = self._status()
+        if status is None:
+            return
+        for name, (text, read) in _GAUGES.items():
+            yield GaugeMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+        for name, (text, read) in _COUNTERS.items():
+            yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+
+
+class Metrics:
+    """The registry and the server's own histograms."""
+
+    def __init__(self, status: Callable[[], Status | None], up: Callable[[], bool]) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(EngineCollector(status, up))
+        self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)
+        self.between = self._histogram(
+            "inter_token_latency_seconds", "between tokens, a round's shared out", SECONDS
+        )
+        self.whole = self._histogram("e2e_request_latency_seconds", "until the last token", SECONDS)
+        self.decoding = self._histogram("request_decode_time_seconds", "from first to last token", SECONDS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "prompt tokens of a request", TOKENS)
+        self.output_tokens = self._histogram(
+            "request_generation_tokens", "output tokens of a request", TOKENS
+        )
+        self.ended = Counter(
+            "ssd_request_success", "requests by how they ended", ["finished_reason"], registry=self.registry
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"ssd_{name}", text, buckets=buckets, registry=self.registry)
+
+    def render(self) -> bytes:
+        """The page that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class Stopwatch:
+    """Times one choice, from submission to its end."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._begun = time.monotonic()
+        self._first: float | None = None
+        self._last = self._begun
+
+    def tokens(self, count: int) -> None:
+        """`count` tokens arrived together."""
+        now = time.monotonic()
+        if count > 0 and self._first is None:
+            self._first = now
+            self._metrics.first_token.observe(now - self._begun)
+        elif count > 0:
+            for _ in range(count):
+                self._metrics.between.observe((now - self._last) / count)
+        self._last = now
+
+    def end(self, reason: str, tokens: int) -> None:
+        """The choice ended: `stop`, `length`, `abort` or `error`."""
+        now = time.monotonic()
+        self._metrics.ended.labels(reason).inc()
+        self._metrics.whole.observe(now - self._begun)
+        if self._first is not None:
+            self._metrics.decoding.observe(now - self._first)
+        self._metrics.prompt_tokens.observe(self._prompt_tokens)
+        self._metrics.output_tokens.observe(tokens)

@@ -1,0 +1,189 @@
+"""The request bodies of the OpenAI-compatible API, as people type them.
+
+Every field of the OpenAI API is known here by name: built, ignored by definition, or refused as not built.
+Unknown fields are errors. Ranges that need the model (vocabulary, context) are checked elsewhere.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ssd_serve.server.fields import (
+    Content,
+    Ignored,
+    LogitBias,
+    NotBuilt,
+    Prompt,
+    Stop,
+    StopTokenIds,
+    Strict,
+    TokenIds,
+    not_built,
+)
+from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
+
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
+    include_obfuscation: Ignored = None
+    continuous_usage_stats: Annotated[object, not_built(False)] = None
+
+
+class TextFormat(Strict):
+    """The one response format that is built."""
+
+    type: Literal["text"]
+
+
+class GenerationRequest(Strict):
+    """What completions and chat completions have in common. Null means the default."""
+
+    model: str | None = Field(None, description="the served model's id; empty: the one that is served")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=1024, description="choices for each prompt")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**64, description="empty: random, and told in the response"
+    )
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: off")
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias | None = None
+
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="let the tokenizer add its begin token to a text"
+    )
+
+    user: Ignored = None
+    safety_identifier: Ignored = None
+    metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+
+    allowed_token_ids: NotBuilt = None
+    bad_words: NotBuilt = None
+    best_of: Annotated[object, not_built(1)] = None
+    cache_salt: NotBuilt = None
+    guided_choice: NotBuilt = None
+    guided_grammar: NotBuilt = None
+    guided_json: NotBuilt = None
+    guided_regex: NotBuilt = None
+    length_penalty: Annotated[object, not_built(1, 1.0)] = None
+    priority: Annotated[object, not_built(0)] = None
+    prompt_logprobs: NotBuilt = None
+    request_id: NotBuilt = None
+    response_format: TextFormat | None = None
+    spaces_between_special_tokens: Annotated[object, not_built(True)] = None
+    structured_outputs: NotBuilt = None
+    truncate_prompt_tokens: NotBuilt = None
+    use_beam_search: Annotated[object, not_built(False)] = None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: Prompt
+    echo: bool | None = Field(None, description="begin the text with the prompt")
+    logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
+
+    suffix: Annotated[object, not_built("")] = None
+
+
+class Message(Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = Field(None, max_length=256)
+
+    annotations: Annotated[object, not_built([])] = None
+    audio: NotBuilt = None
+    function_call: NotBuilt = None
+    refusal: NotBuilt = None
+    tool_call_id: NotBuilt = None
+    tool_calls: Annotated[object, not_built([])] = None
+
+    def template_entry(self) -> dict[str, str]:
+        """The message as chat templates read it: content as one string."""
+        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        entry = {"role": role, "content": parts}
+        if self.name is not None:
+            entry["name"] = self.name
+        return entry
+
+
+class ChatTemplateOptions(Strict):
+    """The variables of a chat template that a request may set; never the template itself."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="newer name of max_tokens"
+    )
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: ChatTemplateOptions | None = None
+
+    audio: NotBuilt = None
+    chat_template: NotBuilt = None
+    continue_final_message: Annotated[object, not_built(False)] = None
+    documents: NotBuilt = None
+    echo: Annotated[object, not_built(False)] = None
+    function_call: Annotated[object, not_built("none")] = None
+    functions: Annotated[object, not_built([])] = None
+    modalities: Annotated[object, not_built(["text"])] = None
+    moderation: NotBuilt = None
+    parallel_tool_calls: Annotated[object, not_built(True, False)] = None
+    prediction: NotBuilt = None
+    prompt_cache_options: NotBuilt = None
+    prompt_cache_retention: NotBuilt = None
+    reasoning_effort: Annotated[object, not_built("none")] = None
+    service_tier: Annotated[object, not_built("auto", "default")] = None
+    store: Annotated[object, not_built(False)] = None
+    tool_choice: Annotated[object, not_built("none", "auto")] = None
+    tools: Annotated[object, not_built([])] = None
+    verbosity: NotBuilt = None
+    web_search_options: NotBuilt = None
+
+
+class TokenizeRequest(Strict):
+    """Body of `/tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: ChatTemplateOptions | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,146 @@
+"""Parts of response objects that completions and chat share: ids, usage, speculation figures, logprobs.
+
+Plain dictionaries, ready for JSON. Knows the shapes, not where the values come from.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssd_serve.messages import Figures, TokenLogprobs
+from ssd_serve.server.tokenizer import TextTokenizer
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot carry; vLLM does the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one response begins with."""
+
+    identifier: str
+    created: int
+    model: str
+    fingerprint: str
+    seed: int
+
+    @classmethod
+    def now(cls, identifier: str, model: str, fingerprint: str, seed: int) -> "Head":
+        """The head of a response that begins now."""
+        return cls(identifier, int(time.time()), model, fingerprint, seed)
+
+    def object(self, kind: str) -> dict[str, object]:
+        """A response or chunk without its choices."""
+        return {
+            "id": self.identifier,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def new_identifier(prefix: str) -> str:
+    """An id that no other response has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+    """The usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def speculation(figures: Sequence[Figures]) -> dict[str, object]:
+    """How speculation went over all choices, in vLLM's shape and with what only this engine knows.
+
+    `draft_acceptance_rate` counts nodes, so a wide tree has a low one. Where a stop string ended a choice,
+    the engine's own counts of it are not included.
+    """
+    rounds = sum(one.rounds for one in figures)
+    tokens = sum(one.tokens for one in figures)
+    drafted = sum(one.drafted for one in figures)
+    accepted = sum(one.accepted for one in figures)
+    hits = sum(one.hits for one in figures)
+    misses = sum(one.misses for one in figures)
+    return {
+        "speculative_decoding": {
+            "num_spec_steps": rounds,
+            "num_tokens": tokens,
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+            "draft_acceptance_rate": ratio(accepted, drafted),
+            "mean_acceptance_length": ratio(tokens, rounds),
+            "cache_hits": hits,
+            "cache_misses": misses,
+            "cache_hit_rate": ratio(hits, hits + misses),
+            "mean_ready_depth": ratio(sum(one.ready_depth for one in figures), rounds),
+            "mean_ready_nodes": ratio(sum(one.ready_nodes for one in figures), rounds),
+            "preemptions": sum(one.preemptions for one in figures),
+        }
+    }
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """part / whole, or None where there is nothing to divide by."""
+    return part / whole if whole else None
+
+
+def completion_logprobs(
+    tokenizer: TextTokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+) -> dict[str, object]:
+    """The logprobs object of the completions API."""
+    return {
+        "tokens": [token_text(tokenizer, token) for token in tokens],
+        "token_logprobs": [finite(entry.chosen) for entry in entries],
+        "top_logprobs": [
+            _top_by_text(tokenizer, token, entry) for token, entry in zip(tokens, entries, strict=True)
+        ],
+        "text_offset": list(offsets),
+    }
+
+
+def _top_by_text(tokenizer: TextTokenizer, chosen: int, entry: TokenLogprobs) -> dict[str, float]:
+    """The chosen token is always there, so there may be one more than was asked for."""
+    found = {token_text(tokenizer, chosen): finite(entry.chosen)}
+    for token, value in entry.top:
+        # Different tokens may share a text (pieces of characters): the more probable one stays.
+        found.setdefault(token_text(tokenizer, token), finite(value))
+    return found
+
+
+def chat_logprobs(
+    tokenizer: TextTokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprobs]
+) -> dict[str, object]:
+    """The logprobs object of the chat API."""
+    return {
+        "content": [
+            {
+                **_chat_token(tokenizer, token, entry.chosen),
+                "top_logprobs": [_chat_token(tokenizer, other, value) for other, value in entry.top],
+            }
+            for token, entry in zip(tokens, entries, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(tokenizer: TextTokenizer, token: int, logprob: float) -> dict[str, object]:
+    text = token_text(tokenizer, token)
+    known = "�" not in text
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()) if known else None}
+
+
+def token_text(tokenizer: TextTokenizer, token: int) -> str:
+    """The text of a single token, special ones included."""
+    return tokenizer.decode([token], skip_special_tokens=False)
+
+
+def finite(logprob: float) -> float:
+    """The value, kept inside what JSON can carry."""
+    return max(logprob, LEAST_LOGPROB)

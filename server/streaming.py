@@ -1,0 +1,101 @@
+"""Answers that notice when the client goes away, whole or as server-sent events.
+
+Knows ASGI and the SSE format, not what is sent.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from ssd_serve.errors import SsdError
+from ssd_serve.server.errors import from_ssd_error, internal
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGoneError(SsdError):
+    """The client closed the connection; there is nobody to answer."""
+
+
+def event(value: dict[str, object]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled with `ClientGoneError` as soon as the client disconnects.
+
+    The request body must have been read before.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError("the client closed the connection")
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response of server-sent events.
+
+    Headers are sent with the first event, so that a request which is refused gets its proper status. An
+    error after that is sent as an event, without the closing `[DONE]`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client goes away."""
+        try:
+            await while_connected(receive, self._send_events(send))
+        except ClientGoneError:
+            return
+        except Exception as error:
+            if not isinstance(error, SsdError):
+                logger.exception("a stream failed")
+            answer = from_ssd_error(error) if isinstance(error, SsdError) else internal()
+            if not self._begun:
+                await answer.response()(scope, receive, send)
+            else:
+                await send({"type": "http.response.body", "body": event(answer.body()), "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for chunk in events:
+                if not self._begun:
+                    self._begun = True
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": self.status_code,
+                            "headers": self.raw_headers,
+                        }
+                    )
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,57 @@
+"""What the server needs of a tokenizer, and tokenising without stalling the event loop.
+
+The tokenizer itself lives with the models; this names only the calls that are made.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from ssd_serve.server.text import Detokenizer
+
+Result = TypeVar("Result")
+
+
+class TextTokenizer(Protocol):
+    """Text to tokens and back. Calls may come from several threads."""
+
+    @property
+    def eos_ids(self) -> Collection[int]:
+        """Ids that end an output unless they are ignored."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> str:
+        """The conversation as one text; `RequestError` when the model has no template or it refuses."""
+        ...
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder."""
+        ...
+
+
+class OffLoop:
+    """Runs work on long texts in threads, a bounded number at once; work on short ones right here."""
+
+    def __init__(self, inline_characters: int, at_once: int) -> None:
+        self._inline = inline_characters
+        self._turns = asyncio.Semaphore(at_once)
+
+    async def run(self, characters: int, work: Callable[[], Result]) -> Result:
+        """Return `work()`; `characters` is the length of the text that it reads."""
+        if characters <= self._inline:
+            return work()
+        async with self._turns:
+            return await asyncio.to_thread(work)
