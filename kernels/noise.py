@@ -33,6 +33,7 @@ __all__ = [
     "mix",
     "mix_many",
     "philox",
+    "race",
 ]
 
 UInt32Array = npt.NDArray[np.uint32]
@@ -148,13 +149,17 @@ def integers_torch(
 def log_exponential(
     seeds: Sequence[int], positions: Sequence[int], vocabulary: int, stream: int = 0
 ) -> Float32Array:
-    """log E for pairs of seed and position: float32 [rows, vocabulary], finite everywhere.
+    """log E for pairs of seed and position: float32 [rows, vocabulary], finite everywhere."""
+    return race(integers_rows(seeds, positions, vocabulary, stream))
+
+
+def race(words: UInt32Array) -> Float32Array:
+    """log E of random words h, elementwise: uint32 [...] -> float32 [...].
 
     E = -log1p(-w), w = (h + 0.5) * 2^-32, at most 1 - 2^-24. In float64 h + 0.5 and w are exact, so small E
     (the winners of the race among improbable tokens) keep their full resolution; only log E is rounded.
     """
-    words = integers_rows(seeds, positions, vocabulary, stream)
-    values = words.astype(np.float64)  # [rows, vocabulary]
+    values = words.astype(np.float64)
     values += 0.5
     values *= 2.0**-32
     np.minimum(values, LARGEST_UNIFORM, out=values)
@@ -176,6 +181,11 @@ def log_exponential_torch(
     words = integers_torch_rows(seeds, positions, vocabulary, device, stream)
     uniform = (words.to(torch.float64) + 0.5).mul_(2.0**-32).clamp_(max=LARGEST_UNIFORM)
     return uniform.neg_().log1p_().neg_().log_().to(torch.float32)
+
+
+def capacity_for(vocabulary: int, memory_bytes: int = 64 << 20) -> int:
+    """Rows of noise that fit into `memory_bytes`, at least enough for one large tree."""
+    return max(64, memory_bytes // (4 * vocabulary))
 
 
 class NoiseRows:
