@@ -1,8 +1,8 @@
 """The corpus of the embedded pair: the Python sources of a standard library, split by file.
 
-Held-out files are chosen by a hash of their relative path, so the split is the same on every machine with the same
-library. Training files that nearly repeat a held-out file are removed before anything (the tokenizer included) sees
-them. This module does not know tokens or models.
+Held-out files are chosen by a hash of their relative path, so the split is the same on every machine with the
+same library. Training files that nearly repeat a held-out file are removed before anything (the tokenizer
+included) sees them. This module does not know tokens or models.
 """
 
 import hashlib
@@ -63,10 +63,13 @@ def read_sources(root: Path) -> tuple[SourceFile, ...]:
     return tuple(sorted(files, key=lambda file: file.path))
 
 
-def split_corpus(files: Sequence[SourceFile], held_out_share: float = 0.0225, similarity: float = 0.4) -> Corpus:
-    """Split by file; `held_out_share` is a share of bytes, `similarity` the containment that counts as a repeat.
+def split_corpus(
+    files: Sequence[SourceFile], held_out_share: float = 0.0225, similarity: float = 0.4
+) -> Corpus:
+    """Split by file; `held_out_share` is a share of bytes.
 
-    Files are taken in the order of their path's hash while they fit into the share.
+    `similarity` is the containment that counts as a repeat. Files are taken in the order of their path's hash
+    while they fit into the share.
     """
     total = sum(file.bytes for file in files)
     room = int(total * held_out_share)
@@ -92,8 +95,10 @@ def path_hash(path: str) -> bytes:
     return hashlib.sha256(path.encode("utf-8")).digest()
 
 
-def near_duplicates(candidates: Iterable[SourceFile], originals: Iterable[SourceFile], similarity: float) -> set[str]:
-    """Paths of candidates that share at least `similarity` of either file's line shingles with one original."""
+def near_duplicates(
+    candidates: Iterable[SourceFile], originals: Iterable[SourceFile], similarity: float
+) -> set[str]:
+    """Paths of candidates that share at least `similarity` of either file's shingles with one original."""
     owners: defaultdict[int, list[int]] = defaultdict(list)
     sizes: list[int] = []
     for index, file in enumerate(originals):

@@ -1,7 +1,7 @@
 """A plain Llama decoder for training, with the parameter names of the Hugging Face layout.
 
-Written for torch.compile and whole sequences: no KV cache, no batching of requests. The engine's own models live
-in another room and are not used here, so that each checks the other.
+Written for torch.compile and whole sequences: no KV cache, no batching of requests. The engine's own models
+live in another room and are not used here, so that each checks the other.
 """
 
 from dataclasses import dataclass
@@ -162,7 +162,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def initialise(decoder: Decoder, seed: int) -> None:
-    """Random weights for Muon: output projections and head begin at zero, so that each layer begins as identity."""
+    """Random weights for Muon; output projections and head begin at zero: each layer begins as identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():

@@ -1,8 +1,8 @@
 """Muon for hidden matrices, AdamW for the rest, and a schedule that follows the wall clock.
 
-The share of the machine that a background training gets is unknown beforehand, so the learning rate is a function of
-elapsed time against a deadline, not of a number of steps. Muon: Jordan et al. 2024; its orthogonalisation uses the
-quintic Newton-Schulz iteration of that work.
+The share of the machine that a background training gets is unknown beforehand, so the learning rate is a
+function of elapsed time against a deadline, not of a number of steps. Muon: Jordan et al. 2024; its
+orthogonalisation uses the quintic Newton-Schulz iteration of that work.
 """
 
 from collections import defaultdict
@@ -120,9 +120,9 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, roughly: [n, rows, columns] fp32 to the same, computed in bf16."""
+    """Roughly the nearest (semi-)orthogonal matrices: [n, rows, columns] fp32 to the same, through bf16."""
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
+    x: Tensor = matrices.bfloat16()
     wide = x.shape[-2] <= x.shape[-1]
     if not wide:
         x = x.mT

@@ -37,7 +37,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], entries: int) -> Tokenizer:
-    """A byte-level BPE of exactly `entries` tokens (if the texts have enough merges); id 0 is `END_OF_TEXT`."""
+    """A byte-level BPE of `entries` tokens, if the texts have enough merges; id 0 is `END_OF_TEXT`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

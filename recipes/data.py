@@ -1,0 +1,98 @@
+"""Token streams and the order in which training sees them.
+
+Knows files and a tokenizer; does not know models. Order is a pure function of a seed and of how many windows
+of each length were taken, so a resumed training continues where it stopped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from ssd_serve.recipes.corpus import SourceFile
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file as tokens: ids int64 [length], the first of them end-of-text, and its length in bytes."""
+
+    path: str
+    ids: Ids
+    bytes: int
+
+
+def encode(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document, ...]:
+    """Each file as one document; the tokenizer's post-processor puts end-of-text first."""
+    encodings = tokenizer.encode_batch_fast([file.text for file in files])
+    return tuple(
+        Document(file.path, np.asarray(encoding.ids, dtype=np.int64), file.bytes)
+        for file, encoding in zip(files, encodings, strict=True)
+    )
+
+
+def save_stream(documents: Sequence[Document], path: Path) -> None:
+    """Write all documents, one after the other, as uint16."""
+    np.save(path, np.concatenate([document.ids for document in documents]).astype(np.uint16))
+
+
+@dataclass
+class Sampler:
+    """Batches of windows from one token stream, every window once an epoch in shuffled order.
+
+    `taken` counts windows by window length; each length has its own shuffled epochs.
+    """
+
+    stream: npt.NDArray[np.uint16]
+    seed: int
+    taken: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+
+    def batch(self, rows: int, length: int) -> Ids:
+        """The next int64 [rows, length + 1]; neighbours overlap by the one token that is input and target."""
+        first = self.taken.get(length, 0)
+        self.taken[length] = first + rows
+        return np.stack([self.window(index, length) for index in range(first, first + rows)])
+
+    def window(self, index: int, length: int) -> Ids:
+        """Window number `index` of the endless order for this length: int64 [length + 1]."""
+        windows = self.windows(length)
+        epoch, place = divmod(index, windows)
+        offset, order = self.order(epoch, length)
+        start = offset + int(order[place]) * length
+        return self.stream[start : start + length + 1].astype(np.int64)
+
+    def windows(self, length: int) -> int:
+        """How many windows an epoch has; one less than would fit, because each epoch begins at an offset."""
+        return max(1, (len(self.stream) - 1) // length - 1)
+
+    def order(self, epoch: int, length: int) -> tuple[int, Ids]:
+        """Offset and shuffled order int64 [windows] of one epoch, remembered until another is asked for."""
+        key = (epoch, length)
+        if self._order is None or self._order[0] != key:
+            generator = np.random.default_rng((self.seed, length, epoch))
+            offset = int(generator.integers(0, length))  # a new cut each epoch
+            self._order = (key, (offset, generator.permutation(self.windows(length))))
+        return self._order[1]
+
+    _order: tuple[tuple[int, int], tuple[int, Ids]] | None = None
+
+
+def evaluation_windows(documents: Sequence[Document], length: int, count: int) -> Ids:
+    """At most `count` windows int64 [n, length + 1] that begin held-out documents of at least that length.
+
+    Spread evenly over the documents; used for the quick figures in the log, not for the final evaluation.
+    """
+    windows = [
+        document.ids[start : start + length + 1]
+        for document in documents
+        for start in range(0, len(document.ids) - length, length)
+    ]
+    if not windows:
+        joined = np.concatenate([document.ids for document in documents])
+        windows = [joined[: length + 1]]
+    chosen = np.linspace(0, len(windows) - 1, min(count, len(windows))).astype(int)
+    return np.stack([windows[index] for index in chosen])

@@ -1,0 +1,43 @@
+"""The command line of the recipes."""
+
+import argparse
+import time
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.errors import UserError
+from ssd_serve.recipes.commands import add_commands, deadline
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers())
+    return parser.parse_args(words)
+
+
+def test_every_recipe_has_a_function() -> None:
+    for words in (
+        ("recipe", "train-pair", "--minutes", "3"),
+        ("recipe", "ballast", "a", "b"),
+        ("recipe", "evaluate-pair", "a", "b"),
+    ):
+        assert callable(parse(*words).run)
+
+
+def test_deadline() -> None:
+    noon = time.mktime((2024, 1, 2, 12, 0, 0, 0, 0, -1))
+    assert deadline(noon, 5.0, None) == noon + 300.0
+    assert deadline(noon, None, "12:30") == noon + 1800.0
+    assert deadline(noon, None, "11:30") == noon + 23.5 * 3600.0
+    with pytest.raises(UserError):
+        deadline(noon, None, "noon")
+
+
+def test_a_missing_checkpoint_is_explained(tmp_path: Path) -> None:
+    args = parse("recipe", "train-pair", "--work", str(tmp_path), "--export-only")
+    with pytest.raises(UserError, match="no checkpoint"):
+        args.run(args)
+    args = parse("recipe", "ballast", str(tmp_path), str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"config\.json"):
+        args.run(args)
