@@ -98,11 +98,16 @@ def lowest_argmax(scores: torch.Tensor) -> list[int]:
             return lowest_argmax(torch.where(torch.isnan(scores), -torch.inf, scores))
         choices: list[int] = chosen.tolist()
         return choices
+    lowest: list[int] = lowest_argmax_on_device(scores).tolist()
+    return lowest
+
+
+def lowest_argmax_on_device(scores: torch.Tensor) -> torch.Tensor:
+    """`lowest_argmax` by torch operators whose result does not depend on order: int64 [rows]."""
     scores = torch.where(torch.isnan(scores), -torch.inf, scores)
     ids = torch.arange(scores.shape[1], device=scores.device)
     equal = scores == scores.amax(dim=1, keepdim=True)  # [rows, vocabulary]
-    lowest: list[int] = torch.where(equal, ids, scores.shape[1]).amin(dim=1).tolist()
-    return lowest
+    return torch.where(equal, ids, scores.shape[1]).amin(dim=1)
 
 
 def token_logprobs(processed: torch.Tensor, choice: int, top: int) -> TokenLogprobs:
