@@ -164,6 +164,9 @@ class SocketChannel:
             taken += count
             with memoryview(self._chunk) as view:
                 self._reader.feed(view[:count])
+            if self._reader.failed:
+                # Nothing that arrives from now on counts; the next `receive` says why.
+                self._ended = True
             if count < _READ_BYTES:
                 # A short read means that the kernel's buffer is empty: one system call saved a message.
                 return

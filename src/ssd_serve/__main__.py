@@ -1,0 +1,7 @@
+"""`python -m ssd_serve`: the same as the command `ssd`."""
+
+import sys
+
+from ssd_serve.cli import main
+
+sys.exit(main())
