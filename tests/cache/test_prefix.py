@@ -1,0 +1,238 @@
+"""The prefix cache: after any sequence of operations, whoever holds a slot finds there what was written."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
+from ssd_serve.cache.slots import SlotError, SlotPool
+
+SLOTS = 30
+TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few tokens: prefixes meet often
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request: tokens, the slots of all but the last, and how many of them are borrowed."""
+
+    tokens: list[int]
+    slots: list[int]
+    borrowed: int
+    handle: PrefixHandle
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Requests as the verifier runs them. `content` says which prefix a slot was last written with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(SLOTS)
+        self.cache = PrefixCache(self.pool)
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.running: list[Running] = []
+        self.ever: set[tuple[int, ...]] = set()
+
+    def _allocate(self, count: int) -> list[int] | None:
+        short = count - self.pool.available
+        if short > 0:
+            evictable = self.cache.evictable
+            assert self.cache.evict(short) == min(short, evictable)
+        return self.pool.allocate(count)
+
+    def _compute(self, request: Running) -> bool:
+        """Write the slots that are missing, as a forward would; false when there is no room."""
+        first = len(request.slots)
+        slots = self._allocate(len(request.tokens) - 1 - first)
+        if slots is None:
+            return False
+        for position, slot in enumerate(slots, start=first):
+            self.content[slot] = tuple(request.tokens[: position + 1])
+        request.slots += slots
+        return True
+
+    @precondition(lambda self: len(self.running) < 4)
+    @rule(tokens=TEXT)
+    def begin(self, tokens: list[int]) -> None:
+        queries, hits = self.cache.queries, self.cache.hits
+        slots, handle = self.cache.match(tokens)
+        assert len(slots) <= len(tokens) - 1
+        assert (self.cache.queries, self.cache.hits) == (queries + len(tokens), hits + len(slots))
+        for position, slot in enumerate(slots):
+            assert self.content[slot] == tuple(tokens[: position + 1])
+        request = Running(tokens, slots, len(slots), handle)
+        if self._compute(request):
+            self.running.append(request)
+        else:
+            self.cache.unlock(handle)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), more=TEXT)
+    def grow(self, data: st.DataObject, more: list[int]) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        before = list(request.tokens)
+        request.tokens = before + more
+        if not self._compute(request):
+            request.tokens = before
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def share_early(self, data: st.DataObject) -> None:
+        """Give what is committed to the cache, and go on with what the cache says."""
+        request = data.draw(st.sampled_from(self.running))
+        self.cache.insert(request.tokens[:-1], request.slots)
+        old = request.handle
+        slots, request.handle = self.cache.match(request.tokens, record=False)
+        self.cache.unlock(old)
+        assert len(slots) == len(request.slots)
+        request.slots, request.borrowed = slots, len(slots)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), keep=st.booleans())
+    def finish(self, data: st.DataObject, keep: bool) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        self.running.remove(request)
+        if keep:
+            size, available = self.cache.size, self.pool.available
+            duplicates = self.cache.insert(request.tokens[:-1], request.slots)
+            own = len(request.slots) - request.borrowed
+            assert self.cache.size == size + own - duplicates
+            assert self.pool.available == available + duplicates
+        else:
+            self.pool.free(request.slots[request.borrowed :])
+        self.cache.unlock(request.handle)
+        if keep:
+            slots, handle = self.cache.match(request.tokens, record=False)
+            assert len(slots) == len(request.tokens) - 1
+            self.cache.unlock(handle)
+
+    @rule(count=st.integers(0, 6))
+    def evict(self, count: int) -> None:
+        evictable = self.cache.evictable
+        assert self.cache.evict(count) == min(count, evictable)
+
+    @rule(tokens=TEXT)
+    def peek(self, tokens: list[int]) -> None:
+        """Look without using: splits nodes at any place."""
+        slots, handle = self.cache.match(tokens, record=False)
+        for position, slot in enumerate(slots):
+            assert self.content[slot] == tuple(tokens[: position + 1])
+        self.cache.unlock(handle)
+        with pytest.raises(SlotError):
+            self.cache.unlock(handle)
+
+    @invariant()
+    def what_a_request_reads_is_what_was_written_for_its_tokens(self) -> None:
+        for request in self.running:
+            for position, slot in enumerate(request.slots):
+                assert self.content[slot] == tuple(request.tokens[: position + 1])
+                assert self.pool.references(slot) == 1
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        own = [slot for request in self.running for slot in request.slots[request.borrowed :]]
+        assert len(set(own)) == len(own)
+        assert self.pool.used == len(own) + self.cache.size
+        assert 0 <= self.cache.evictable <= self.cache.size
+
+    def teardown(self) -> None:
+        for request in self.running:
+            self.pool.free(request.slots[request.borrowed :])
+            self.cache.unlock(request.handle)
+        size = self.cache.size
+        assert self.cache.evictable == size
+        assert self.cache.evict(SLOTS) == size
+        assert self.pool.available == SLOTS
+
+
+PrefixMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30)
+TestPrefix = PrefixMachine.TestCase
+
+
+def filled(*texts: list[int], slots: int = 64) -> PrefixCache:
+    pool = SlotPool(slots)
+    cache = PrefixCache(pool)
+    for text in texts:
+        given = pool.allocate(len(text))
+        assert given is not None
+        cache.insert(text, given)
+    return cache
+
+
+def length(cache: PrefixCache, text: list[int]) -> int:
+    slots, handle = cache.match([*text, -1], record=False)
+    cache.unlock(handle)
+    return len(slots)
+
+
+def test_a_full_hit_leaves_one_token_to_compute() -> None:
+    cache = filled([1, 2, 3, 4])
+    slots, _ = cache.match([1, 2, 3, 4])
+    assert len(slots) == 3
+    assert cache.match([1])[0] == []
+    assert cache.match([])[0] == []
+    assert (cache.queries, cache.hits) == (5, 3)
+
+
+def test_the_least_recently_used_goes_first_from_its_end() -> None:
+    cache = filled([1, 2, 3, 4], [1, 2, 7, 8, 9], [5, 5, 5])
+    assert length(cache, [1, 2, 3, 4]) == 4  # now [1, 2, 7, 8, 9] is the oldest
+    assert cache.evict(2) == 2
+    assert length(cache, [5, 5, 5]) == 3
+    assert length(cache, [1, 2, 3, 4]) == 4
+    cache_size = cache.size
+    assert cache.evict(1) == 1
+    assert cache_size == cache.size + 1
+    assert length(cache, [1, 2, 7, 8, 9]) == 2
+
+
+def test_what_is_locked_stays() -> None:
+    cache = filled([1, 2, 3, 4], [1, 2, 7, 8])
+    slots, handle = cache.match([1, 2, 3, 0])
+    assert cache.evictable == 3
+    assert cache.evict(100) == 3
+    assert cache.size == 3
+    assert cache.match([1, 2, 3, 0])[0] == slots
+    cache.unlock(handle)
+    assert cache.evict(100) == 0  # the second match still holds it
+
+
+def test_only_slots_of_the_caller_can_be_given() -> None:
+    pool = SlotPool(16)
+    cache = PrefixCache(pool)
+    slots = pool.allocate(4)
+    assert slots is not None
+    with pytest.raises(SlotError):
+        cache.insert([1, 2], slots)
+    with pytest.raises(SlotError):
+        cache.insert([1, 2, 3, 4], [slots[0], slots[1], slots[2], 15])
+    with pytest.raises(SlotError):
+        cache.insert([1, 2], [slots[0], slots[0]])
+    assert cache.insert([1, 2, 3, 4], slots) == 0
+    with pytest.raises(SlotError):
+        cache.insert([9, 9], slots[:2])  # they belong to the cache now
+    assert (cache.size, pool.used) == (4, 4)
+    assert cache.insert([1, 2, 3, 4], slots) == 0
+
+
+def test_duplicates_are_freed_and_the_cached_slots_stay() -> None:
+    pool = SlotPool(16)
+    cache = PrefixCache(pool)
+    first, second = pool.allocate(3), pool.allocate(5)
+    assert first is not None
+    assert second is not None
+    cache.insert([1, 2, 3], first)
+    assert cache.insert([1, 2, 3, 4, 5], second) == 3
+    assert pool.used == 5
+    assert cache.match([1, 2, 3, 4, 5, 6])[0] == first + second[3:]
+
+
+def test_the_heap_of_leaves_stays_small() -> None:
+    cache = filled([1, 2, 3], [4, 5, 6])
+    for _ in range(2000):
+        length(cache, [1, 2, 3])
+        length(cache, [4, 5, 6])
+    assert len(cache._leaves) < 200  # pyright: ignore[reportPrivateUsage]
+    assert cache.evict(6) == 6

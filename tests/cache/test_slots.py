@@ -1,0 +1,154 @@
+"""The slot pool: invariants after any sequence of operations, placement, and errors that change nothing."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ssd_serve.cache.slots import SlotError, SlotPool
+
+SLOTS = 24
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Against a model: slot -> number of references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(SLOTS)
+        self.model: dict[int, int] = {}
+
+    @rule(count=st.integers(0, 9), near=st.none() | st.integers(0, SLOTS - 1))
+    def allocate(self, count: int, near: int | None) -> None:
+        slots = self.pool.allocate(count, near)
+        if count > SLOTS - len(self.model):
+            assert slots is None
+            return
+        assert slots is not None
+        assert slots == sorted(set(slots))
+        assert len(slots) == count
+        assert all(0 <= slot < SLOTS and slot not in self.model for slot in slots)
+        if near is not None:
+            self._is_closest(slots, near)
+        self.model.update(dict.fromkeys(slots, 1))
+
+    def _is_closest(self, slots: list[int], near: int) -> None:
+        """No slot that stayed free is closer than one that was taken (those above count one less)."""
+
+        def distance(slot: int) -> int:
+            return slot - near - 1 if slot > near else near - slot
+
+        left = set(range(SLOTS)) - set(self.model) - set(slots)
+        if slots and left and slots != list(range(near + 1, near + 1 + len(slots))):
+            assert max(map(distance, slots)) <= min(map(distance, left)) + 1
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=4))
+        self.pool.share(slots)
+        for slot in slots:
+            self.model[slot] += 1
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = [slot for slot, times in self.model.items() for _ in range(times)]
+        indices = data.draw(st.lists(st.integers(0, len(held) - 1), max_size=6, unique=True))
+        slots = [held[index] for index in indices]
+        before = len(self.model)
+        freed = self.pool.release(slots)
+        for slot in slots:
+            self.model[slot] -= 1
+            if self.model[slot] == 0:
+                del self.model[slot]
+        assert freed == before - len(self.model)
+
+    @precondition(lambda self: 1 in self.model.values())
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        alone = sorted(slot for slot, times in self.model.items() if times == 1)
+        slots = data.draw(st.lists(st.sampled_from(alone), max_size=6, unique=True))
+        self.pool.free(slots)
+        for slot in slots:
+            del self.model[slot]
+
+    @rule(slots=st.lists(st.integers(-1, SLOTS), min_size=1, max_size=4))
+    def misuse_changes_nothing(self, slots: list[int]) -> None:
+        if any(self.model.get(slot) != 1 for slot in slots) or len(set(slots)) < len(slots):
+            with pytest.raises(SlotError):
+                self.pool.free(slots)
+        if any(self.model.get(slot, 0) < slots.count(slot) for slot in slots):
+            with pytest.raises(SlotError):
+                self.pool.release(slots)
+        if any(slot not in self.model for slot in slots):
+            with pytest.raises(SlotError):
+                self.pool.share(slots)
+
+    @invariant()
+    def no_slot_is_lost_or_wrongly_shared(self) -> None:
+        assert [self.pool.references(slot) for slot in range(SLOTS)] == [
+            self.model.get(slot, 0) for slot in range(SLOTS)
+        ]
+        assert self.pool.used == len(self.model)
+        assert self.pool.available == SLOTS - len(self.model)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+TestPool = PoolMachine.TestCase
+
+
+def allocate(pool: SlotPool, count: int, near: int | None = None) -> list[int]:
+    slots = pool.allocate(count, near)
+    assert slots is not None
+    return slots
+
+
+def test_a_request_that_grows_stays_compact_among_others() -> None:
+    pool = SlotPool(16 * 256)
+    requests = [allocate(pool, 40) for _ in range(16)]
+    for _ in range(30):
+        for request in requests:
+            tree = allocate(pool, 5, near=request[-1])
+            pool.free(tree[3:])  # two of five nodes are rejected
+            request += tree[:3]
+    for request in requests:
+        assert max(request) - min(request) + 1 <= 1.5 * len(request) + 64
+
+
+def test_holes_are_filled_before_the_span_grows() -> None:
+    pool = SlotPool(100)
+    mine = allocate(pool, 20)
+    pool.free([mine[17], mine[18]])
+    assert allocate(pool, 4, near=19) == [20, 21, 22, 23]  # a run right behind is best
+    pool.share([24] if pool.allocate(1, near=23) else [])
+    assert allocate(pool, 3, near=19) == [17, 18, 25]
+
+
+def test_a_new_request_leaves_its_neighbour_room() -> None:
+    pool = SlotPool(1000)
+    assert allocate(pool, 10) == list(range(10))
+    second = allocate(pool, 10)
+    assert second[0] == 505
+    assert allocate(pool, 900)[0] == 10  # fits nowhere whole: takes what is free around its start
+    assert pool.available == 80
+    assert pool.allocate(81) is None
+    assert len(allocate(pool, 80)) == 80
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == []
+
+
+def test_a_large_request_starts_where_it_fits() -> None:
+    pool = SlotPool(100)
+    allocate(pool, 10)
+    assert allocate(pool, 80) == list(range(20, 100))
+
+
+def test_impossible_pools_and_places_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        SlotPool(-1)
+    with pytest.raises(SlotError):
+        SlotPool(4).allocate(1, near=4)
+    with pytest.raises(SlotError):
+        SlotPool(4).allocate(-1)
+    assert SlotPool(0).allocate(1) is None
