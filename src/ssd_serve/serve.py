@@ -1,0 +1,121 @@
+"""`ssd serve`: the port, the processes, the HTTP server, and what ends them, put together.
+
+Knows who has to start in which order; the parts know their work.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import setproctitle
+
+from ssd_serve.cluster.launcher import LocalEngine, local_engine
+from ssd_serve.devices import pin_cores
+from ssd_serve.finding import find_models
+from ssd_serve.listening import listen
+from ssd_serve.logs import get_logger
+from ssd_serve.models.detokenize import DetokenizeStream
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.serving import HttpServer, build_server
+from ssd_serve.settings import Settings
+from ssd_serve.terminal import ProgressLine
+
+_LOOK_EVERY_S = 0.1
+_FAREWELL_S = 0.5
+"""Between the engine's death and the server's: time for running requests to be told."""
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class ServingTokenizer:
+    """The model's tokenizer as the server wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an output unless they are ignored."""
+        return self._tokenizer.eos_token_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self._tokenizer.decode(ids, skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The conversation as one text."""
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> DetokenizeStream:
+        """A fresh incremental decoder."""
+        return self._tokenizer.stream(skip_special_tokens=skip_special_tokens)
+
+
+def run_serve(settings: Settings) -> int:
+    """Serve until a signal says stop, or the engine dies."""
+    setproctitle.setproctitle("ssd: server")
+    signal.signal(signal.SIGTERM, _leave_tidily)
+    log = get_logger("server", settings.log_level, settings.log_format)
+    line = ProgressLine()
+    with listen(settings.host, settings.port) as sock:
+        tokenizer = ServingTokenizer(Tokenizer(find_models(settings, line.show)))
+        line.show("starting")
+        with local_engine(settings, log) as engine:
+            # After the workers: they would inherit the binding.
+            pin_cores(engine.placement.front_end)
+            client = EngineClient(engine.connect())
+            server = build_server(engine.settings, client, tokenizer)
+            asyncio.run(_serve(server, sock, client, engine, line))
+            if engine.failure is not None:
+                raise engine.failure
+    log.info("stopped")
+    return 0
+
+
+async def _serve(
+    server: HttpServer, sock: socket.socket, client: EngineClient, engine: LocalEngine, line: ProgressLine
+) -> None:
+    """Answer requests from the start (503 while loading), and watch the engine beside it."""
+    watching = asyncio.create_task(_watch(server, sock, client, engine, line))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch(
+    server: HttpServer, sock: socket.socket, client: EngineClient, engine: LocalEngine, line: ProgressLine
+) -> None:
+    announced = False
+    while engine.failure is None:
+        if not announced and client.ready is not None:
+            announced = True
+            line.clear()
+            print(_address(sock), file=sys.stderr, flush=True)
+        elif not announced:
+            line.show(client.progress)
+        await asyncio.sleep(_LOOK_EVERY_S)
+    line.clear()
+    await asyncio.sleep(_FAREWELL_S)
+    server.stop()
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
+    """SIGTERM before or after serving: leave through every `finally`, so that workers and sockets go too."""
+    raise SystemExit(_TERMINATED)
