@@ -132,7 +132,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> DecoderConfig:
         mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
         tied=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos(raw, generation or {}),
+        eos_token_ids=eos_ids(raw, generation or {}),
     )
 
 
@@ -219,7 +219,7 @@ def _yarn(parameters: Json, theta: float, factor: float, original: int) -> RopeC
     )
 
 
-def _eos(raw: Json, generation: Json) -> tuple[int, ...]:
+def eos_ids(raw: Json, generation: Json) -> tuple[int, ...]:
     """EOS ids of both files; chat models often name their end of turn in generation_config.json only."""
     ids: list[int] = []
     for source in (raw.get("eos_token_id"), generation.get("eos_token_id")):

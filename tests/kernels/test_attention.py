@@ -1,0 +1,162 @@
+"""SDPA tree attention against the obvious reference: random trees, batches, windows, layouts."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.reference import ReferenceAttention, visible_slots
+from ssd_serve.kernels.sdpa import SdpaAttention
+
+SLOTS = 640
+HEAD_DIM = 16
+
+
+def random_paths(rng: random.Random, nodes: int) -> list[list[int]]:
+    """For each node of a random tree: its ancestors' indices and its own."""
+    paths: list[list[int]] = [[0]]
+    for node in range(1, nodes):
+        paths.append([*paths[rng.randrange(node)], node])
+    return paths
+
+
+def random_request(rng: random.Random, slots: list[int]) -> RequestRows:
+    """A chunk, a tree, or (as drafters do) the newest nodes of a tree whose others are computed."""
+    kind = rng.choice(["chunk", "tree", "late rows"])
+    prefix = [slots.pop() for _ in range(rng.choice([0, 0, 1, 7, 40]))]
+    size = rng.choice([1, 2, 5, 9, 40, 70])
+    own = [slots.pop() for _ in range(size)]
+    if kind == "chunk":
+        return rows_of(range(size), prefix, own, [len(prefix) + i for i in range(size)], None)
+    paths = random_paths(rng, size)
+    positions = [len(prefix) + len(path) - 1 for path in paths]
+    first = 0 if kind == "tree" else rng.randrange(size)
+    return rows_of(range(first, size), prefix, own, positions, paths)
+
+
+def rows_of(
+    rows: range, prefix: list[int], own: list[int], positions: list[int], paths: list[list[int]] | None
+) -> RequestRows:
+    """The rows `rows` of a request whose tree is `own`."""
+    return RequestRows(
+        tokens=[0] * len(rows),
+        positions=[positions[row] for row in rows],
+        write_slots=[own[row] for row in rows],
+        prefix_slots=np.asarray(prefix, dtype=np.int32),
+        wanted=[],
+        ancestors=None if paths is None else [paths[row] for row in rows],
+        tree_slots=own,
+        tree_positions=positions,
+    )
+
+
+def filled_cache(layers: Sequence[LayerKV], dtype: torch.dtype, generator: torch.Generator) -> KVCache:
+    """A cache in which every slot holds large numbers, so that reading a wrong one shows."""
+    cache = KVCache(KVLayout(tuple(layers), dtype), SLOTS, "cpu")
+    for index, layer in enumerate(layers):
+        data = torch.randn((SLOTS, 2 * layer.heads, layer.head_dim), generator=generator) * 5
+        cache.write(index, torch.arange(SLOTS), data.to(dtype))
+    return cache
+
+
+def largest_difference(
+    batch: Batch, *, heads: int, kv_heads: int, windows: Sequence[int | None], dtype: torch.dtype, seed: int
+) -> float:
+    """Run all layers through both backends; the largest difference of any output."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = [LayerKV(kv_heads, HEAD_DIM, window) for window in windows]
+    ours, theirs = (filled_cache(layers, dtype, generator.manual_seed(seed)) for _ in range(2))
+    fast, slow = SdpaAttention(ours, heads), ReferenceAttention(theirs)
+    plan, same = fast.plan(batch), slow.plan(batch)
+    worst = 0.0
+    for layer in range(len(layers)):
+        new = torch.randn((batch.rows, 2 * kv_heads, HEAD_DIM), generator=generator).to(dtype)
+        queries = torch.randn((batch.rows, heads, HEAD_DIM), generator=generator).to(dtype)
+        fast.write(layer, new, plan)
+        slow.write(layer, new, same)
+        difference = fast.run(layer, queries, plan) - slow.run(layer, queries, same)
+        worst = max(worst, float(difference.abs().max()))
+    return worst
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    requests=st.integers(1, 5),
+    shape=st.sampled_from([(4, 4), (4, 2), (8, 2), (6, 1), (1, 1)]),
+    windows=st.sampled_from([[None], [7], [None, 3], [1]]),
+    layout=st.sampled_from(["in order", "shuffled", "nearby"]),
+)
+def test_equals_reference(
+    seed: int, requests: int, shape: tuple[int, int], windows: list[int | None], layout: str
+) -> None:
+    rng = random.Random(seed)
+    slots = list(reversed(range(SLOTS)))
+    if layout == "shuffled":
+        rng.shuffle(slots)
+    elif layout == "nearby":
+        slots = [slot for start in range(0, SLOTS, 20) for slot in rng.sample(range(start, start + 20), 20)]
+    batch = build_batch([random_request(rng, slots) for _ in range(requests)])
+    worst = largest_difference(
+        batch, heads=shape[0], kv_heads=shape[1], windows=windows, dtype=torch.float32, seed=seed
+    )
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    slots = rng.sample(range(SLOTS), SLOTS)
+    batch = build_batch([random_request(rng, slots) for _ in range(4)])
+    worst = largest_difference(batch, heads=8, kv_heads=2, windows=[None, 9], dtype=dtype, seed=2)
+    assert worst < 20 * 8 * torch.finfo(dtype).eps  # values reach about 20, sums of weights round a few times
+
+
+def test_many_requests() -> None:
+    rng = random.Random(4)
+    starts = [17 * request for request in range(32)]
+    parts = [
+        rows_of(range(2), list(range(start, start + 9)), [start + 9, start + 10], [9, 10], [[0], [0, 1]])
+        for start in starts
+    ]
+    rng.shuffle(parts)
+    worst = largest_difference(
+        build_batch(parts), heads=4, kv_heads=2, windows=[None], dtype=torch.float32, seed=5
+    )
+    assert worst < 1e-4
+
+
+def test_foreign_slots_do_not_leak() -> None:
+    """Changing every slot that a row may not see, to huge numbers, changes not one bit of its output."""
+    prefix, own = [0, 2, 4, 6, 9], [11, 13, 15]
+    batch = build_batch([rows_of(range(3), prefix, own, [5, 6, 6], [[0], [0, 1], [0, 2]])])
+    outputs: list[torch.Tensor] = []
+    for foreign in (0.0, 1e30):
+        cache = KVCache(KVLayout((LayerKV(2, HEAD_DIM, 4),), torch.float32), SLOTS, "cpu")
+        data = torch.full((SLOTS, 4, HEAD_DIM), foreign)
+        data[prefix + own] = torch.randn((8, 4, HEAD_DIM), generator=torch.Generator().manual_seed(6))
+        cache.write(0, torch.arange(SLOTS), data)
+        queries = torch.randn((3, 4, HEAD_DIM), generator=torch.Generator().manual_seed(7))
+        attention = SdpaAttention(cache, heads=4)
+        outputs.append(attention.run(0, queries, attention.plan(batch)))
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_reference_sees_what_the_contract_says() -> None:
+    batch = build_batch(
+        [
+            rows_of(range(1, 3), [3, 1], [8, 9, 7], [2, 3, 3], [[0], [0, 1], [0, 2]]),
+            rows_of(range(2), [], [20, 21], [0, 1], None),
+        ]
+    )
+    assert visible_slots(batch, 0, None) == [3, 1, 8, 9]
+    assert visible_slots(batch, 1, None) == [3, 1, 8, 7]
+    assert visible_slots(batch, 1, 2) == [8, 7]
+    assert visible_slots(batch, 3, None) == [20, 21]
+    assert visible_slots(batch, 3, 1) == [21]
