@@ -37,6 +37,8 @@ class Link:
     """One connected drafter. `behind` are requests whose messages did not fit: they get one `Open` later."""
 
     channel: Channel
+    synchronous: bool = False
+    """It works only while it is waited for, so its silence means nothing."""
     name: str = ""
     joined: bool = False
     step_s: float = 0.0
@@ -71,9 +73,9 @@ class Drafters:
         known = [link.step_s for link in self._links if link.joined and link.step_s > 0]
         return min(known, default=0.0)
 
-    def connect(self, channel: Channel) -> None:
+    def connect(self, channel: Channel, synchronous: bool = False) -> None:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
-        self._links.append(Link(channel, heard_at=self._clock()))
+        self._links.append(Link(channel, synchronous, heard_at=self._clock()))
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, or start again at its current tokens, under a new epoch."""
@@ -120,7 +122,8 @@ class Drafters:
         return any(
             link.joined
             and (
-                link.heard_at >= link.asked_at
+                link.synchronous
+                or link.heard_at >= link.asked_at
                 or now - link.asked_at < _SILENT_STEPS * link.step_s + _SILENT_EXTRA_S
             )
             for link in self._links

@@ -1,0 +1,68 @@
+"""The command line of the benchmarks: `ssd bench modes | packed | lossless`.
+
+Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ssd_serve.flags import Commands, add_settings_flags, settings_from
+
+_SETTINGS = ("real", "emulated", "both")
+
+
+def add_commands(subparsers: Commands) -> None:
+    """Add the parser `bench` and its subcommands; each sets `run`."""
+    bench = subparsers.add_parser("bench", help="measure: modes, kernels, losslessness")
+    commands = bench.add_subparsers(required=True, metavar="BENCH")
+    _add_modes(commands)
+
+
+def _add_modes(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "modes", help="plain, synchronous chain, synchronous tree and SSD, interleaved"
+    )
+    parser.add_argument(
+        "--setting", choices=_SETTINGS, default="both", help="real devices, emulated, or both"
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=24, help="prompts of each mode")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
+    parser.add_argument("--table", default="mi300x-70b-1b", help="device table of the emulated setting")
+    parser.add_argument(
+        "--pair", type=Path, nargs=2, metavar=("TARGET", "DRAFT"), help="pair of the emulated setting"
+    )
+    parser.add_argument(
+        "--no-equal-devices", action="store_true", help="leave out the baselines on both cores"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    add_settings_flags(parser)
+    parser.set_defaults(run=_run_modes)
+
+
+def _run_modes(args: argparse.Namespace) -> int:
+    from ssd_serve.bench.both import run_both_settings
+
+    result = run_both_settings(
+        settings_from(args),
+        which=("real", "emulated") if args.setting == "both" else (args.setting,),
+        temperatures=tuple(args.temperatures),
+        prompts=args.prompts,
+        tokens=args.tokens,
+        table=args.table,
+        equal_devices=not args.no_equal_devices,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    _write(result, args.json)
+    return 0
+
+
+def _write(result: dict[str, object], path: Path | None) -> None:
+    text = json.dumps(result, indent=1)
+    if path is None:
+        print(text)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")

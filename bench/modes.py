@@ -1,0 +1,218 @@
+"""`ssd bench modes`: plain decoding, synchronous chains and trees, and SSD, interleaved in one run.
+
+Two settings: `real` (each device one core) and `emulated` (each forward padded by sleeping to a device table,
+everything else real; always labelled so). Knows what is compared; the rig knows how it is put together.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, repeated_share
+from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
+from ssd_serve.bench.sample import Runner, Sample
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.models.emulated import EmulatedModel
+from ssd_serve.models.warmup import measure_steps
+from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.request import accept
+
+TARGET_CORE, DRAFT_CORE, BOTH_CORES = "cpu:0", "cpu:1", "cpu:0-1"
+_TUNING_PROMPTS = 4
+_DISTURBING = 64
+"""Requests that keep the drafter growing while the target is measured beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run."""
+
+    setting: str
+    temperatures: tuple[float, ...]
+    prompts: int
+    tokens: int
+    equal_devices: bool
+
+
+def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str], None]) -> dict[str, object]:
+    """One setting, all modes and temperatures: `{"results": [...], "ratios": [...], ...}`."""
+    use_cores(TARGET_CORE)
+    ssd = rig.engine(Way("ssd"))
+    with remote_drafter(rig, ssd, DRAFT_CORE):
+        bench = _Bench(rig, plan, say)
+        results: list[dict[str, object]] = []
+        ratios: list[dict[str, object]] = []
+        notes: dict[str, object] = {}
+        for temperature in plan.temperatures:
+            prompts, replaced = bench.choose_prompts(pool, temperature)
+            ways = bench.tune(prompts, temperature)
+            engines = {way: rig.engine(way) for way in ways} | {Way("ssd"): ssd}
+            samples = bench.interleave(engines, prompts, temperature)
+            results += [_result(plan.setting, way, temperature, got) for way, got in samples.items()]
+            ratios += _ratios(plan.setting, temperature, samples)
+            notes[f"replaced_prompts_share_t{temperature:g}"] = replaced
+            if plan.equal_devices:
+                results += bench.equal_devices(prompts, temperature, ways)
+        notes["target_step_ms"] = _step_times(rig.cost)
+        notes["draft_step_ms"] = 1e3 * rig.draft_step_s
+        notes["draft_step_ms_remote"] = 1e3 * ssd.drafters.step_s
+        if isinstance(rig.target, EmulatedModel):
+            notes["target_overrun_share"] = rig.target.overruns / max(1, rig.target.forwards)
+            notes["target_forwards"] = rig.target.forwards
+        else:
+            notes["target_step_with_and_without_drafter_ms"] = bench.disturbance(ssd, pool[0])
+    return {"setting": plan.setting, "results": results, "ratios": ratios, "notes": notes}
+
+
+class _Bench:
+    def __init__(self, rig: Rig, plan: Plan, say: Callable[[str], None]) -> None:
+        self._rig = rig
+        self._plan = plan
+        self._say = say
+        self._runner = Runner(plan.tokens)
+
+    def choose_prompts(self, pool: Sequence[Prompt], temperature: float) -> tuple[list[Prompt], float]:
+        """The first prompts whose plain continuation is no loop; and the share that had to be replaced."""
+        engine = self._rig.engine(Way("ar"), model=self._rig.real, cost=CostTable())
+        chosen: list[Prompt] = []
+        seen = 0
+        for prompt in pool:
+            seen += 1
+            sample = self._runner.run(engine, prompt, temperature)
+            if repeated_share(sample.tokens) <= MOST_REPEATED:
+                chosen.append(prompt)
+            if len(chosen) == self._plan.prompts:
+                break
+        self._say(
+            f"{self._plan.setting}, temperature {temperature:g}: {len(chosen)} of {seen} prompts are no loops"
+        )
+        return chosen, 1 - len(chosen) / seen
+
+    def tune(self, prompts: Sequence[Prompt], temperature: float) -> list[Way]:
+        """Plain decoding, the best chain and the best tree, found on a few of the prompts."""
+        width, fan_out = self._rig.settings.draft_width, self._rig.settings.draft_fan_out
+        chains = [Way("sd-chain", steps) for steps in (1, 2, 3, 4, 5, 6, 8)]
+        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 3, 4, 5, 6, 8)]
+        few = prompts[:_TUNING_PROMPTS]
+        return [Way("ar"), self._best(chains, few, temperature), self._best(trees, few, temperature)]
+
+    def _best(self, ways: Sequence[Way], prompts: Sequence[Prompt], temperature: float) -> Way:
+        engines = {way: self._rig.engine(way) for way in ways}
+        samples = self.interleave(engines, prompts, temperature)
+        speed = {way: _speed(got) for way, got in samples.items()}
+        self._say("  " + ", ".join(f"{way.label}: {value:.1f}" for way, value in speed.items()))
+        return max(speed, key=speed.__getitem__)
+
+    def interleave(
+        self, engines: dict[Way, Engine], prompts: Sequence[Prompt], temperature: float
+    ) -> dict[Way, list[Sample]]:
+        """Every prompt on every engine, the order of engines rotating from prompt to prompt."""
+        samples: dict[Way, list[Sample]] = {way: [] for way in engines}
+        order = list(engines)
+        for engine in engines.values():  # rates, calibration and noise settle on a prompt that is not counted
+            self._runner.run(engine, prompts[0], temperature)
+        for index, prompt in enumerate(prompts):
+            turn = index % len(order)
+            for way in order[turn:] + order[:turn]:
+                samples[way].append(self._runner.run(engines[way], prompt, temperature))
+        return samples
+
+    def equal_devices(
+        self, prompts: Sequence[Prompt], temperature: float, ways: Sequence[Way]
+    ) -> list[dict[str, object]]:
+        """The same baselines when the target has both cores, as SSD has."""
+        use_cores(BOTH_CORES)
+        try:
+            cost = CostTable()
+            measure_steps(self._rig.target, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), cost.observe)
+            engines = {way: self._rig.engine(way, cost) for way in ways}
+            samples = self.interleave(engines, prompts, temperature)
+        finally:
+            use_cores(TARGET_CORE)
+        return [
+            _result(f"{self._plan.setting}-both-cores", way, temperature, got) for way, got in samples.items()
+        ]
+
+    def disturbance(self, ssd: Engine, prompt: Prompt) -> dict[str, list[float]]:
+        """Target step time by rows in ms: alone, and while the drafter grows many trees."""
+        counts = (1, 8)
+        alone: dict[int, float] = {}
+        beside: dict[int, float] = {}
+        measure_steps(self._rig.target, counts, alone.__setitem__, repeats=15)
+        parameters = SamplingParameters(temperature=0.0, max_tokens=64, ignore_eos=True)
+        vocabulary = self._rig.target.facts.vocabulary
+        requests = [
+            accept(Submit((1 << 40) + index, prompt.tokens, parameters, 1), (), None, 512, vocabulary)
+            for index in range(_DISTURBING)
+        ]
+        for request in requests:
+            ssd.drafters.open(request)
+        ssd.drafters.wait(1.0)
+        measure_steps(self._rig.target, counts, beside.__setitem__, repeats=15)
+        for request in requests:
+            ssd.drafters.close(request)
+        ssd.drafters.drain({})
+        return {str(rows): [1e3 * alone[rows], 1e3 * beside[rows]] for rows in counts}
+
+
+def _speed(samples: Sequence[Sample]) -> float:
+    return sum(sample.decoded for sample in samples) / sum(sample.seconds for sample in samples)
+
+
+def _step_times(cost: CostTable) -> dict[str, float]:
+    return {str(rows): round(1e3 * cost.seconds(rows), 3) for rows in (1, 2, 4, 8, 16, 32, 64)}
+
+
+def _result(setting: str, way: Way, temperature: float, samples: Sequence[Sample]) -> dict[str, object]:
+    speeds = sorted(sample.tokens_per_s for sample in samples)
+    wall = sum(sample.seconds for sample in samples)
+    figures = [sample.figures for sample in samples]
+    rounds = max(1, sum(each.rounds for each in figures))
+    hits, misses = sum(each.hits for each in figures), sum(each.misses for each in figures)
+    drafted = sum(each.drafted for each in figures)
+    return {
+        "setting": setting,
+        "mode": way.mode,
+        "shape": way.label,
+        "temperature": temperature,
+        "tokens_per_s": round(statistics.median(speeds), 2),
+        "tokens_per_s_quartiles": [round(value, 2) for value in _quartiles(speeds)],
+        "tokens_per_s_total": round(_speed(samples), 2),
+        "tokens_per_round": round(sum(sample.decoded for sample in samples) / rounds, 3),
+        "acceptance": round(sum(each.accepted for each in figures) / drafted, 3) if drafted else None,
+        "nodes_per_round": round(drafted / rounds, 2),
+        "hit_rate": round(hits / max(1, hits + misses), 3) if way.mode != "ar" else None,
+        "ready_depth": round(sum(each.ready_depth for each in figures) / rounds, 2),
+        "ready_nodes": round(sum(each.ready_nodes for each in figures) / rounds, 1),
+        "forward_share": round(sum(sample.forward_s for sample in samples) / wall, 4),
+        "wait_share": round(sum(sample.wait_s for sample in samples) / wall, 4),
+        "host_share": round(sum(sample.host_s for sample in samples) / wall, 4),
+        "host_ms_per_round": round(1e3 * sum(sample.host_s for sample in samples) / rounds, 3),
+        "requests": len(samples),
+    }
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+
+
+def _ratios(setting: str, temperature: float, samples: dict[Way, list[Sample]]) -> list[dict[str, object]]:
+    """SSD against each other mode, prompt by prompt."""
+    ours = samples[Way("ssd")]
+    found: list[dict[str, object]] = []
+    for way, theirs in samples.items():
+        if way.mode == "ssd":
+            continue
+        pairs = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, theirs, strict=True)]
+        found.append(
+            {
+                "setting": setting,
+                "temperature": temperature,
+                "ratio": f"ssd/{way.mode}",
+                "median": round(statistics.median(pairs), 3),
+                "quartiles": [round(value, 3) for value in _quartiles(pairs)],
+                "of_totals": round(_speed(ours) / _speed(theirs), 3),
+            }
+        )
+    return found

@@ -1,0 +1,165 @@
+"""The bench's rig: one target model, and an engine for each way to speculate, all in this process.
+
+The engines share the target, its kernels and its measured cost table, so that only the way of drafting differs.
+The drafter of `ssd` is the real process on its own device. Knows how things are put together, not what is
+measured.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.process import start_worker, worker_command
+from ssd_serve.cluster.run_dir import make_run_dir
+from ssd_serve.devices import parse_device
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.errors import SsdError
+from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.models.emulated import EmulatedModel, device_table
+from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_model
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.warmup import measure_steps
+from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.round import Rounds
+from ssd_serve.verifier.scheduler import Limits, Scheduler
+
+_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_SLOTS = 4096
+_JOIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay."""
+
+    mode: str
+    steps: int = 0
+    width: int = 1
+    fan_out: int = 1
+
+    @property
+    def label(self) -> str:
+        """For tables and result files."""
+        if self.mode in ("ar", "ssd"):
+            return self.mode
+        shape = "" if self.mode == "sd-chain" else f" {self.width}x{self.fan_out}"
+        return f"{self.mode}{shape} {self.steps or 'adaptive'}"
+
+
+class Rig:
+    """A loaded pair. Use `rig()` to make one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        target = resolve_model(settings.target, "target", token=settings.hf_token)
+        draft = resolve_model(settings.draft_model or "", "draft", token=settings.hf_token)
+        self.tokenizer = Tokenizer(target)
+        self.real = load_model(
+            target, device="cpu", dtype=settings.dtype, slots=_SLOTS, context=settings.context
+        )
+        self.real_draft = load_model(
+            draft, device="cpu", dtype=settings.dtype, slots=2 * _SLOTS, context=settings.context
+        )
+        self.target: Model = self.real
+        self.draft: Model = self.real_draft
+        if settings.emulate:
+            table = device_table(settings.emulate)
+            self.target = EmulatedModel(self.real, table.target_s, table.flat_rows)
+            self.draft = EmulatedModel(self.real_draft, table.draft_s, table.flat_rows)
+        self.cost = CostTable()
+        self.target_step_s = measure_steps(self.target, _ROWS, self.cost.observe)
+        self.draft_step_s = measure_steps(self.draft, (settings.draft_width,), lambda rows, seconds: None)
+        facts = self.real.facts
+        self._noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+        self._draft_noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+        self.hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            noise=NOISE_SCHEME,
+            tokenizer=self.tokenizer.vocabulary_hash(),
+            vocabulary=facts.vocabulary,
+            context=facts.context,
+            name="bench",
+            step_ms=1e3 * self.draft_step_s,
+        )
+
+    def engine(self, way: Way, cost: CostTable | None = None, model: Model | None = None) -> Engine:
+        """A fresh engine over the shared target. `ssd` still needs its drafter connected."""
+        settings, target = self.settings, model or self.target
+        policy: GrowPolicy = Steps(way.steps) if way.steps else WhenItPays()
+        if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
+            policy = Never()
+        facts = target.facts
+        bounds = Bounds(
+            facts.context,
+            facts.vocabulary,
+            facts.eos_token_ids,
+            0 if way.mode == "ar" else settings.budget,
+            settings.tree_nodes,
+            settings.draft_width if way.mode == "ssd" else way.width,
+        )
+        scheduler = Scheduler(
+            SlotPool(_SLOTS), None, Limits(settings.max_running, 1024, settings.prefill_chunk)
+        )
+        rounds = Rounds(target, self._noise, facts.eos_token_ids)
+        engine = Engine(rounds, scheduler, Drafters(self.hello), cost or self.cost, policy, bounds)
+        if way.mode.startswith("sd-"):
+            engine.drafters.connect(InlineChannel(self._core(way), self.hello), synchronous=True)
+            engine.drafters.drain({})
+        return engine
+
+    def _core(self, way: Way) -> DrafterCore:
+        depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
+        limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
+        source = ModelSource(self.draft, SlotPool(2 * _SLOTS), self._draft_noise, way.fan_out)
+        return DrafterCore(source, limits, frozenset(self.real.facts.eos_token_ids), "bench")
+
+
+@contextlib.contextmanager
+def remote_drafter(rig: Rig, engine: Engine, device: str) -> Generator[None]:
+    """Start the drafter process on its device, and let it join `engine`."""
+    run_dir = make_run_dir(None)
+    listener = Listener.unix(run_dir.drafter_socket)
+    settings = rig.settings.model_copy(
+        update={"mode": Mode.SSD, "draft_device": device, "log_level": "warning"}
+    )
+    name = "drafter-0"
+    worker = start_worker(name, worker_command("drafter", name, run_dir.drafter_socket), settings)
+    try:
+        deadline = time.monotonic() + _JOIN_S
+        while not engine.drafters.alive:
+            if worker.exit_code is not None or time.monotonic() > deadline:
+                raise SsdError("the drafter did not join the benchmark")
+            channel = listener.accept()
+            if channel is not None:
+                engine.drafters.connect(channel)
+            engine.drafters.drain({})
+            time.sleep(0.02)
+        yield
+    finally:
+        worker.stop()
+        listener.close()
+        run_dir.remove()
+
+
+def use_cores(device: str) -> None:
+    """Compute on these cores from now on, with as many threads."""
+    cores = parse_device(device).indices
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))

@@ -1,0 +1,72 @@
+"""Puts a drafter together from settings: model, slots, noise, source, core. Knows the parts, runs nothing."""
+
+from dataclasses import dataclass
+
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.models.emulated import EmulatedModel, device_table
+from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_model, model_sizes
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.warmup import measure_steps
+from ssd_serve.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A drafter that is ready to greet a verifier. `emulated` is the padded model in emulated set-ups."""
+
+    core: DrafterCore
+    hello: Hello
+    emulated: EmulatedModel | None
+
+
+def growth_limits(settings: Settings) -> GrowthLimits:
+    """The bounds of growth that the settings ask for."""
+    return GrowthLimits(
+        settings.draft_width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes
+    )
+
+
+def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
+    """Load the draft model on `device` and measure its step."""
+    if settings.draft_model is None:
+        raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
+    path = resolve_model(settings.draft_model, "draft", token=settings.hf_token)
+    sizes = model_sizes(path, device=device, dtype=settings.dtype)
+    slots = max(1024, (settings.draft_kv_memory_mb << 20) // sizes.kv_bytes_per_slot)
+    most = settings.max_running * (settings.context or sizes.config.context) + settings.tree_nodes
+    slots = min(slots, most)
+    model: Model = load_model(
+        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context
+    )
+    emulated = None
+    if settings.emulate:
+        table = device_table(settings.emulate)
+        model = emulated = EmulatedModel(model, table.draft_s, table.flat_rows)
+    step_s = measure_steps(model, [settings.draft_width], lambda rows, seconds: None)
+    facts = model.facts
+    limits = growth_limits(settings)
+    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+    core = DrafterCore(
+        ModelSource(model, SlotPool(slots), noise, limits.fan_out),
+        limits,
+        frozenset(facts.eos_token_ids),
+        name,
+    )
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        noise=NOISE_SCHEME,
+        tokenizer=Tokenizer(path).vocabulary_hash(),
+        vocabulary=facts.vocabulary,
+        context=facts.context,
+        name=name,
+        step_ms=1e3 * step_s,
+    )
+    return Assembled(core, hello, emulated)

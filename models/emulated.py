@@ -1,0 +1,73 @@
+"""Emulated devices: real forwards, padded by sleeping to the step times of a device that is not here.
+
+Sleeping devices share nothing, as separate GPUs do. For benchmarks only, and always labelled. Knows step times,
+not what is forwarded.
+"""
+
+import time
+from dataclasses import dataclass
+
+from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.interface import ForwardResult, Model, ModelFacts
+
+_SPIN_S = 60e-6
+"""A sleep ends late by about this much; the rest is spun."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """Step times of a pair in seconds, flat up to `flat_rows` rows and proportional beyond."""
+
+    target_s: float
+    draft_s: float
+    flat_rows: int
+
+
+def device_table(name: str) -> DeviceTable:
+    """The table of this name.
+
+    mi300x-70b-1b: Llama-3.1-70B at tensor parallel 4 with Llama-3.2-1B, as AMD's published tokens/s imply.
+    """
+    tables = {"mi300x-70b-1b": DeviceTable(target_s=0.0191, draft_s=0.0018, flat_rows=64)}
+    table = tables.get(name)
+    if table is None:
+        raise SettingsError(f"device table {name!r} is unknown; known: {', '.join(sorted(tables))}")
+    return table
+
+
+class EmulatedModel:
+    """A model whose forwards take at least `step_s`. A forward that takes longer counts as it is."""
+
+    def __init__(self, model: Model, step_s: float, flat_rows: int) -> None:
+        self._model = model
+        self._step_s = step_s
+        self._flat_rows = flat_rows
+        self.forwards = 0
+        self.overruns = 0
+        self.busy_s = 0.0
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of the real model."""
+        return self._model.facts
+
+    @property
+    def slots(self) -> int:
+        """Slots of the real model."""
+        return self._model.slots
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Forward, then sleep until the table's time is over."""
+        started = time.perf_counter()
+        end = started + self._step_s * max(1.0, batch.rows / self._flat_rows)
+        result = self._model.forward(batch)
+        self.forwards += 1
+        now = time.perf_counter()
+        self.busy_s += now - started
+        self.overruns += now > end
+        if end - now > _SPIN_S:
+            time.sleep(end - now - _SPIN_S)
+        while time.perf_counter() < end:
+            pass
+        return result

@@ -1,0 +1,129 @@
+"""Puts a verifier together from settings: target, slots, prefix cache, noise, cost model, drafters, engine.
+
+Knows the parts; it opens no sockets and runs no round.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.errors import MemoryShortError
+from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.models.emulated import EmulatedModel, device_table
+from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.interface import Model, ModelFacts
+from ssd_serve.models.load import ModelSizes, load_model, model_sizes, torch_device
+from ssd_serve.models.memory import available_memory
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.warmup import measure_steps
+from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.drafters import Drafters, check_hello
+from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.round import Rounds
+from ssd_serve.verifier.scheduler import Limits, Scheduler
+
+_MEASURED_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_KV_SHARE = 0.4
+"""Share of the free memory that the KV cache takes where the settings name no size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A verifier that is ready for requests."""
+
+    engine: Engine
+    facts: ModelFacts
+    hello: Hello
+    slots: int
+    step_s: float
+    emulated: EmulatedModel | None
+    inline: InlineChannel | None
+
+
+def assemble_verifier(
+    settings: Settings, say: Callable[[str], None], policy: GrowPolicy | None = None
+) -> Assembled:
+    """Load the target, measure its step times, and in mode `sd` load the draft beside it."""
+    device = settings.target_device or "cpu"
+    path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
+    slots = _slots(settings, model_sizes(path, device=device, dtype=settings.dtype), device)
+    say(f"loading the target {path.name} on {device}")
+    model: Model = load_model(
+        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context
+    )
+    emulated = None
+    if settings.emulate:
+        table = device_table(settings.emulate)
+        model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
+    say("measuring step times")
+    cost = CostTable()
+    step_s = measure_steps(model, _MEASURED_ROWS, cost.observe)
+    hello = _hello(model.facts, Tokenizer(path))
+    if policy is None:
+        policy = WhenItPays() if settings.grow_first else Never()
+    engine = _engine(settings, model, slots, hello, cost, policy)
+    inline = _inline(settings, hello, say) if settings.mode is Mode.SD else None
+    if inline is not None:
+        engine.drafters.connect(inline, synchronous=True)
+    return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline)
+
+
+def _engine(
+    settings: Settings, model: Model, slots: int, hello: Hello, cost: CostTable, policy: GrowPolicy
+) -> Engine:
+    facts = model.facts
+    pool = SlotPool(slots)
+    prefix = PrefixCache(pool) if settings.prefix_cache else None
+    limits = Limits(settings.max_running, settings.max_waiting, settings.prefill_chunk)
+    bounds = Bounds(
+        context=facts.context,
+        vocabulary=facts.vocabulary,
+        eos=facts.eos_token_ids,
+        budget=settings.budget if settings.mode is not Mode.AR else 0,
+        tree_nodes=settings.tree_nodes,
+        draft_width=settings.draft_width,
+    )
+    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), device=facts.device)
+    rounds = Rounds(model, noise, facts.eos_token_ids)
+    return Engine(rounds, Scheduler(pool, prefix, limits), Drafters(hello), cost, policy, bounds)
+
+
+def _inline(settings: Settings, hello: Hello, say: Callable[[str], None]) -> InlineChannel:
+    say("loading the draft model inline")
+    drafter = assemble_drafter(settings, "inline", settings.target_device or "cpu")
+    check_hello(hello, drafter.hello)
+    return InlineChannel(drafter.core, drafter.hello)
+
+
+def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        noise=NOISE_SCHEME,
+        tokenizer=tokenizer.vocabulary_hash(),
+        vocabulary=facts.vocabulary,
+        context=facts.context,
+        name="verifier",
+    )
+
+
+def _slots(settings: Settings, sizes: ModelSizes, device: str) -> int:
+    """KV slots: what the settings name, else a share of the free memory, never more than all requests need."""
+    context = min(settings.context or sizes.config.context, sizes.config.context)
+    if settings.kv_memory_mb is not None:
+        budget = settings.kv_memory_mb << 20
+    else:
+        free = available_memory(torch_device(device)) - sizes.resident_bytes
+        budget = int(_KV_SHARE * max(0, free))
+    slots = min(budget // sizes.kv_bytes_per_slot, (settings.max_running + 1) * (context + 64))
+    if slots < 128:
+        raise MemoryShortError(
+            f"{budget >> 20} MiB hold {slots} tokens of KV cache, too few for one request; "
+            "free memory, raise SSD_KV_MEMORY_MB or choose a smaller model"
+        )
+    return slots

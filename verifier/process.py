@@ -1,0 +1,143 @@
+"""The verifier process: takes requests from the server, runs rounds, sends tokens back; listens for drafters."""
+
+import time
+from collections import deque
+
+from ssd_serve.cluster.channel import Channel
+from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.polling import poll
+from ssd_serve.errors import EngineDeadError
+from ssd_serve.logs import Logger, get_logger
+from ssd_serve.messages import Abort, Finish, Message, Progress, Ready, Status, Submit
+from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.assembly import Assembled, assemble_verifier
+from ssd_serve.verifier.engine import Engine
+
+_STATUS_S = 1.0
+_CONNECT_S = 120.0
+_JOIN_S = 60.0
+_MOST_UNSENT = 4096
+
+
+def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
+    """Listen, load, serve until the server is gone. Returns the exit code."""
+    log = get_logger("verifier", settings.log_level, settings.log_format)
+    servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
+    server = _await_server(servers)
+    verifier = assemble_verifier(settings, lambda text: _say(server, log, text))
+    loop = Loop(server, joining, verifier.engine)
+    if settings.mode is Mode.SSD:
+        _say(server, log, "waiting for the drafter")
+        loop.await_drafter(_JOIN_S)
+    server.send(_ready(settings, verifier))
+    log.info(
+        "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
+    )
+    loop.run()
+    return 0
+
+
+class Loop:
+    """Moves messages between the server and the engine, and steps the engine while it is busy."""
+
+    def __init__(self, server: Channel, joining: Listener, engine: Engine) -> None:
+        self._server = server
+        self._joining = joining
+        self._engine = engine
+        self._unsent: deque[Message] = deque()
+        self._status_at = 0.0
+
+    def await_drafter(self, timeout_s: float) -> None:
+        """Wait until a drafter has joined; go on without one when none comes."""
+        deadline = time.monotonic() + timeout_s
+        while not self._engine.drafters.alive and time.monotonic() < deadline and not self._server.closed:
+            self._accept()
+            poll([self._server, self._joining, *self._engine.drafters.channels], 0.05)
+            self._engine.drafters.drain({})
+
+    def run(self) -> None:
+        """Until the server is gone."""
+        while not self._server.closed:
+            self._take()
+            self._accept()
+            if self._engine.busy and len(self._unsent) < _MOST_UNSENT:
+                self._unsent.extend(self._engine.step())
+            else:
+                poll([self._server, self._joining, *self._engine.drafters.channels], _STATUS_S / 2)
+                self._engine.drafters.drain({})
+            self._report()
+
+    def _take(self) -> None:
+        for message in self._server.receive():
+            if isinstance(message, Submit):
+                refused = self._engine.submit(message)
+                if refused is not None:
+                    self._unsent.append(refused)
+            elif isinstance(message, Abort | Finish):
+                self._engine.abort(message.request)
+
+    def _accept(self) -> None:
+        channel = self._joining.accept()
+        while channel is not None:
+            self._engine.drafters.connect(channel)
+            channel = self._joining.accept()
+
+    def _report(self) -> None:
+        """Send what the server will take; a slow server never stops a forward, only the next round."""
+        now = time.monotonic()
+        if now - self._status_at >= _STATUS_S:
+            self._status_at = now
+            self._unsent.append(_status(self._engine))
+            self._engine.drafters.beat()
+        while self._unsent and self._server.send(self._unsent[0]):
+            self._unsent.popleft()
+
+
+def _await_server(servers: Listener) -> Channel:
+    if servers.wait(_CONNECT_S):
+        channel = servers.accept()
+        if channel is not None:
+            return channel
+    raise EngineDeadError("the server never connected to the verifier")
+
+
+def _say(server: Channel, log: Logger, text: str) -> None:
+    log.debug(text)
+    server.send(Progress(text))
+
+
+def _ready(settings: Settings, verifier: Assembled) -> Ready:
+    return Ready(
+        target=verifier.facts.name,
+        draft=settings.draft_model or "",
+        mode=settings.mode.value,
+        target_device=settings.target_device or "cpu",
+        draft_device=settings.draft_device or "",
+        context=min(verifier.facts.context, verifier.slots - 1),
+        vocabulary=verifier.facts.vocabulary,
+        slots=verifier.slots,
+        target_step_ms=1e3 * verifier.step_s,
+        draft_step_ms=1e3 * verifier.engine.drafters.step_s,
+    )
+
+
+def _status(engine: Engine) -> Status:
+    scheduler, clocked = engine.scheduler, engine.clocked
+    prefix = scheduler.prefix
+    return Status(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        slots_used=scheduler.pool.used,
+        slots=scheduler.pool.slots,
+        prefix_queries=prefix.queries if prefix else 0,
+        prefix_hits=prefix.hits if prefix else 0,
+        prompt_tokens=engine.totals.prompt_tokens,
+        generation_tokens=engine.totals.tally.tokens,
+        preemptions=scheduler.preemptions,
+        drafters_alive=engine.drafters.alive,
+        drafter_restarts=max(0, engine.drafters.joins - 1),
+        totals=engine.totals.tally.figures(),
+        forward_s=clocked.forward_s,
+        wait_s=clocked.wait_s,
+        host_s=clocked.host_s,
+    )
