@@ -111,10 +111,10 @@ class Checkpoint:
     ) -> torch.Tensor:
         """A tensor or a slice of it, in the file's dtype, on the CPU. `shape` is that of the whole tensor."""
         self.require([name])
-        self._read.add(name)
         shard = self._home[name]
         if (found := shard.shape(name)) != shape:
             raise CheckpointError(f"{self._folder}: {name} has shape {found}, config.json says {shape}")
+        self._read.add(name)
         return shard.read(name, rows, columns)
 
     def ignore(self, name: str) -> None:

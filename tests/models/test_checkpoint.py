@@ -1,0 +1,157 @@
+"""Reading weights: layouts, slices, and every way in which a folder can be damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ssd_serve.errors import CheckpointError, UserError
+from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.models.linear import LinearFactory, Parallel, Part
+from ssd_serve.models.load import load_model
+from tests.models import checkpoints
+
+WEIGHT = torch.arange(24.0).view(6, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small Llama in four shards."""
+    return checkpoints.save(checkpoints.make("llama"), tmp_path / "llama", max_shard_size="150KB")
+
+
+def load(folder: Path) -> None:
+    """Load with a small cache."""
+    load_model(folder, device="cpu", dtype="fp32", slots=8, context=8)
+
+
+def write(folder: Path, layout: str) -> Path:
+    """One tensor in each of the layouts."""
+    folder.mkdir(exist_ok=True)
+    if layout.endswith(".safetensors"):
+        save_file({"a.weight": WEIGHT}, folder / layout)
+    else:
+        torch.save({"a.weight": WEIGHT}, folder / layout, _use_new_zipfile_serialization="old" not in layout)
+    if layout not in ("model.safetensors", "pytorch_model.bin"):
+        kind = "model.safetensors" if layout.endswith(".safetensors") else "pytorch_model.bin"
+        (folder / f"{kind}.index.json").write_text(json.dumps({"weight_map": {"a.weight": layout}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout", ["model.safetensors", "one-of-one.safetensors", "pytorch_model.bin", "shard.bin", "old.bin"]
+)
+def test_layouts_and_slices(tmp_path: Path, layout: str) -> None:
+    with Checkpoint(write(tmp_path, layout)) as checkpoint:
+        assert "a.weight" in checkpoint
+        assert torch.equal(checkpoint.read("a.weight", (6, 4)), WEIGHT)
+        assert torch.equal(checkpoint.read("a.weight", (6, 4), rows=slice(2, 4)), WEIGHT[2:4])
+        part = checkpoint.read("a.weight", (6, 4), columns=slice(1, 3))
+        checkpoint.finish()
+    assert torch.equal(part, WEIGHT[:, 1:3])  # outlives the file
+
+
+def test_missing_unexpected_and_misshapen(tmp_path: Path) -> None:
+    with Checkpoint(write(tmp_path, "model.safetensors")) as checkpoint:
+        with pytest.raises(CheckpointError, match=r"lacks 2 tensors: b, c"):
+            checkpoint.require(["a.weight", "b", "c"])
+        with pytest.raises(
+            CheckpointError, match=r"a\.weight has shape \(6, 4\), config\.json says \(4, 4\)"
+        ):
+            checkpoint.read("a.weight", (4, 4))
+        with pytest.raises(CheckpointError, match=r"holds 1 tensors .* does not have: a\.weight"):
+            checkpoint.finish()
+
+
+def test_shares_of_ranks() -> None:
+    assert [Parallel(rank, 3).part(12) for rank in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    with pytest.raises(UserError, match="cannot be split"):
+        Parallel(0, 5).part(12)
+
+
+def test_fused_matrix(tmp_path: Path) -> None:
+    with Checkpoint(write(tmp_path, "model.safetensors")) as checkpoint:
+        make = LinearFactory(checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False)
+        order = torch.tensor([5, 4, 3, 2, 1, 0])
+        fused = make.by_outputs([Part("a", 6), Part("a", 6, order)], 4, bias=False)
+        assert torch.equal(fused(torch.eye(4)).T, torch.cat((WEIGHT, WEIGHT.flip(0))))
+        with pytest.raises(UserError, match="not built yet"):
+            LinearFactory(
+                checkpoint, parallel=Parallel(0, 2), device="cpu", dtype=torch.float32, packed=False
+            )
+
+
+def test_missing_shard(folder: Path) -> None:
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"half downloaded: 1 of {len(shards)} files .* {shards[1].name}"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 60, 0.5])
+def test_truncated_shard(folder: Path, keep: float) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    data = shard.read_bytes()
+    shard.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(CheckpointError, match="damaged or half downloaded"):
+        load(folder)
+
+
+def test_truncated_bin(tmp_path: Path) -> None:
+    path = write(tmp_path, "pytorch_model.bin") / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(CheckpointError, match="damaged or half downloaded"):
+        Checkpoint(tmp_path)
+
+
+def test_pickled_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"a.weight": Path("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"damaged or half downloaded"):
+        Checkpoint(tmp_path)
+
+
+def test_index_and_shard_disagree(tmp_path: Path) -> None:
+    write(tmp_path, "one.safetensors")
+    index = {"weight_map": {"a.weight": "one.safetensors", "b": "one.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="lacks tensors that the index names: b"):
+        Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "../one"}}))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        Checkpoint(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no weights"):
+        Checkpoint(tmp_path)
+
+
+def test_tensors_that_do_not_fit_the_architecture(tmp_path: Path) -> None:
+    folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, path)
+    with pytest.raises(CheckpointError, match=r"does not have: model\.layers\.0\.self_attn\.q_norm\.weight"):
+        load(folder)
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, path)
+    load(folder)
+    lost = {key: value for key, value in tensors.items() if "layers.2" not in key}
+    save_file(lost, path)
+    with pytest.raises(CheckpointError, match=r"lacks 9 tensors: model\.layers\.2.* and 1 more"):
+        load(folder)
+
+
+def test_bin_checkpoint_loads(tmp_path: Path) -> None:
+    folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    load(folder)

@@ -1,0 +1,167 @@
+"""Finding models: embedded, folders, and a hub that answers, refuses, or is not there."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+from ssd_serve.errors import CheckpointError, HubError, MemoryShortError
+from ssd_serve.models import hub
+
+FILES = {
+    "config.json": 500,
+    "tokenizer.json": 1000,
+    "README.md": 10,
+    "model-00001-of-00002.safetensors": 6_000_000,
+    "model-00002-of-00002.safetensors": 4_000_000,
+    "model.safetensors.index.json": 100,
+    "pytorch_model.bin": 10_000_000,
+    "consolidated.safetensors": 10_000_000,
+    "original/model.safetensors": 10_000_000,
+}
+
+
+class FakeHub:
+    """Stands in for the hub client; remembers what was downloaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = dict(FILES)
+        self.failure: Exception | None = None
+        self.cached = False
+        self.downloads: list[dict[str, Any]] = []
+
+    def model_info(self, name: str, files_metadata: bool) -> Any:
+        """Sizes of all files, or the failure."""
+        if self.failure is not None:
+            raise self.failure
+        siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in self.files.items()]
+        return SimpleNamespace(siblings=siblings, sha="abc")
+
+    def snapshot_download(self, name: str, **options: Any) -> str:
+        """A folder."""
+        if options.get("local_files_only") and not self.cached:
+            raise FileNotFoundError("not cached")
+        self.downloads.append(options)
+        return str(self.folder)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """The hub is replaced and its cache is empty."""
+    made = FakeHub(tmp_path)
+    monkeypatch.setattr(hub, "HfApi", lambda token: made)
+    monkeypatch.setattr(hub, "snapshot_download", made.snapshot_download)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return made
+
+
+def refused(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
+    """An error as the hub client raises it."""
+    request = httpx.Request("GET", "https://huggingface.co/api/models/owner/name")
+    response: Any = httpx.Response(status, request=request)  # the client has an HTTP library of its own
+    return kind("refused", response=response)
+
+
+def test_local_folder(tmp_path: Path) -> None:
+    assert hub.resolve_model(str(tmp_path), "target") == tmp_path
+
+
+def test_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "hub.py"))
+    with pytest.raises(CheckpointError, match="no embedded draft"):
+        hub.resolve_model("embedded", "draft")
+    folder = tmp_path / "embedded" / "draft"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert hub.resolve_model("embedded", "draft") == folder
+
+
+@pytest.mark.parametrize("name", ["no-such-folder", "/a/b/c", "a/b/c", "owner/", "./x", "owner/na me"])
+def test_neither_folder_nor_id(name: str) -> None:
+    with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+        hub.resolve_model(name, "target")
+
+
+def test_only_needed_files_are_fetched(fake: FakeHub) -> None:
+    lines: list[str] = []
+    assert hub.resolve_model("owner/name", "target", token="t", report=lines.append) == fake.folder
+    assert lines == ["fetching owner/name (0.01 GB, unless cached)"]
+    (options,) = fake.downloads
+    assert (options["revision"], options["token"]) == ("abc", "t")
+    assert sorted(options["allow_patterns"]) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+
+
+def test_bin_where_there_are_no_safetensors(fake: FakeHub) -> None:
+    fake.files = {name: size for name, size in FILES.items() if "safetensors" not in name}
+    hub.resolve_model("owner/name", "target")
+    assert "pytorch_model.bin" in fake.downloads[0]["allow_patterns"]
+
+
+def test_other_formats(fake: FakeHub) -> None:
+    fake.files = {"model.gguf": 1, "config.json": 1}
+    with pytest.raises(HubError, match="GGUF"):
+        hub.resolve_model("owner/name", "target")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (refused(GatedRepoError, 403), "gated. Accept its terms"),
+        (refused(HfHubHTTPError, 403), "gated. Accept its terms"),
+        (refused(RepositoryNotFoundError, 401), r"\(401\): the name is wrong, or it is private and HF_TOKEN"),
+        (refused(HfHubHTTPError, 401), r"\(401\)"),
+        (refused(RepositoryNotFoundError, 404), r"\(404\)"),
+        (refused(HfHubHTTPError, 500), "answered 500"),
+    ],
+)
+def test_refusals_are_explained(fake: FakeHub, error: Exception, message: str) -> None:
+    fake.failure = error
+    with pytest.raises(HubError, match=message):
+        hub.resolve_model("owner/name", "target")
+    assert not fake.downloads
+
+
+def test_offline(fake: FakeHub) -> None:
+    fake.failure = httpx.ConnectError("no route")
+    with pytest.raises(HubError, match="cannot reach the hub"):
+        hub.resolve_model("owner/name", "target")
+    fake.cached = True
+    assert hub.resolve_model("owner/name", "target") == fake.folder
+
+
+def test_memory_is_checked_before_the_download(fake: FakeHub) -> None:
+    with pytest.raises(MemoryShortError, match="nothing was downloaded"):
+        hub.resolve_model("owner/name", "target", free_memory=9_000_000)
+    assert not fake.downloads
+
+
+def test_disk_is_checked_before_the_download(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000))
+    with pytest.raises(HubError, match="on disk"):
+        hub.resolve_model("owner/name", "target")
+    snapshot = fake.folder / "cache" / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in FILES:
+        if "/" not in file:
+            (snapshot / file).touch()
+    assert hub.resolve_model("owner/name", "target") == fake.folder  # cached: needs no room
+
+
+def test_interrupted_download(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, **options: Any) -> str:
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(HubError, match="start again to resume"):
+        hub.resolve_model("owner/name", "target")
