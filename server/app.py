@@ -23,7 +23,7 @@ from ssd_serve.server.openapi import describe_bodies
 from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ssd_serve.server.service import Gate, Service
 from ssd_serve.server.streaming import ClientGoneError
-from ssd_serve.server.tokenizer import OffLoop, TextTokenizer
+from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.server.tokenizing import TokenizingEndpoints
 from ssd_serve.settings import Settings
 
@@ -49,6 +49,7 @@ def create_app(
         limits=limits,
         engine=engine_client,
         tokenizer=tokenizer,
+        texts=TokenTexts(tokenizer),
         metrics=Metrics(lambda: engine_client.status, lambda: service.trouble() is None),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         gate=gate or Gate(),

@@ -17,14 +17,14 @@ from ssd_serve.server.protocol import ChatRequest
 from ssd_serve.server.replies import Head, chat_logprobs, new_identifier
 from ssd_serve.server.sampling import given, output_limit, sampling_parameters, text_rules
 from ssd_serve.server.service import Service
-from ssd_serve.server.tokenizer import TextTokenizer
+from ssd_serve.server.tokenizer import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
     """Choices as `/v1/chat/completions` writes them."""
 
-    tokenizer: TextTokenizer
+    texts: TokenTexts
     prompt: TokenPrompt
     logprobs: bool
     token_ids: bool
@@ -70,7 +70,7 @@ class ChatShape:
         }
 
     def _logprobs(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, object] | None:
-        return chat_logprobs(self.tokenizer, tokens, entries) if self.logprobs else None
+        return chat_logprobs(self.texts, tokens, entries) if self.logprobs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,7 @@ class ChatEndpoint:
             Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special)
             for i in range(choices)
         ]
-        shape = ChatShape(
-            service.tokenizer, prompt, logprobs is not None, given(body.return_token_ids, False)
-        )
+        shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))
         head = Head.now(new_identifier("chatcmpl"), service.model, service.fingerprint(ready), seed)
         return Job(head, plans, choices, shape, given(body.stream, False), wants_usage(body))
 

@@ -15,7 +15,7 @@ from ssd_serve.server.protocol import CompletionRequest, GenerationRequest
 from ssd_serve.server.replies import Head, completion_logprobs, new_identifier
 from ssd_serve.server.sampling import given, output_limit, sampling_parameters, text_rules
 from ssd_serve.server.service import Service
-from ssd_serve.server.tokenizer import TextTokenizer
+from ssd_serve.server.tokenizer import TokenTexts
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionShape:
     """Choices as `/v1/completions` writes them."""
 
-    tokenizer: TextTokenizer
+    texts: TokenTexts
     prompts: Sequence[TokenPrompt]
     choices: int
     echoed: Sequence[str]
@@ -81,7 +81,7 @@ class CompletionShape:
             return None
         begin = len(self.echoed[choice // self.choices])
         offsets = [begin + offset for offset in told.offsets]
-        return completion_logprobs(self.tokenizer, told.tokens, told.logprobs, offsets)
+        return completion_logprobs(self.texts, told.tokens, told.logprobs, offsets)
 
     def _prompt_ids(self, prompt: int) -> dict[str, object]:
         return {"prompt_token_ids": list(self.prompts[prompt].ids)} if self.token_ids else {}
@@ -123,7 +123,7 @@ class CompletionsEndpoint:
                 for i in range(choices)
             ]
         shape = CompletionShape(
-            tokenizer=service.tokenizer,
+            texts=service.texts,
             prompts=prompts,
             choices=choices,
             echoed=[self._echoed(prompt, skip_special) if body.echo else "" for prompt in prompts],

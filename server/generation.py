@@ -15,7 +15,7 @@ from ssd_serve.server.engine_client import Report
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.metrics import Stopwatch
 from ssd_serve.server.service import Service
-from ssd_serve.server.text import TextAssembler, TextRules
+from ssd_serve.server.text import TextAssembler, TextRules, prime
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class _Choice:
 
     def __init__(self, service: Service, index: int, plan: Plan) -> None:
         detokenizer = service.tokenizer.detokenizer(skip_special_tokens=plan.skip_special_tokens)
+        prime(detokenizer, plan.prompt)
         self.index = index
         self.request = 0
         self.assembler = TextAssembler(detokenizer, plan.rules)

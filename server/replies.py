@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssd_serve.messages import Figures, TokenLogprobs
-from ssd_serve.server.tokenizer import TextTokenizer
+from ssd_serve.server.tokenizer import TokenTexts
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry; vLLM does the same."""
@@ -92,37 +92,37 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def completion_logprobs(
-    tokenizer: TextTokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offsets: Sequence[int]
 ) -> dict[str, object]:
     """The logprobs object of the completions API."""
     return {
-        "tokens": [token_text(tokenizer, token) for token in tokens],
+        "tokens": [texts.of(token) for token in tokens],
         "token_logprobs": [finite(entry.chosen) for entry in entries],
         "top_logprobs": [
-            _top_by_text(tokenizer, token, entry) for token, entry in zip(tokens, entries, strict=True)
+            _top_by_text(texts, token, entry) for token, entry in zip(tokens, entries, strict=True)
         ],
         "text_offset": list(offsets),
     }
 
 
-def _top_by_text(tokenizer: TextTokenizer, chosen: int, entry: TokenLogprobs) -> dict[str, float]:
+def _top_by_text(texts: TokenTexts, chosen: int, entry: TokenLogprobs) -> dict[str, float]:
     """The chosen token is always there, so there may be one more than was asked for."""
-    found = {token_text(tokenizer, chosen): finite(entry.chosen)}
+    found = {texts.of(chosen): finite(entry.chosen)}
     for token, value in entry.top:
         # Different tokens may share a text (pieces of characters): the more probable one stays.
-        found.setdefault(token_text(tokenizer, token), finite(value))
+        found.setdefault(texts.of(token), finite(value))
     return found
 
 
 def chat_logprobs(
-    tokenizer: TextTokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprobs]
+    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[TokenLogprobs]
 ) -> dict[str, object]:
     """The logprobs object of the chat API."""
     return {
         "content": [
             {
-                **_chat_token(tokenizer, token, entry.chosen),
-                "top_logprobs": [_chat_token(tokenizer, other, value) for other, value in entry.top],
+                **_chat_token(texts, token, entry.chosen),
+                "top_logprobs": [_chat_token(texts, other, value) for other, value in entry.top],
             }
             for token, entry in zip(tokens, entries, strict=True)
         ],
@@ -130,15 +130,10 @@ def chat_logprobs(
     }
 
 
-def _chat_token(tokenizer: TextTokenizer, token: int, logprob: float) -> dict[str, object]:
-    text = token_text(tokenizer, token)
+def _chat_token(texts: TokenTexts, token: int, logprob: float) -> dict[str, object]:
+    text = texts.of(token)
     known = "�" not in text
     return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()) if known else None}
-
-
-def token_text(tokenizer: TextTokenizer, token: int) -> str:
-    """The text of a single token, special ones included."""
-    return tokenizer.decode([token], skip_special_tokens=False)
 
 
 def finite(logprob: float) -> float:

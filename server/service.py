@@ -15,7 +15,7 @@ from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
-from ssd_serve.server.tokenizer import OffLoop, TextTokenizer
+from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.settings import EMBEDDED, Settings
 
 
@@ -34,6 +34,7 @@ class Service:
     limits: Limits
     engine: EngineClient
     tokenizer: TextTokenizer
+    texts: TokenTexts
     metrics: Metrics
     off_loop: OffLoop
     gate: Gate

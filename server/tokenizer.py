@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from ssd_serve.server.text import Detokenizer
+from ssd_serve.server.text import Detokenizer, prime
 
 Result = TypeVar("Result")
 
@@ -40,6 +40,24 @@ class TextTokenizer(Protocol):
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder."""
         ...
+
+
+class TokenTexts:
+    """The text of single tokens, special ones included, as it is in the middle of a text."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        """The token's text; a piece of a character gives the replacement character."""
+        if token not in self._known:
+            # At the start of a text some tokenizers drop a leading space.
+            before = self._tokenizer.encode("a", add_special_tokens=False)
+            stream = self._tokenizer.detokenizer(skip_special_tokens=False)
+            prime(stream, before)
+            self._known[token] = stream.push(token) or stream.flush()
+        return self._known[token]
 
 
 class OffLoop:

@@ -9,7 +9,6 @@ from ssd_serve.server.body import read_body
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.prompts import chat_text, check_vocabulary, encode
 from ssd_serve.server.protocol import DetokenizeRequest, TokenizeRequest
-from ssd_serve.server.replies import token_text
 from ssd_serve.server.sampling import given
 from ssd_serve.server.service import Service
 
@@ -36,7 +35,7 @@ class TokenizingEndpoints:
         answer: dict[str, object] = {"count": len(ids), "max_model_len": ready.context, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = await service.off_loop.run(
-                len(text), lambda: [token_text(service.tokenizer, token) for token in ids]
+                len(text), lambda: [service.texts.of(token) for token in ids]
             )
         return JSONResponse(answer)
 

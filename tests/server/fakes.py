@@ -1,0 +1,268 @@
+"""A byte tokenizer and an engine that plays scripts, behind the real channel.
+
+The tokenizer has a token for every byte, so that characters of several bytes are split over tokens. The
+engine runs in a thread at the other end of a socket pair, as the verifier does in its process.
+"""
+
+import codecs
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.errors import RequestError
+from ssd_serve.messages import (
+    Abort,
+    Committed,
+    Figures,
+    Finish,
+    Finished,
+    Message,
+    Ready,
+    Refused,
+    Status,
+    Submit,
+    TokenLogprobs,
+)
+
+BEGIN, END, OTHER_END = 256, 257, 258
+VOCABULARY = 259
+CONTEXT = 512
+PATIENCE_S = 10.0
+SPECIAL = {BEGIN: "<begin>", END: "<end>", OTHER_END: "<other-end>"}
+
+READY = Ready(
+    target="fake-target",
+    draft="fake-draft",
+    mode="ssd",
+    target_device="cpu:0",
+    draft_device="cpu:1",
+    context=CONTEXT,
+    vocabulary=VOCABULARY,
+    slots=4096,
+    target_step_ms=20.0,
+    draft_step_ms=2.0,
+)
+STATUS = Status(
+    running=1,
+    waiting=2,
+    slots_used=1024,
+    slots=4096,
+    prefix_queries=50,
+    prefix_hits=20,
+    prompt_tokens=100,
+    generation_tokens=300,
+    preemptions=0,
+    drafters_alive=1,
+    drafter_restarts=3,
+    totals=Figures(rounds=100, tokens=300, drafted=800, accepted=200, hits=90, misses=10, ready_depth=400),
+    forward_s=9.0,
+    wait_s=0.5,
+    host_s=0.25,
+)
+FIGURES = Figures(
+    rounds=4, tokens=12, drafted=32, accepted=8, hits=3, misses=1, ready_depth=12, ready_nodes=40
+)
+
+
+class ByteDetokenizer:
+    """Bytes to text; unfinished characters wait."""
+
+    def __init__(self, skip_special_tokens: bool) -> None:
+        self._skip = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        if token in SPECIAL:
+            cut = self._decoder.decode(b"", final=True)
+            self._decoder.reset()
+            return cut if self._skip else cut + SPECIAL[token]
+        return self._decoder.decode(bytes([token]))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class ByteTokenizer:
+    """One token a byte, and three special ones."""
+
+    eos_ids = frozenset({END})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BEGIN] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        stream = self.detokenizer(skip_special_tokens)
+        return "".join(stream.push(token) for token in ids) + stream.flush()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> str:
+        if messages[0]["role"] == "assistant":
+            raise RequestError("the conversation must begin with the user")
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return "".join(lines) + "assistant: " * add_generation_prompt + "(thinking)" * bool(variables)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> ByteDetokenizer:
+        return ByteDetokenizer(skip_special_tokens)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the engine does with a request: groups of tokens, one a message, then the end."""
+
+    groups: tuple[tuple[int, ...], ...]
+    refused: Refused | None = None
+    error: str = ""
+    hold_after: int | None = None
+    """Play so many groups, then wait until the test releases."""
+
+
+def say(text: str, *, group: int = 3, hold_after: int | None = None) -> Script:
+    """The bytes of a text, `group` tokens a message."""
+    return tokens(list(text.encode()), group=group, hold_after=hold_after)
+
+
+def tokens(ids: Sequence[int], *, group: int = 3, hold_after: int | None = None) -> Script:
+    """Tokens, `group` a message."""
+    groups = tuple(tuple(ids[i : i + group]) for i in range(0, len(ids), group))
+    return Script(groups, hold_after=hold_after)
+
+
+Playwright = Callable[[Submit], Script]
+
+
+@dataclass
+class _Play:
+    submit: Submit
+    script: Script
+    groups: deque[tuple[int, ...]]
+    played: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """The other end: plays the script of each request, and remembers everything that it was sent."""
+
+    channel: SocketChannel
+    playwright: Playwright
+    received: list[Message] = field(default_factory=list[Message])
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._plays: dict[int, _Play] = {}
+        self._changed = threading.Condition()
+        self._outbox: deque[Message] = deque()
+        self._over = False
+        self._thread = threading.Thread(target=self._live, name="fake engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self, message: Message) -> None:
+        """Send any message, from the engine's thread."""
+        self._outbox.append(message)
+
+    def die(self) -> None:
+        """End at once, as a killed process does."""
+        self._over = True
+        self._thread.join(PATIENCE_S)
+
+    def sent(self, kind: type[Message]) -> list[Message]:
+        with self._changed:
+            return [message for message in self.received if isinstance(message, kind)]
+
+    def submits(self) -> list[Submit]:
+        return [message for message in self.sent(Submit) if isinstance(message, Submit)]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until something that the engine was sent makes the condition true."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"did not happen; received: {self.received}")
+            time.sleep(0.005)
+
+    @property
+    def running(self) -> int:
+        return len(self._plays)
+
+    def _live(self) -> None:
+        while not self._over and not self.channel.closed:
+            self.channel.wait(0.005 if self._plays or self._outbox else 0.02)
+            for message in self.channel.receive():
+                self._take(message)
+            while self._outbox:
+                self.channel.send(self._outbox.popleft())
+            for play in list(self._plays.values()):
+                self._continue(play)
+        self.channel.close()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Submit):
+            script = self.playwright(message)
+            self._plays[message.request] = _Play(message, script, deque(script.groups))
+        elif isinstance(message, Abort | Finish):
+            self._plays.pop(message.request, None)
+        with self._changed:
+            self.received.append(message)
+
+    def _continue(self, play: _Play) -> None:
+        request, script = play.submit.request, play.script
+        if script.refused is not None:
+            self._end(
+                Refused(request, script.refused.message, script.refused.field, script.refused.retry_after_s)
+            )
+        elif (
+            script.hold_after is not None and play.played >= script.hold_after and not self.released.is_set()
+        ):
+            return
+        elif play.groups:
+            self._commit(play, play.groups.popleft())
+        elif script.error:
+            self._end(Finished(request, "error", FIGURES, message=script.error))
+        else:
+            self._end(Finished(request, "length", FIGURES))
+
+    def _commit(self, play: _Play, group: tuple[int, ...]) -> None:
+        """As the verifier: nothing beyond a stop id or the length limit is ever committed."""
+        parameters, request = play.submit.parameters, play.submit.request
+        ending = set(parameters.stop_token_ids) | (set() if parameters.ignore_eos else {END})
+        kept: list[int] = []
+        stop: int | None = None
+        for token in group[: parameters.max_tokens - play.tokens]:
+            kept.append(token)
+            if token in ending and play.tokens + len(kept) > parameters.min_tokens:
+                stop = token
+                break
+        play.played += 1
+        play.tokens += len(kept)
+        self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept)))
+        if stop is not None:
+            self._end(Finished(request, "stop", FIGURES, stop_token=stop))
+        elif play.tokens >= parameters.max_tokens:
+            self._end(Finished(request, "length", FIGURES))
+
+    def _logprobs(self, play: _Play, kept: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        count = play.submit.parameters.logprobs
+        if count is None:
+            return ()
+        top = ((ord("a"), -0.25), (ord("b"), -1.5), (ord("c"), float("-inf")))[:count]
+        return tuple(TokenLogprobs(-0.5, top) for _ in kept)
+
+    def _end(self, message: Finished | Refused) -> None:
+        self._plays.pop(message.request, None)
+        self.channel.send(message)
+
+
+def channel_pair() -> tuple[SocketChannel, SocketChannel]:
+    """The server's end and the engine's."""
+    ours, theirs = socket.socketpair()
+    return SocketChannel(ours), SocketChannel(theirs)

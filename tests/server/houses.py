@@ -1,0 +1,134 @@
+"""A server with a scripted engine: `open_house` in this process, `open_server` on a real socket."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from ssd_serve.server.app import create_app
+from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.service import Gate
+from ssd_serve.server.serving import build_server
+from ssd_serve.server.tokenizer import TextTokenizer
+from ssd_serve.settings import Settings
+from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, Playwright, channel_pair
+
+QUICK = Limits(shutdown_s=1.0)
+
+
+@dataclass(frozen=True)
+class House:
+    """A running server and its engine."""
+
+    http: httpx.AsyncClient
+    engine: FakeEngine
+    client: EngineClient
+    app: FastAPI
+    gate: Gate
+
+
+@asynccontextmanager
+async def open_house(
+    playwright: Playwright,
+    settings: Settings | None = None,
+    limits: Limits = QUICK,
+    *,
+    ready: bool = True,
+    tokenizer: TextTokenizer | None = None,
+) -> AsyncGenerator[House, None]:
+    """The application in this process, its engine in a thread."""
+    ours, theirs = channel_pair()
+    engine = FakeEngine(theirs, playwright)
+    if ready:
+        engine.tell(READY)
+    engine.start()
+    client, gate = EngineClient(ours), Gate()
+    app = create_app(settings or Settings(), client, tokenizer or ByteTokenizer(), limits, gate)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://house") as http:
+            while ready and client.ready is None:
+                await asyncio.sleep(0.002)
+            yield House(http, engine, client, app, gate)
+    engine.die()
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server that listens on loopback."""
+
+    url: str
+    engine: FakeEngine
+    stop: Callable[[], None]
+    stopped: threading.Event
+
+
+@contextmanager
+def open_server(
+    playwright: Playwright, settings: Settings | None = None, limits: Limits = QUICK
+) -> Generator[Address, None, None]:
+    """uvicorn in a thread, on a socket of this machine."""
+    ours, theirs = channel_pair()
+    engine = FakeEngine(theirs, playwright)
+    engine.tell(READY)
+    engine.start()
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    port: int = sock.getsockname()[1]
+    server = build_server(settings or Settings(), EngineClient(ours), ByteTokenizer(), limits)
+    stopped = threading.Event()
+
+    def live() -> None:
+        asyncio.run(server.serve(sockets=[sock]))
+        stopped.set()
+
+    thread = threading.Thread(target=live, name="server")
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_healthy(url)
+        yield Address(url, engine, server.stop, stopped)
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        engine.die()
+        sock.close()
+
+
+def wait_until_healthy(url: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.01)
+    raise AssertionError("the server did not become healthy")
+
+
+async def post(house: House, path: str, **body: object) -> dict[str, Any]:
+    """The JSON of a successful POST."""
+    answer = await house.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def events(house: House, path: str, **body: object) -> list[dict[str, Any]]:
+    """The events of a stream that ends well."""
+    answer = await house.http.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert found[-1] == "[DONE]"
+    return [json.loads(line) for line in found[:-1]]

@@ -1,0 +1,76 @@
+"""The first screen: honest about the model, devices, measured and estimated figures; plain off a terminal."""
+
+import io
+import json
+import shlex
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from ssd_serve.messages import Ready
+from ssd_serve.server.banner import commands, estimate, show_banner
+from ssd_serve.settings import Settings
+from tests.server.fakes import READY
+
+URL = "http://127.0.0.1:8000"
+
+
+def screen(ready: Ready, settings: Settings | None = None) -> str:
+    out = io.StringIO()
+    show_banner(Console(file=out, width=400), ready, settings or Settings(), URL)
+    return out.getvalue()
+
+
+def changed(**fields: object) -> Ready:
+    return msgspec.structs.replace(READY, **fields)
+
+
+def test_it_tells_mode_devices_and_what_the_embedded_model_is_not() -> None:
+    text = screen(READY)
+    for told in (URL, "ssd: the draft model keeps guessing", "cpu:0", "cpu:1", "20.0 ms", "2.0 ms"):
+        assert told in text
+    assert "not a chatbot" in text
+    assert "an estimate" in text
+    assert "\x1b" not in text
+
+
+def test_another_model_is_not_described_as_the_embedded_one() -> None:
+    assert "chatbot" not in screen(READY, Settings(target="/data/llama"))
+
+
+def test_plain_decoding_promises_no_speed_up() -> None:
+    text = screen(changed(mode="ar", draft="", draft_device="", draft_step_ms=0.0))
+    assert "at most 50 tokens/s" in text
+    assert "tokens a round" not in text
+
+
+def test_emulated_step_times_are_called_so() -> None:
+    text = screen(READY, Settings(emulate="mi300x-70b-1b"))
+    assert "mi300x-70b-1b" in text
+    assert "emulated" in text
+
+
+def test_the_estimate_follows_the_step_times() -> None:
+    fast, slow = estimate(READY), estimate(changed(draft_step_ms=10.0))
+    inline = estimate(changed(mode="sd"))
+    assert fast is not None
+    assert slow is not None
+    assert inline is not None
+    assert fast.speed_up == pytest.approx((1 - 0.7**11) / 0.3)
+    assert 1.0 < slow.speed_up < fast.speed_up
+    assert 1.0 < inline.speed_up < fast.speed_up
+    assert estimate(changed(target_step_ms=0.0)) is None
+
+
+def test_a_slow_draft_is_never_estimated_to_help_inline() -> None:
+    found = estimate(changed(mode="sd", draft_step_ms=40.0))
+    assert found is not None
+    assert found.speed_up == 1.0
+
+
+def test_the_curl_line_can_be_copied() -> None:
+    words = shlex.split(commands(Settings(), URL)[0])
+    assert words[:2] == ["curl", "-N"]
+    assert json.loads(words[-1])["prompt"] == "def fibonacci(n):"
+    assert "$SSD_API_KEY" in commands(Settings(api_key="x"), URL)[0]

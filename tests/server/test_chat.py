@@ -1,0 +1,119 @@
+"""`/v1/chat/completions`: messages, the template, choices, streams."""
+
+import pytest
+
+from tests.server.fakes import CONTEXT, END, Script, say, tokens
+from tests.server.houses import events, open_house, post
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "Hi"}]
+
+
+def prompt_text(ids: tuple[int, ...]) -> str:
+    return bytes(ids).decode()
+
+
+async def test_a_whole_answer() -> None:
+    async with open_house(lambda _: tokens([*b"Hello!", END])) as house:
+        found = await post(house, PATH, messages=ASK, seed=3)
+        # The template writes the begin token, so the tokenizer adds none.
+        assert prompt_text(house.engine.submits()[0].prompt) == "user: Hi\nassistant: "
+    assert found["object"] == "chat.completion"
+    assert found["seed"] == 3
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": "Hello!", "refusal": None}
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] == 7
+
+
+async def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
+    async with open_house(lambda _: tokens([*b"Hello!", END])) as house:
+        first, *rest = await events(house, PATH, messages=ASK, seed=3)
+    assert first["object"] == "chat.completion.chunk"
+    assert first["seed"] == 3
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in rest) == "Hello!"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in rest] == [None] * (len(rest) - 1) + ["stop"]
+
+
+async def test_every_choice_opens_with_its_role() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        found = await events(house, PATH, messages=ASK, n=3)
+    roles = [c["index"] for chunk in found for c in chunk["choices"] if c["delta"].get("role") == "assistant"]
+    assert roles == [0, 1, 2]
+
+
+async def test_content_may_come_in_parts_and_developers_speak_as_the_system() -> None:
+    conversation = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    async with open_house(lambda _: say("x")) as house:
+        await post(house, PATH, messages=conversation)
+        assert prompt_text(house.engine.submits()[0].prompt) == "system: Be brief.\nuser: ab\nassistant: "
+
+
+async def test_what_a_client_returns_of_an_earlier_answer_is_accepted() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = (await post(house, PATH, messages=ASK))["choices"][0]["message"]
+        returned = {**answer, "tool_calls": None, "function_call": None, "annotations": None, "audio": None}
+        await post(house, PATH, messages=[*ASK, returned, *ASK])
+
+
+async def test_variables_of_the_template_are_an_allow_list() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        await post(house, PATH, messages=ASK, chat_template_kwargs={"enable_thinking": True})
+        assert prompt_text(house.engine.submits()[0].prompt).endswith("(thinking)")
+        body = {"messages": ASK, "chat_template_kwargs": {"tokenize": True}}
+        answer = await house.http.post(PATH, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "chat_template_kwargs.tokenize"
+
+
+async def test_what_the_template_refuses_is_the_clients_fault() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = await house.http.post(PATH, json={"messages": [{"role": "assistant", "content": "x"}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+    assert "begin with the user" in answer.json()["error"]["message"]
+
+
+async def test_the_default_length_is_the_rest_of_the_context() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        await post(house, PATH, messages=ASK)
+        await post(house, PATH, messages=ASK, max_completion_tokens=9)
+        first, second = house.engine.submits()
+    assert first.parameters.max_tokens == CONTEXT - len(first.prompt)
+    assert second.parameters.max_tokens == 9
+
+
+async def test_logprobs_tell_each_token_with_its_bytes() -> None:
+    async with open_house(lambda _: tokens(list("aé".encode()))) as house:
+        found = await post(house, PATH, messages=ASK, logprobs=True, top_logprobs=2)
+        pieces = await events(house, PATH, messages=ASK, logprobs=True)
+    content = found["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [
+        "a",
+        "\N{REPLACEMENT CHARACTER}",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
+    # A piece of a character has no text of its own, hence no bytes that would be true.
+    assert [entry["bytes"] for entry in content] == [[97], None, None]
+    assert [top["token"] for top in content[0]["top_logprobs"]] == ["a", "b"]
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in pieces if chunk["choices"][0]["logprobs"]]
+    assert sum(len(part["content"]) for part in streamed) == 3
+
+
+async def test_characters_are_never_cut_in_a_stream() -> None:
+    text = "naïve 日本語 🙂 e\N{COMBINING ACUTE ACCENT}"
+    async with open_house(lambda _: say(text, group=1)) as house:
+        found = await events(house, PATH, messages=ASK)
+    parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in found]
+    assert "".join(parts) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+
+
+async def test_a_character_that_never_ends_is_shown_as_broken() -> None:
+    async with open_house(lambda _: Script(((*b"ok ", 0xF0, 0x9F),))) as house:
+        found = await post(house, PATH, messages=ASK)
+    assert found["choices"][0]["message"]["content"] == "ok \N{REPLACEMENT CHARACTER}"

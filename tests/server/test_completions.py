@@ -1,0 +1,249 @@
+"""`/v1/completions`: text, choices, usage, seeds, echo, logprobs, streams."""
+
+import pytest
+
+from ssd_serve.messages import Refused, Submit
+from ssd_serve.seeds import choice_seed
+from tests.server.fakes import BEGIN, CONTEXT, END, OTHER_END, Script, say, tokens
+from tests.server.houses import events, open_house, post
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+
+
+async def test_a_whole_completion() -> None:
+    async with open_house(lambda _: say("Hello, world!")) as house:
+        found = await post(house, PATH, prompt="Say it", max_tokens=13, seed=7, model="ssd-embedded")
+    assert found["object"] == "text_completion"
+    assert found["id"].startswith("cmpl-")
+    assert found["model"] == "ssd-embedded"
+    assert found["seed"] == 7
+    assert found["system_fingerprint"].startswith("fp_")
+    assert found["choices"] == [
+        {
+            "index": 0,
+            "text": "Hello, world!",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert found["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 13,
+        "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    figures = found["metrics"]["speculative_decoding"]
+    assert figures["num_spec_steps"] == 4
+    assert figures["mean_acceptance_length"] == 3.0
+    assert figures["draft_acceptance_rate"] == 0.25
+    assert figures["cache_hit_rate"] == 0.75
+
+
+async def test_a_stream_says_the_same_in_pieces() -> None:
+    async with open_house(lambda _: say("Hello, world!")) as house:
+        found = await events(
+            house, PATH, prompt="Say it", max_tokens=13, stream_options={"include_usage": True}
+        )
+    *chunks, last = found
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello, world!"
+    assert isinstance(chunks[0]["seed"], int)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 13
+    assert chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"] == 4
+    assert len({chunk["id"] for chunk in found}) == 1
+
+
+async def test_usage_is_only_streamed_when_asked_for() -> None:
+    async with open_house(lambda _: say("Hi")) as house:
+        found = await events(house, PATH, prompt="x")
+    assert all("usage" not in chunk for chunk in found)
+
+
+async def test_a_request_without_a_seed_is_told_one_that_repeats_it() -> None:
+    async with open_house(lambda _: say("Hi")) as house:
+        first = await post(house, PATH, prompt="x")
+        second = await post(house, PATH, prompt="x")
+        await post(house, PATH, prompt="x", seed=first["seed"])
+        submits = house.engine.submits()
+    assert first["seed"] != second["seed"]
+    assert submits[2].seed == submits[0].seed == first["seed"]
+
+
+async def test_choices_have_seeds_of_their_own() -> None:
+    async with open_house(lambda submit: say(f"seed {submit.seed % 1000}")) as house:
+        found = await post(house, PATH, prompt=["ab", "c"], n=3, seed=5)
+        submits = house.engine.submits()
+    expected = [choice_seed(5, i) for i in range(3)]
+    assert [submit.seed for submit in submits] == expected * 2
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert [choice["text"] for choice in found["choices"]] == [f"seed {seed % 1000}" for seed in expected] * 2
+    # Each prompt counts once, not once a choice.
+    assert found["usage"]["prompt_tokens"] == 3 + 2
+
+
+async def test_streamed_choices_are_told_apart_by_index() -> None:
+    async with open_house(lambda submit: say(f"seed {submit.seed % 1000}")) as house:
+        found = await events(house, PATH, prompt="a", n=2, seed=5)
+    texts = {0: "", 1: ""}
+    for chunk in found:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {i: f"seed {choice_seed(5, i) % 1000}" for i in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [(BEGIN, 97, 98)]),
+        (["ab", "c"], [(BEGIN, 97, 98), (BEGIN, 99)]),
+        ([97, 98], [(97, 98)]),
+        ([[97], [98, 99]], [(97,), (98, 99)]),
+    ],
+)
+async def test_the_four_forms_of_a_prompt(prompt: object, expected: list[tuple[int, ...]]) -> None:
+    async with open_house(lambda _: say("x")) as house:
+        await post(house, PATH, prompt=prompt)
+        assert [submit.prompt for submit in house.engine.submits()] == expected
+
+
+async def test_every_sampling_parameter_reaches_the_engine() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        await post(
+            house,
+            PATH,
+            prompt="a",
+            temperature=0.5,
+            top_k=-1,
+            top_p=0.9,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=-0.5,
+            frequency_penalty=0.5,
+            logit_bias={"97": -100, "98": 5},
+            min_tokens=2,
+            max_tokens=20,
+            stop_token_ids=[99],
+            ignore_eos=True,
+            logprobs=2,
+        )
+        parameters = house.engine.submits()[0].parameters
+    assert parameters.temperature == 0.5
+    assert parameters.top_k == 0
+    assert (parameters.top_p, parameters.min_p) == (0.9, 0.1)
+    assert parameters.repetition_penalty == 1.1
+    assert (parameters.presence_penalty, parameters.frequency_penalty) == (-0.5, 0.5)
+    assert parameters.logit_bias == {97: -100.0, 98: 5.0}
+    assert (parameters.min_tokens, parameters.max_tokens) == (2, 20)
+    assert parameters.stop_token_ids == (99,)
+    assert parameters.ignore_eos
+    assert parameters.logprobs == 2
+
+
+async def test_null_means_the_default() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        await post(house, PATH, prompt="a")
+        await post(house, PATH, prompt="a", temperature=None, max_tokens=None, n=None, stop=None, suffix=None)
+        first, second = (submit.parameters for submit in house.engine.submits())
+    assert first == second
+    assert (first.temperature, first.max_tokens) == (1.0, 16)
+
+
+async def test_the_default_length_is_what_fits() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        await post(house, PATH, prompt=[97] * (CONTEXT - 5))
+        assert house.engine.submits()[0].parameters.max_tokens == 5
+
+
+async def test_echo_repeats_the_prompt_before_the_text() -> None:
+    async with open_house(lambda _: say("!")) as house:
+        assert (await post(house, PATH, prompt="Hé", echo=True))["choices"][0]["text"] == "Hé!"
+        assert (await post(house, PATH, prompt=[97, 98], echo=True))["choices"][0]["text"] == "ab!"
+        found = await events(house, PATH, prompt=["a", "b"], echo=True)
+    texts = ["", ""]
+    for chunk in found:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["a!", "b!"]
+
+
+async def test_logprobs_tell_tokens_values_and_offsets() -> None:
+    async with open_house(lambda _: say("xyz")) as house:
+        whole = await post(house, PATH, prompt="a", logprobs=3)
+        pieces = await events(house, PATH, prompt="a", logprobs=3)
+    told = whole["choices"][0]["logprobs"]
+    assert told["tokens"] == ["x", "y", "z"]
+    assert told["token_logprobs"] == [-0.5] * 3
+    assert told["text_offset"] == [0, 1, 2]
+    # The chosen token is always among them; minus infinity becomes a number that JSON has.
+    assert told["top_logprobs"][0] == {"x": -0.5, "a": -0.25, "b": -1.5, "c": -9999.0}
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in pieces if chunk["choices"][0]["logprobs"]]
+    assert [token for part in streamed for token in part["tokens"]] == ["x", "y", "z"]
+
+
+async def test_token_ids_on_request() -> None:
+    async with open_house(lambda _: say("xyz")) as house:
+        whole = await post(house, PATH, prompt="a", return_token_ids=True)
+        pieces = await events(house, PATH, prompt="a", return_token_ids=True)
+    assert whole["choices"][0]["token_ids"] == list(b"xyz")
+    assert whole["choices"][0]["prompt_token_ids"] == [BEGIN, 97]
+    assert pieces[0]["choices"][0]["prompt_token_ids"] == [BEGIN, 97]
+    assert [i for chunk in pieces for i in chunk["choices"][0].get("token_ids", [])] == list(b"xyz")
+
+
+async def test_the_end_token_counts_but_does_not_show() -> None:
+    async with open_house(lambda _: tokens([*b"done", END, *b"beyond"])) as house:
+        found = await post(house, PATH, prompt="a")
+    assert found["choices"][0]["text"] == "done"
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["choices"][0]["stop_reason"] == END
+    assert found["usage"]["completion_tokens"] == 5
+
+
+async def test_stop_ids_show_only_when_asked_for() -> None:
+    async with open_house(lambda _: tokens([*b"done", OTHER_END])) as house:
+        plain = await post(house, PATH, prompt="a", stop_token_ids=[OTHER_END], skip_special_tokens=False)
+        shown = await post(
+            house,
+            PATH,
+            prompt="a",
+            stop_token_ids=[OTHER_END],
+            skip_special_tokens=False,
+            include_stop_str_in_output=True,
+        )
+    assert plain["choices"][0]["text"] == "done"
+    assert shown["choices"][0]["text"] == "done<other-end>"
+
+
+async def test_an_end_token_inside_the_output_is_text_like_any_other() -> None:
+    async with open_house(lambda _: tokens([*b"a", END, *b"b"])) as house:
+        ignored = await post(house, PATH, prompt="a", ignore_eos=True, skip_special_tokens=False)
+        too_early = await post(house, PATH, prompt="a", min_tokens=3, skip_special_tokens=False)
+        skipped = await post(house, PATH, prompt="a", ignore_eos=True)
+    assert ignored["choices"][0]["text"] == too_early["choices"][0]["text"] == "a<end>b"
+    assert skipped["choices"][0]["text"] == "ab"
+
+
+async def test_a_refusal_of_the_engine_names_the_field() -> None:
+    def refuse(_submit: Submit) -> Script:
+        return Script((), refused=Refused(0, "min_p is not for this model", "min_p"))
+
+    async with open_house(refuse) as house:
+        for stream in (False, True):
+            answer = await house.http.post(PATH, json={"prompt": "a", "stream": stream})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "min_p"
+
+
+async def test_an_error_of_the_engine_is_a_500_or_an_event() -> None:
+    async with open_house(lambda _: Script((tuple(b"ab"),), error="out of luck")) as house:
+        whole = await house.http.post(PATH, json={"prompt": "a"})
+        stream = await house.http.post(PATH, json={"prompt": "a", "stream": True})
+    assert whole.status_code == 500
+    assert "out of luck" in whole.json()["error"]["message"]
+    assert stream.status_code == 200
+    assert '"code":"engine_error"' in stream.text
+    assert "[DONE]" not in stream.text

@@ -1,0 +1,119 @@
+"""The server's end of the engine's channel: full queues, nonsense, late reports, the end."""
+
+import asyncio
+
+import pytest
+
+from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.errors import EngineDeadError, OverloadedError
+from ssd_serve.messages import Abort, Committed, Figures, Finished, Heartbeat, Message, SamplingParameters
+from ssd_serve.server.engine_client import EngineClient, Report
+from tests.server.fakes import READY, channel_pair
+
+pytestmark = pytest.mark.anyio
+PARAMETERS = SamplingParameters()
+
+
+async def drain(client: EngineClient) -> None:
+    """A memory channel has no descriptor to watch: look once, as the event loop would."""
+    client._drain()  # pyright: ignore[reportPrivateUsage]
+    await asyncio.sleep(0)
+
+
+def pair(capacity: int = 100) -> tuple[EngineClient, MemoryChannel]:
+    ours, theirs = memory_pair(capacity=capacity)
+    client = EngineClient(ours)
+    client.start()
+    return client, theirs
+
+
+async def test_reports_reach_who_submitted_and_nobody_after_the_end() -> None:
+    client, engine = pair()
+    first: list[Report] = []
+    second: list[Report] = []
+    one = client.submit((1,), PARAMETERS, 7, first.append)
+    two = client.submit((2,), PARAMETERS, 8, second.append)
+    assert one != two
+    for message in (Committed(one, (5,)), Committed(two, (6,)), Finished(one, "stop", Figures())):
+        engine.send(message)
+    for late in (Committed(one, (9,)), Finished(one, "stop", Figures()), Committed(99, (9,)), Heartbeat()):
+        engine.send(late)
+    await drain(client)
+    assert [type(report) for report in first] == [Committed, Finished]
+    assert [type(report) for report in second] == [Committed]
+    assert client.active == 1
+    client.stop()
+
+
+async def test_what_is_aborted_or_finished_hears_nothing_more() -> None:
+    client, engine = pair()
+    heard: list[Report] = []
+    requests = [client.submit((1,), PARAMETERS, 7, heard.append) for _ in range(2)]
+    client.abort(requests[0])
+    client.finish(requests[1])
+    client.abort(requests[0])
+    for request in requests:
+        engine.send(Committed(request, (5,)))
+    await drain(client)
+    assert heard == []
+    sent = [type(message).__name__ for message in engine.receive()]
+    assert sent == ["Submit", "Submit", "Abort", "Finish"]
+    client.stop()
+
+
+async def test_a_full_queue_refuses_requests_but_never_loses_an_abort() -> None:
+    client, engine = pair(capacity=2)
+    requests = [client.submit((1,), PARAMETERS, 7, lambda _: None) for _ in range(2)]
+    with pytest.raises(OverloadedError):
+        client.submit((1,), PARAMETERS, 7, lambda _: None)
+    for request in requests:
+        client.abort(request)
+    arrived: list[Message] = []
+    for _ in range(100):
+        arrived += engine.receive()
+        if len(arrived) == 4:
+            break
+        await asyncio.sleep(0.01)
+    assert [message for message in arrived if isinstance(message, Abort)] == [Abort(1), Abort(2)]
+    client.stop()
+
+
+async def test_nonsense_ends_the_engine_and_tells_everyone() -> None:
+    client, engine = pair()
+    heard: list[Report] = []
+    client.submit((1,), PARAMETERS, 7, heard.append)
+    engine.send_raw(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    await drain(client)
+    assert isinstance(heard[0], EngineDeadError)
+    assert client.dead is not None
+    with pytest.raises(EngineDeadError):
+        client.submit((1,), PARAMETERS, 7, heard.append)
+
+
+async def test_a_process_that_ends_is_noticed_through_its_socket() -> None:
+    ours, theirs = channel_pair()
+    client = EngineClient(ours)
+    client.start()
+    heard: asyncio.Queue[Report] = asyncio.Queue()
+    theirs.send(READY)
+    client.submit((1,), PARAMETERS, 7, heard.put_nowait)
+    theirs.close()
+    assert isinstance(await asyncio.wait_for(heard.get(), 5.0), EngineDeadError)
+    assert client.ready == READY
+
+
+async def test_more_than_the_kernel_takes_is_sent_when_it_can_be() -> None:
+    ours, theirs = channel_pair()
+    client = EngineClient(ours)
+    client.start()
+    for _ in range(30):
+        client.submit(tuple(range(1000, 21000)), PARAMETERS, 7, lambda _: None)
+    arrived: list[Message] = []
+    for _ in range(500):
+        arrived += theirs.receive()
+        if len(arrived) == 30:
+            break
+        await asyncio.sleep(0.002)
+    assert len(arrived) == 30
+    client.stop()
+    theirs.close()

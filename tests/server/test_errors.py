@@ -1,0 +1,261 @@
+"""Whatever a client sends: an error in OpenAI's shape that names the field, and a server that goes on."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from ssd_serve.messages import Refused
+from ssd_serve.server.limits import Limits
+from ssd_serve.settings import Settings
+from tests.server.fakes import CONTEXT, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
+from tests.server.houses import House, open_house, post
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "Hi"}]
+
+# (fields of the body, the field that the error names)
+WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt.0"),
+    ({"prompt": [1, "a"]}, "prompt.1"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt.0"),
+    ({"prompt": [VOCABULARY]}, "prompt"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": True}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.1}, "top_p"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "top_k": 1.5}, "top_k"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 500}, "n"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n"),
+    ({"prompt": ["a"] * 300}, "prompt"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": CONTEXT}, "max_tokens"),
+    ({"prompt": [97] * CONTEXT}, "prompt"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    ({"prompt": "a", "seed": 2**64}, "seed"),
+    ({"prompt": "a", "seed": 1.5}, "seed"),
+    ({"prompt": "a", "stop": 5}, "stop"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "a", "stop": ["a", ""]}, "stop.1"),
+    ({"prompt": "a", "stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
+    ({"prompt": "a", "stop_token_ids": "x"}, "stop_token_ids"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"prompt": "a", "logit_bias": {"97": 101}}, "logit_bias.97"),
+    ({"prompt": "a", "logit_bias": {str(VOCABULARY): 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(3000)}}, "logit_bias"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "a", "stream": "yes"}, "stream"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "suffix": "end"}, "suffix"),
+    ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"prompt": "a", "tempreature": 1}, "tempreature"),
+    ({"prompt": "a", "messages": ASK}, "messages"),
+    ({}, "prompt"),
+]
+WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.type",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+        "messages.0.tool_calls",
+    ),
+    ({"messages": ASK, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"messages": ASK, "audio": {}}, "audio"),
+    ({"messages": ASK, "modalities": ["text", "audio"]}, "modalities"),
+    ({"messages": ASK, "store": True}, "store"),
+    ({"messages": ASK, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": ASK, "logprobs": 5}, "logprobs"),
+    ({"messages": ASK, "top_logprobs": 5}, "top_logprobs"),
+    ({"messages": ASK, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"messages": ASK, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+    ({"messages": [{"role": "user", "content": "a" * CONTEXT}]}, "messages"),
+    ({"messages": ASK, "prompt": "x"}, "prompt"),
+]
+
+
+async def assert_refused(house: House, path: str, body: dict[str, Any], param: str) -> str:
+    answer = await house.http.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert param.split(".")[0] in error["message"]
+    return str(error["code"])
+
+
+async def test_wrong_bodies_are_refused_by_name_and_harm_nothing() -> None:
+    async with open_house(lambda _: say("fine")) as house:
+        for body, param in WRONG_COMPLETIONS:
+            await assert_refused(house, COMPLETIONS, body, param)
+        for body, param in WRONG_CHATS:
+            await assert_refused(house, CHAT, body, param)
+        assert house.engine.submits() == []
+        assert (await post(house, COMPLETIONS, prompt="a"))["choices"][0]["text"] == "fine"
+
+
+async def test_codes_tell_unknown_fields_from_unbuilt_ones() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        assert await assert_refused(house, CHAT, {"messages": ASK, "x": 1}, "x") == "unknown_field"
+        assert await assert_refused(house, CHAT, {"messages": ASK, "tools": [1]}, "tools") == "not_built"
+        assert await assert_refused(house, COMPLETIONS, {}, "prompt") == "missing_field"
+
+
+async def test_context_errors_give_the_figures() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = await house.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 600})
+    message = answer.json()["error"]["message"]
+    assert "600 output tokens and 4 prompt tokens are 604" in message
+    assert str(CONTEXT) in message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"prompt"',
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 5000,
+        b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}",
+    ],
+)
+async def test_broken_json_is_a_400(raw: bytes) -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = await house.http.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_other_media_types_are_a_415() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = await house.http.post(COMPLETIONS, content=b'{"prompt": "a"}')
+    assert answer.status_code == 415
+
+
+async def test_large_bodies_are_a_413_announced_or_not() -> None:
+    async def parts() -> AsyncGenerator[bytes, None]:
+        for _ in range(10):
+            yield b"x" * 100
+
+    headers = {"Content-Type": "application/json"}
+    async with open_house(lambda _: say("x"), limits=Limits(max_body_bytes=500)) as house:
+        announced = await house.http.post(COMPLETIONS, json={"prompt": "a" * 600})
+        streamed = await house.http.post(COMPLETIONS, content=parts(), headers=headers)
+        fitting = await house.http.post(COMPLETIONS, json={"prompt": "a" * 400})
+    assert (announced.status_code, streamed.status_code, fitting.status_code) == (413, 413, 200)
+    assert "500 bytes" in announced.json()["error"]["message"]
+
+
+async def test_unknown_models_and_paths_are_a_404() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        for body in ({"prompt": "a", "model": "gpt"}, {"prompt": "a", "model": ""}):
+            answer = await house.http.post(COMPLETIONS, json=body)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "model_not_found"
+        missing = await house.http.get("/v2/nothing")
+        wrong = await house.http.get(COMPLETIONS)
+    assert (missing.status_code, wrong.status_code) == (404, 405)
+    assert "message" in missing.json()["error"]
+    assert wrong.headers["allow"] == "POST"
+
+
+async def test_an_overfull_queue_is_a_429_with_retry_after() -> None:
+    settings = Settings(max_running=1, max_waiting=1)
+    async with open_house(lambda _: say("abc", hold_after=0), settings) as house:
+        held = [asyncio.ensure_future(post(house, COMPLETIONS, prompt="a")) for _ in range(2)]
+        while house.client.active < 2:
+            await asyncio.sleep(0.002)
+        for stream in (False, True):
+            answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+        house.engine.released.set()
+        assert [(await one)["choices"][0]["text"] for one in held] == ["abc", "abc"]
+
+
+async def test_a_queue_that_the_engine_calls_full_is_a_429_too() -> None:
+    full = Script((), refused=Refused(0, "no room", retry_after_s=2.5))
+    async with open_house(lambda _: full) as house:
+        for stream in (False, True):
+            answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+
+
+async def test_a_key_opens_everything_and_health_needs_none() -> None:
+    async with open_house(lambda _: say("x"), Settings(api_key="sesame")) as house:
+        for given in (None, "Bearer wrong", "Basic sesame", "Bearer", "sesame", "Bearer sésame"):
+            headers = {} if given is None else {"Authorization": given.encode()}
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
+                answer = await house.http.get(path, headers=headers)  # type: ignore[arg-type]
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await house.http.get("/health")).status_code == 200
+        opened = await house.http.get("/v1/models", headers={"Authorization": "Bearer sesame"})
+        assert opened.status_code == 200
+
+
+class BrokenTokenizer(ByteTokenizer):
+    """Fails in the middle of a stream, and when asked for ids."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise ZeroDivisionError
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> ByteDetokenizer:
+        stream = ByteDetokenizer(skip_special_tokens)
+
+        def push(token: int) -> str:
+            if token == ord("c"):
+                raise ZeroDivisionError
+            return chr(token)
+
+        stream.push = push  # type: ignore[method-assign]
+        return stream
+
+
+async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
+    async with open_house(lambda _: say("abcd", group=1), tokenizer=BrokenTokenizer()) as house:
+        before = await house.http.post(COMPLETIONS, json={"prompt": "a"})
+        whole = await house.http.post(COMPLETIONS, json={"prompt": [97]})
+        stream = await house.http.post(COMPLETIONS, json={"prompt": [97], "stream": True})
+        house.engine.wait_for(lambda: house.engine.running == 0)
+    assert (before.status_code, whole.status_code, stream.status_code) == (500, 500, 200)
+    assert before.json()["error"]["code"] == "internal_error"
+    assert '"code":"internal_error"' in stream.text
+    assert "ZeroDivision" not in before.text + whole.text + stream.text

@@ -1,0 +1,187 @@
+"""On a real socket: the official client unmodified, clients that leave, and a tidy end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from ssd_serve.messages import Abort, Submit
+from tests.server.fakes import END, Script, say, tokens
+from tests.server.houses import Address, open_server
+
+COMPLETIONS = "/v1/completions"
+
+
+def official(address: Address) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address.url}/v1", api_key="any", max_retries=0)
+
+
+def answer(submit: Submit) -> Script:
+    """Says which choice it is, with a character of several bytes."""
+    return tokens([*f"Hi 🙂 {submit.seed % 10}".encode(), END], group=4)
+
+
+def test_the_official_client_streams_completions_and_chats() -> None:
+    with open_server(answer) as address, official(address) as client:
+        assert [model.id for model in client.models.list()] == ["ssd-embedded"]
+        parts: list[str] = []
+        with client.completions.create(
+            model="ssd-embedded", prompt="x", stream=True, seed=3, max_tokens=50
+        ) as stream:
+            parts.extend(chunk.choices[0].text for chunk in stream)
+        assert "".join(parts) == "Hi 🙂 3"
+
+        said: list[str] = []
+        finished: str | None = None
+        tokens_used = 0
+        with client.chat.completions.create(
+            model="ssd-embedded",
+            messages=[{"role": "user", "content": "Hi"}],
+            stream=True,
+            stream_options={"include_usage": True},
+            seed=4,
+        ) as chat:
+            for chunk in chat:
+                if chunk.usage is not None:
+                    tokens_used = chunk.usage.completion_tokens
+                for choice in chunk.choices:
+                    said.append(choice.delta.content or "")
+                    finished = choice.finish_reason or finished
+        assert "".join(said) == "Hi 🙂 4"
+        assert (finished, tokens_used) == ("stop", 10)
+
+
+def test_the_official_client_reads_whole_answers_and_logprobs() -> None:
+    with open_server(answer) as address, official(address) as client:
+        completion = client.completions.create(model="ssd-embedded", prompt="x", logprobs=1, seed=5)
+        assert completion.choices[0].text == "Hi 🙂 5"
+        assert completion.choices[0].logprobs is not None
+        chat = client.chat.completions.create(
+            model="ssd-embedded",
+            messages=[{"role": "user", "content": "Hi"}],
+            logprobs=True,
+            top_logprobs=2,
+            n=2,
+            seed=6,
+            extra_body={"top_k": 5, "min_p": 0.1},
+        )
+        assert chat.choices[0].message.content == "Hi 🙂 6"
+        assert chat.choices[0].logprobs is not None
+        assert chat.usage is not None
+        assert chat.model_extra is not None
+        assert chat.model_extra["seed"] == 6
+        assert len(chat.choices) == 2
+
+
+def test_the_official_client_understands_errors() -> None:
+    with open_server(answer) as address, official(address) as client:
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt", prompt="x")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="ssd-embedded", prompt="x", max_tokens=100000)
+        assert caught.value.param == "max_tokens"
+
+
+def test_the_official_client_sees_an_engine_that_dies_in_a_stream() -> None:
+    with open_server(lambda _: say("abcdef", hold_after=1)) as address, official(address) as client:
+        with client.completions.create(model="ssd-embedded", prompt="x", stream=True) as stream:
+            received = iter(stream)
+            next(received)
+            address.engine.die()
+            with pytest.raises(openai.APIError, match="engine process ended"):
+                list(received)
+        assert httpx.get(f"{address.url}/health").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hold_after", [0, 1])
+def test_a_client_that_leaves_frees_its_requests_at_once(stream: bool, hold_after: int) -> None:
+    body = json.dumps({"prompt": "a", "n": 2, "stream": stream}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with open_server(lambda _: say("abcdef", hold_after=hold_after)) as address:
+        engine = address.engine
+        port = int(address.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            engine.wait_for(lambda: len(engine.submits()) == 2)
+            if stream and hold_after:
+                assert client.recv(100).startswith(b"HTTP/1.1 200")
+        left_at = time.monotonic()
+        engine.wait_for(lambda: len(engine.sent(Abort)) == 2)
+        assert time.monotonic() - left_at < 1.0
+        assert httpx.get(f"{address.url}/load").json() == {"server_load": 0}
+        page = httpx.get(f"{address.url}/metrics").text
+        assert 'ssd_request_success_total{finished_reason="abort"} 2.0' in page
+
+
+def test_what_runs_may_end_before_the_server_stops() -> None:
+    with open_server(lambda _: say("abcdef", hold_after=1)) as address:
+        url = f"{address.url}{COMPLETIONS}"
+        with httpx.stream("POST", url, json={"prompt": "a", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            address.stop()
+            time.sleep(0.2)
+            address.engine.released.set()
+            assert list(lines)[-2] == "data: [DONE]"
+        assert address.stopped.wait(5.0)
+
+
+def test_what_does_not_end_is_aborted() -> None:
+    with open_server(lambda _: say("abcdef", hold_after=1)) as address:
+        url = f"{address.url}{COMPLETIONS}"
+        with httpx.stream("POST", url, json={"prompt": "a", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            address.stop()
+            address.engine.wait_for(lambda: len(address.engine.sent(Abort)) == 1)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert address.stopped.wait(5.0)
+
+
+SERVING = """
+import socket
+from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.serving import serve
+from ssd_serve.settings import Settings
+from tests.server.fakes import READY, ByteTokenizer, FakeEngine, channel_pair, say
+
+ours, theirs = channel_pair()
+engine = FakeEngine(theirs, lambda _: say("hi"))
+engine.tell(READY)
+engine.start()
+with socket.create_server(("127.0.0.1", 0)) as sock:
+    print(sock.getsockname()[1], flush=True)
+    serve(Settings(), EngineClient(ours), ByteTokenizer(), sock)
+print("tidied up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_server_and_its_caller_goes_on(number: signal.Signals) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", SERVING]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                httpx.post(f"http://127.0.0.1:{port}{COMPLETIONS}", json={"prompt": "a"}).raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.02)
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=10)
+        assert rest == "tidied up\n"
+        assert process.returncode == 0

@@ -1,0 +1,175 @@
+"""Health, models, metrics and the rest; loading, engine death, shutting down."""
+
+import asyncio
+
+import pytest
+
+from ssd_serve.messages import Progress, Ready, Status
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.service import model_name
+from ssd_serve.settings import Settings
+from tests.server.fakes import CONTEXT, READY, STATUS, say
+from tests.server.houses import House, open_house, post
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+
+
+async def until_told(house: House, message: Progress | Status | Ready) -> None:
+    """Until the server has heard the engine's message."""
+    house.engine.tell(message)
+    client = house.client
+    while message not in (client.status, client.ready) and client.progress != getattr(message, "text", None):
+        await asyncio.sleep(0.002)
+
+
+async def test_health_is_503_until_a_token_can_be_generated() -> None:
+    async with open_house(lambda _: say("x"), ready=False) as house:
+        await until_told(house, Progress("reading weights"))
+        loading = await house.http.get("/health")
+        refused = await house.http.post(COMPLETIONS, json={"prompt": "a"})
+        await until_told(house, READY)
+        ready = await house.http.get("/health")
+        pinged = await house.http.get("/ping")
+    assert (loading.status_code, refused.status_code) == (503, 503)
+    assert "reading weights" in loading.json()["error"]["message"]
+    assert loading.json()["error"]["code"] == "loading"
+    assert "retry-after" in refused.headers
+    assert (ready.status_code, pinged.status_code) == (200, 200)
+    assert ready.json() == {"status": "ok", "model": "ssd-embedded", "mode": "ssd"}
+
+
+async def test_when_the_engine_dies_requests_end_with_an_error_and_health_says_so() -> None:
+    async with open_house(lambda _: say("abcdef", hold_after=1)) as house:
+        bodies = [{"prompt": "a", "stream": stream} for stream in (False, True)]
+        held = [asyncio.ensure_future(house.http.post(COMPLETIONS, json=body)) for body in bodies]
+        house_has = house.client
+        while house_has.active < 2:
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(house.engine.die)
+        whole, stream = [await one for one in held]
+        health = await house.http.get("/health")
+        later = await house.http.post(COMPLETIONS, json={"prompt": "a"})
+    assert whole.status_code == 503
+    assert whole.json()["error"]["code"] == "engine_dead"
+    assert stream.status_code == 200
+    assert "abc" in stream.text
+    assert '"code":"engine_dead"' in stream.text.split("\n\n")[-2]
+    assert "[DONE]" not in stream.text
+    assert (health.status_code, later.status_code) == (503, 503)
+    assert "engine process ended" in health.json()["error"]["message"]
+
+
+async def test_an_engine_that_falls_silent_is_noticed() -> None:
+    async with open_house(lambda _: say("x"), limits=Limits(engine_silence_s=0.05)) as house:
+        await asyncio.sleep(0.1)
+        answer = await house.http.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_silent"
+
+
+async def test_new_requests_are_refused_while_shutting_down() -> None:
+    async with open_house(lambda _: say("abc", hold_after=0)) as house:
+        held = asyncio.ensure_future(post(house, COMPLETIONS, prompt="a"))
+        while house.client.active < 1:
+            await asyncio.sleep(0.002)
+        house.gate.closed = True
+        refused = await house.http.post(COMPLETIONS, json={"prompt": "a"})
+        health = await house.http.get("/health")
+        house.engine.released.set()
+        assert (await held)["choices"][0]["text"] == "abc"
+    assert (refused.status_code, health.status_code) == (503, 503)
+    assert refused.json()["error"]["code"] == "shutting_down"
+
+
+async def test_models_version_and_load() -> None:
+    async with open_house(lambda _: say("x"), Settings(served_model_name="mine")) as house:
+        models = (await house.http.get("/v1/models")).json()
+        one = await house.http.get("/v1/models/mine")
+        other = await house.http.get("/v1/models/org/other")
+        version = (await house.http.get("/version")).json()
+        load = (await house.http.get("/load")).json()
+    assert models["object"] == "list"
+    assert [model["id"] for model in models["data"]] == ["mine"]
+    assert models["data"][0]["max_model_len"] == CONTEXT
+    assert one.json() == models["data"][0]
+    assert other.status_code == 404
+    assert version["version"]
+    assert load == {"server_load": 0}
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("embedded", "ssd-embedded"),
+        ("org/model-7b", "org/model-7b"),
+        ("/data/models/model-7b/", "model-7b"),
+        ("./model", "model"),
+    ],
+)
+def test_the_model_is_named_after_its_target(target: str, name: str) -> None:
+    assert model_name(Settings(target=target)) == name
+
+
+async def test_metrics_join_what_server_and_engine_know() -> None:
+    async with open_house(lambda _: say("abcdef", group=3)) as house:
+        before = (await house.http.get("/metrics")).text
+        await until_told(house, STATUS)
+        await post(house, COMPLETIONS, prompt="a")
+        await post(house, COMPLETIONS, prompt="a", stop="cd")
+        page = (await house.http.get("/metrics")).text
+    assert "ssd_engine_up 1.0" in before
+    assert "ssd_num_requests_running" not in before
+    for line in (
+        "ssd_num_requests_running 1.0",
+        "ssd_num_requests_waiting 2.0",
+        "ssd_kv_cache_usage_perc 0.25",
+        "ssd_prefix_cache_hits_total 20.0",
+        "ssd_generation_tokens_total 300.0",
+        "ssd_spec_decode_num_drafts_total 100.0",
+        "ssd_spec_decode_num_draft_tokens_total 800.0",
+        "ssd_spec_decode_num_accepted_tokens_total 200.0",
+        "ssd_speculation_cache_hits_total 90.0",
+        "ssd_speculation_cache_misses_total 10.0",
+        "ssd_speculation_ready_depth_total 400.0",
+        "ssd_engine_forward_seconds_total 9.0",
+        "ssd_drafters_alive 1.0",
+        "ssd_drafter_restarts_total 3.0",
+        'ssd_request_success_total{finished_reason="length"} 1.0',
+        'ssd_request_success_total{finished_reason="stop"} 1.0',
+        "ssd_time_to_first_token_seconds_count 2.0",
+        "ssd_e2e_request_latency_seconds_count 2.0",
+        "ssd_request_generation_tokens_sum 10.0",
+    ):
+        assert line in page.splitlines(), line
+
+
+async def test_tokenize_and_detokenize_are_inverse() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        told = await post(house, "/tokenize", prompt="hé", add_special_tokens=False, return_token_strs=True)
+        back = await post(house, "/detokenize", tokens=told["tokens"])
+        chat = await post(house, "/tokenize", messages=[{"role": "user", "content": "x"}])
+        neither = await house.http.post("/tokenize", json={})
+        outside = await house.http.post("/detokenize", json={"tokens": [100000]})
+    assert told["count"] == 3
+    assert told["max_model_len"] == CONTEXT
+    assert told["token_strs"][0] == "h"
+    assert back == {"prompt": "hé"}
+    assert bytes(chat["tokens"]).decode() == "user: x\nassistant: "
+    assert (neither.status_code, outside.status_code) == (400, 400)
+
+
+async def test_long_texts_are_tokenised_off_the_event_loop() -> None:
+    text = "a" * 300
+    async with open_house(lambda _: say("x"), limits=Limits(inline_characters=10)) as house:
+        assert (await post(house, "/tokenize", prompt=text))["count"] == 301
+
+
+async def test_the_openapi_document_describes_the_bodies() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        document = (await house.http.get("/openapi.json")).json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    reference = body["content"]["application/json"]["schema"]["$ref"]
+    assert reference == "#/components/schemas/ChatRequest"
+    assert "messages" in document["components"]["schemas"]["ChatRequest"]["properties"]

@@ -1,0 +1,74 @@
+"""Stop strings through the whole server: any grouping of tokens gives the same answer."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_serve.messages import Abort, Finish
+from tests.server.fakes import END, Script, say
+from tests.server.houses import events, open_house, post
+
+PATH = "/v1/completions"
+TEXT = "To stop 🙂 or not to STOP"
+STOPS = st.lists(st.sampled_from(["stop", "st", "🙂 or", "o n", " ", "P", "none"]), min_size=1, max_size=3)
+
+
+@st.composite
+def groupings(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """The same tokens in random groups, as rounds of any luck would commit them."""
+    ids = [*TEXT.encode(), END]
+    cuts = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=12)))
+    edges = [0, *cuts, len(ids)]
+    return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(edges))
+
+
+async def outcome(groups: tuple[tuple[int, ...], ...], **body: Any) -> tuple[object, ...]:
+    async with open_house(lambda _: Script(groups)) as house:
+        found = await post(house, PATH, prompt="a", max_tokens=60, return_token_ids=True, logprobs=0, **body)
+    choice = found["choices"][0]
+    told = choice["logprobs"]
+    return (
+        choice["text"],
+        choice["finish_reason"],
+        choice["stop_reason"],
+        choice["token_ids"],
+        found["usage"],
+        told["tokens"],
+        told["text_offset"],
+    )
+
+
+@settings(max_examples=25)
+@given(groupings(), STOPS, st.booleans())
+def test_grouping_changes_nothing(
+    groups: tuple[tuple[int, ...], ...], stops: list[str], include: bool
+) -> None:
+    singly = tuple((token,) for group in groups for token in group)
+    body = {"stop": stops, "include_stop_str_in_output": include}
+    assert asyncio.run(outcome(groups, **body)) == asyncio.run(outcome(singly, **body))
+
+
+@pytest.mark.anyio
+async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> None:
+    async with open_house(lambda _: say("one two three", group=100)) as house:
+        found = await post(house, PATH, prompt="a", stop=" two", return_token_ids=True)
+        streamed = await events(house, PATH, prompt="a", stop=[" two"])
+        house.engine.wait_for(lambda: len(house.engine.sent(Finish)) == 2)
+        assert house.engine.sent(Abort) == []
+    choice = found["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", " two")
+    assert choice["token_ids"] == list(b"one two")
+    assert found["usage"]["completion_tokens"] == 7
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "one"
+
+
+@pytest.mark.anyio
+async def test_the_engine_is_told_to_finish_while_it_still_runs() -> None:
+    async with open_house(lambda _: say("one two three", group=1, hold_after=7)) as house:
+        await post(house, PATH, prompt="a", stop=" two")
+        house.engine.wait_for(lambda: house.engine.running == 0)
+        assert len(house.engine.sent(Finish)) == 1
