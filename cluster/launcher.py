@@ -13,6 +13,7 @@ from ssd_serve.cluster.process import worker_command
 from ssd_serve.cluster.run_dir import RunDir, make_run_dir
 from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
 from ssd_serve.devices import Machine, this_machine
+from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
@@ -51,6 +52,10 @@ class LocalEngine:
         """Why nothing can be generated any more, or None."""
         return self._supervisor.failure
 
+    def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
+        """Wait for the reason after a channel has closed; None when there is none in time."""
+        return self._supervisor.await_failure(timeout_s)
+
     @property
     def restarts(self) -> int:
         """How often a drafter was started again."""
@@ -66,10 +71,8 @@ class LocalEngine:
             return connect(
                 self._run_dir.server_socket, timeout_s, give_up=lambda: self._supervisor.failure is not None
             )
-        except Exception as error:
-            if self._supervisor.failure is not None:
-                raise self._supervisor.failure from error
-            raise
+        except EngineDeadError as error:
+            raise self._supervisor.failure or error from None
 
     def close(self) -> None:
         """End all processes and remove the sockets."""

@@ -91,6 +91,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._start_error: SsdError | None = None
         self._failure: WorkerDiedError | None = None
+        self._failed = threading.Event()
         self._restarts = 0
         # Linux kills workers with the thread that started them: this one lives until `stop`.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -104,6 +105,11 @@ class Supervisor:
     def restarts(self) -> int:
         """Restarts of all workers so far."""
         return self._restarts
+
+    def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
+        """The failure, which is seen a moment after a channel has closed: a process takes time to end."""
+        self._failed.wait(timeout_s)
+        return self._failure
 
     def pids(self) -> dict[str, int]:
         """Process ids of the workers that run, by name."""
@@ -186,6 +192,7 @@ class Supervisor:
         if self._failure is None:
             self._failure = error
             self._log.error("engine dead", why=str(error))
+            self._failed.set()
             self._on_failure(error)
 
     def _end_all(self) -> None:

@@ -184,12 +184,18 @@ def _run_settings(args: argparse.Namespace) -> int:
 
 
 def _run_verifier(args: argparse.Namespace) -> int:
-    from ssd_serve.cluster.worker import run_verifier
+    from ssd_serve.cluster.worker import leave_worker, run_verifier
 
-    return run_verifier(args.server_socket, args.drafter_socket)
+    try:
+        return run_verifier(args.server_socket, args.drafter_socket)
+    except SsdError as error:
+        return leave_worker("verifier", error)
 
 
 def _run_drafter(args: argparse.Namespace) -> int:
-    from ssd_serve.cluster.worker import run_drafter
+    from ssd_serve.cluster.worker import leave_worker, run_drafter
 
-    return run_drafter(args.name, args.drafter_socket)
+    try:
+        return run_drafter(args.name, args.drafter_socket)
+    except SsdError as error:
+        return leave_worker(args.name, error)

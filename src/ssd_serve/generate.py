@@ -32,6 +32,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.terminal import ProgressLine
 
 _LOOK_EVERY_S = 0.2
+_LONGEST_END_S = 10.0
 _REQUEST = 1
 
 
@@ -214,9 +215,8 @@ def _receive(engine: LocalEngine, channel: Channel) -> list[object]:
     if engine.failure is not None:
         raise engine.failure
     if channel.closed and not messages:
-        # The supervisor sees the exit code a moment later than we see the end of the channel.
-        time.sleep(_LOOK_EVERY_S)
-        raise engine.failure or EngineDeadError("the verifier process closed its channel")
+        reason = engine.await_failure(_LONGEST_END_S)
+        raise reason or EngineDeadError("the verifier process closed its channel")
     return messages
 
 

@@ -4,14 +4,15 @@ Knows who has to start in which order; the parts know their work.
 """
 
 import asyncio
+import ipaddress
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import setproctitle
+from rich.console import Console
 
 from ssd_serve.cluster.launcher import LocalEngine, local_engine
 from ssd_serve.devices import pin_cores
@@ -20,6 +21,7 @@ from ssd_serve.listening import listen
 from ssd_serve.logs import get_logger
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.serving import HttpServer, build_server
 from ssd_serve.settings import Settings
@@ -68,6 +70,10 @@ def run_serve(settings: Settings) -> int:
     log = get_logger("server", settings.log_level, settings.log_format)
     line = ProgressLine()
     with listen(settings.host, settings.port) as sock:
+        if settings.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+            log.warning(
+                "anybody who reaches this address may use the model; set SSD_API_KEY", host=settings.host
+            )
         tokenizer = ServingTokenizer(Tokenizer(find_models(settings, line.show)))
         line.show("starting")
         with local_engine(settings, log) as engine:
@@ -102,7 +108,7 @@ async def _watch(
         if not announced and client.ready is not None:
             announced = True
             line.clear()
-            print(_address(sock), file=sys.stderr, flush=True)
+            show_banner(Console(), client.ready, engine.settings, address(sock))
         elif not announced:
             line.show(client.progress)
         await asyncio.sleep(_LOOK_EVERY_S)
@@ -111,8 +117,11 @@ async def _watch(
     server.stop()
 
 
-def _address(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
+def address(sock: socket.socket) -> str:
+    """Where people of this machine reach the server."""
+    name = sock.getsockname()
+    host, port = str(name[0]), int(name[1])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -18,7 +18,7 @@ def command(role: str, *_arguments: str) -> list[str]:
 
 
 def main() -> None:
-    settings = Settings(mode=Mode.SSD)
+    settings = Settings(mode=Mode.SSD, run_dir=Path(sys.argv[1]))
     with local_engine(settings, get_logger("server"), machine=this_machine(), command=command) as engine:
         print(json.dumps(engine.pids()), flush=True)
         time.sleep(120)

@@ -52,8 +52,9 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_parent_leaves_no_orphans(how: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, str(HERE / "parent_dummy.py")], stdout=subprocess.PIPE) as parent:
+def test_a_killed_parent_leaves_no_orphans(how: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "parent_dummy.py"), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pids: list[int] = list(json.loads(parent.stdout.readline()).values())
         assert len(pids) == 2

@@ -1,0 +1,189 @@
+"""Every mistake is one sentence and a documented exit code; help is quick; nothing unknown is swallowed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssd_serve import cli
+from ssd_serve.cluster.supervisor import WorkerDiedError
+from ssd_serve.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
+from ssd_serve.listening import listen
+from ssd_serve.logs import Logger
+from ssd_serve.serve import address
+from ssd_serve.settings import Settings, flag_name
+from ssd_serve.settings_table import as_table
+from ssd_serve.terminal import ProgressLine
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serv"], "the command 'serv' is unknown; did you mean serve?"),
+        (["x"], "the command 'x' is unknown; there are serve, generate"),
+        (["serve", "--prot", "9000"], "the flag --prot is unknown; did you mean --port?"),
+        (["serve", "--por", "9000"], "the flag --por is unknown; did you mean --port?"),
+        (["serve", "a", "b"], "the argument 'b' is one too many"),
+        (["serve", "a", "--target", "b"], "the target is given twice"),
+        (["serve", "--port", "many"], "the flag --port: input should be a valid integer"),
+        (["settings", "--port", "70000"], "the flag --port: input should be less than"),
+        (["settings", "--port"], "expected one argument"),
+        (["generate"], "required: text"),
+        (["generate", "x", "--temperature", "-1"], "--temperature must be 0 or more"),
+        (["generate", "x", "--temperature", "nan"], "--temperature must be 0 or more"),
+        (["generate", "x", "--top-p", "0"], "--top-p"),
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--mode", "fast"], "the flag --mode: input should be 'ar'"),
+        (["generate", "x", "--target-device", "tpu"], "device 'tpu' is unknown"),
+        (["worker", "verifier"], "required: server_socket"),
+    ],
+)
+def test_mistakes(arguments: list[str], sentence: str, capsys: Captured, tmp_path: Path) -> None:
+    if "--target-device" in arguments:
+        (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+        arguments = [*arguments, "--target", str(tmp_path)]
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith("ssd: ")
+    assert sentence in captured.err
+
+
+def test_an_unknown_variable_stops_every_command(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("SSD_PROT", "1")
+    assert cli.main(["settings"]) == 2
+    assert "did you mean SSD_PORT?" in capsys.readouterr().err
+
+
+def test_no_command_prints_help(capsys: Captured) -> None:
+    assert cli.main([]) == 2
+    assert "exit codes" in capsys.readouterr().err
+
+
+def test_settings_as_table_and_as_json(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("SSD_MODE", "sd")
+    monkeypatch.setenv("SSD_API_KEY", "sesame")
+    assert cli.main(["settings", "--port", "81", "--no-grow-first"]) == 0
+    table = capsys.readouterr().out
+    for name in Settings.model_fields:
+        assert f"SSD_{name.upper()} " in table
+    assert "sesame" not in table
+    assert cli.main(["settings", "--json", "--port", "81", "--no-grow-first"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert (rows["SSD_PORT"]["value"], rows["SSD_PORT"]["origin"]) == ("81", "flag")
+    assert (rows["SSD_GROW_FIRST"]["value"], rows["SSD_GROW_FIRST"]["origin"]) == ("False", "flag")
+    assert rows["SSD_MODE"]["origin"] == "variable"
+
+
+def test_the_table_fits_the_terminal() -> None:
+    from ssd_serve.settings import origins
+
+    lines = as_table(origins(Settings(), {}), width=100).splitlines()
+    assert max(len(line) for line in lines[:-1]) <= 100
+
+
+def test_every_setting_is_a_flag_of_serve_and_generate(capsys: Captured) -> None:
+    for command in ("serve", "generate"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        for name in Settings.model_fields:
+            assert flag_name(name) in text
+
+
+def test_help_needs_no_torch_and_hides_workers() -> None:
+    code = (
+        "import sys; from ssd_serve.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "worker" not in done.stdout
+    for number, _ in cli.EXIT_CODES:
+        assert f" {number}  " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PortInUseError("x"), 3),
+        (CheckpointError("x"), 6),
+        (WorkerDiedError("verifier", -9), 70),
+        (WorkerDiedError("verifier", 5), 5),
+        (WorkerDiedError("verifier", 1), 70),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def fail(_args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run_settings", fail)
+    assert cli.main(["settings"]) == code
+    quiet = isinstance(error, KeyboardInterrupt) or getattr(error, "explained", False)
+    assert (capsys.readouterr().err == "") == quiet
+
+
+def test_a_taken_port_is_exit_code_3(capsys: Captured) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 3
+    assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on every port")
+def test_a_port_that_needs_root() -> None:
+    with pytest.raises(PermissionProblemError, match="1024"):
+        listen("127.0.0.1", 80)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(SettingsError, match="SSD_HOST"):
+        listen(host, 0)
+
+
+def test_addresses_are_shown_as_people_can_use_them() -> None:
+    with listen("0.0.0.0", 0) as everywhere:
+        assert address(everywhere) == f"http://127.0.0.1:{everywhere.getsockname()[1]}"
+    if socket.has_ipv6:
+        with listen("::1", 0) as six:
+            assert address(six).startswith("http://[::1]:")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m ssd_serve settings | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("VARIABLE")
+
+
+def test_log_lines_for_people_and_for_machines(capsys: Captured) -> None:
+    text = Logger("verifier")
+    text.bind(name="drafter-0").info("drafter joined", step_ms=1.23456, note="two words")
+    text.debug("not shown")
+    line = capsys.readouterr().err
+    assert line.endswith(' info    verifier: drafter joined name=drafter-0 step_ms=1.235 note="two words"\n')
+    Logger("server", style="json").error("bad\nline", path=Path("/x"))
+    record = json.loads(capsys.readouterr().err)
+    assert (record["process"], record["event"], record["path"]) == ("server", "bad\nline", "/x")
+
+
+def test_progress_without_a_terminal_is_plain_lines(capsys: Captured) -> None:
+    line = ProgressLine()
+    for text in ("loading", "loading", "", "measuring"):
+        line.show(text)
+    line.clear()
+    assert capsys.readouterr().err == "loading\nmeasuring\n"
