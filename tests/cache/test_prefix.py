@@ -215,6 +215,7 @@ def test_only_slots_of_the_caller_can_be_given() -> None:
         cache.insert([9, 9], slots[:2])  # they belong to the cache now
     assert (cache.size, pool.used) == (4, 4)
     assert cache.insert([1, 2, 3, 4], slots) == 0
+    assert cache.evict(9) == 4
 
 
 def test_duplicates_are_freed_and_the_cached_slots_stay() -> None:

@@ -135,6 +135,9 @@ def test_top_k_keeps_exactly_k_and_the_lowest_ids() -> None:
 def test_top_p_keeps_the_lowest_ids_and_never_nothing() -> None:
     row = torch.zeros(8)
     assert torch.isfinite(keep_top_p(row, 0.5)).tolist() == [True] * 4 + [False] * 4
+    many = torch.isfinite(keep_top_p(torch.zeros(8192), 0.5))
+    assert many.sum() == 4096
+    assert bool(many[:4096].all())
     assert torch.isfinite(keep_top_p(row, 0.0)).tolist() == [True] + [False] * 7
     assert torch.isfinite(keep_top_p(torch.full((8,), -torch.inf), 0.5)).tolist() == [False] * 8
 
