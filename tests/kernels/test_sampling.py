@@ -132,6 +132,17 @@ def test_given_logits_do_not_change() -> None:
         assert torch.equal(logits, before)
 
 
+def test_a_rows_own_path_position_and_ends_count() -> None:
+    parameters = SamplingParameters(temperature=0.0, presence_penalty=10.0, min_tokens=2, stop_token_ids=(2,))
+    logits = torch.tensor([4.0, 3.0, 2.0, 1.0]).expand(3, 4)
+    rows = [
+        SamplingRow(parameters, 1, 5, TokenCounts([3]), (), 0, eos=(0,)),
+        SamplingRow(parameters, 1, 6, TokenCounts([3]), (1,), 1, eos=(0,)),
+        SamplingRow(parameters, 1, 7, TokenCounts([3], [1]), (0,), 2, eos=(0,)),
+    ]
+    assert sample(logits, rows, NoiseRows(4, 1)).choices == [1, 3, 2]
+
+
 def test_no_rows_no_choices() -> None:
     assert sample(torch.zeros(0, 8), [], NoiseRows(8, 1)).choices == []
 
