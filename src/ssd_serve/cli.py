@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from ssd_serve import __version__
+from ssd_serve.bench.commands import add_commands as add_bench_commands
 from ssd_serve.errors import (
     CheckpointError,
     EngineDeadError,
@@ -80,6 +81,7 @@ def build_parser() -> Parser:
     _add_serve(commands)
     _add_generate(commands)
     _add_settings(commands)
+    add_bench_commands(commands)
     add_recipe_commands(commands)
     _add_worker(commands)
     parser.command_names = [name for name in commands.choices if name != "worker"]

@@ -17,7 +17,7 @@ from rich.console import Console
 from ssd_serve.cluster.launcher import LocalEngine, local_engine
 from ssd_serve.devices import pin_cores
 from ssd_serve.finding import find_models
-from ssd_serve.listening import listen
+from ssd_serve.listening import NotYet, listen
 from ssd_serve.logs import get_logger
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
@@ -74,16 +74,18 @@ def run_serve(settings: Settings) -> int:
             log.warning(
                 "anybody who reaches this address may use the model; set SSD_API_KEY", host=settings.host
             )
-        tokenizer = ServingTokenizer(Tokenizer(find_models(settings, line.show)))
-        line.show("starting")
-        with local_engine(settings, log) as engine:
-            # After the workers: they would inherit the binding.
-            pin_cores(engine.placement.front_end)
-            client = EngineClient(engine.connect())
-            server = build_server(engine.settings, client, tokenizer)
-            asyncio.run(_serve(server, sock, client, engine, line))
-            if engine.failure is not None:
-                raise engine.failure
+        with NotYet(sock) as not_yet:
+            tokenizer = ServingTokenizer(Tokenizer(find_models(settings, line.show)))
+            line.show("starting")
+            with local_engine(settings, log) as engine:
+                # After the workers: they would inherit the binding.
+                pin_cores(engine.placement.front_end)
+                client = EngineClient(engine.connect())
+                server = build_server(engine.settings, client, tokenizer)
+                not_yet.stop()
+                asyncio.run(_serve(server, sock, client, engine, line))
+                if engine.failure is not None:
+                    raise engine.failure
     log.info("stopped")
     return 0
 
