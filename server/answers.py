@@ -3,11 +3,11 @@
 What differs between the two is a `Shape`. Knows neither request bodies nor the engine.
 """
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from fastapi import Request, Response
 
 from ssd_serve.messages import Figures
@@ -72,8 +72,7 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
     if job.stream:
         return EventStream(_events(service, job), headers)
     body = await while_connected(request.receive, _whole(service, job))
-    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return Response(content, media_type="application/json", headers=headers)
+    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
 
 
 async def _whole(service: Service, job: Job) -> dict[str, object]:

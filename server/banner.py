@@ -99,7 +99,8 @@ def show_banner(console: Console, ready: Ready, settings: Settings, url: str) ->
 def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     """Label and text of what there is to know."""
     timing = "emulated" if settings.emulate else "measured"
-    target = f"{ready.target} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
+    name = EMBEDDED if settings.target == EMBEDDED else ready.target
+    target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
     draft = f"{ready.draft} on {ready.draft_device}, {ready.draft_step_ms:.1f} ms a step ({timing})"
     room = f"{ready.context} tokens a request (prompt and output), {ready.slots} tokens cached in all"
     rows = [("mode", f"{ready.mode}: {MODES.get(ready.mode, '')}"), ("target", target)]

@@ -4,12 +4,12 @@ Knows ASGI and the SSE format, not what is sent.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,7 +29,7 @@ class ClientGoneError(SsdError):
 
 def event(value: dict[str, object]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
