@@ -23,6 +23,7 @@ from ssd_serve.seeds import GOLDEN, choice_seed, mix
 
 __all__ = [
     "NoiseRows",
+    "capacity_for",
     "choice_seed",
     "integers",
     "integers_rows",
