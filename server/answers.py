@@ -10,8 +10,7 @@ from typing import Protocol
 import msgspec
 from fastapi import Request, Response
 
-from ssd_serve.messages import Figures
-from ssd_serve.server.generation import Output, Piece, Plan, Run
+from ssd_serve.server.generation import Ending, Output, Piece, Plan, Run
 from ssd_serve.server.replies import Head, speculation, usage
 from ssd_serve.server.service import Service
 from ssd_serve.server.streaming import DONE, EventStream, event, while_connected
@@ -58,11 +57,11 @@ class Job:
     stream: bool
     include_usage: bool
 
-    def usage(self, tokens: int, figures: dict[int, Figures]) -> dict[str, object]:
-        """Usage so far; a prompt counts once, however many choices it has."""
+    def usage(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
+        """Usage at the end; a prompt counts once, however many choices it has."""
         firsts = range(0, len(self.plans), self.choices)
         prompt_tokens = sum(len(self.plans[first].prompt) for first in firsts)
-        cached = sum(figures[first].cached_prompt_tokens for first in firsts if first in figures)
+        cached = sum(endings[first].figures.cached_prompt_tokens for first in firsts if first in endings)
         return usage(prompt_tokens, tokens, cached)
 
 
@@ -70,7 +69,7 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
     """Run the job for as long as the client stays connected."""
     headers = {"X-Request-Id": job.head.identifier}
     if job.stream:
-        return EventStream(_events(service, job), headers)
+        return EventStream(_events(service, job), headers, service.limits.ping_s)
     body = await while_connected(request.receive, _whole(service, job))
     return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
 
@@ -80,13 +79,13 @@ async def _whole(service: Service, job: Job) -> dict[str, object]:
     async with Run(service, job.plans) as run:
         async for piece in run.pieces():
             outputs[piece.choice].add(piece)
-    figures = {i: output.ending.figures for i, output in enumerate(outputs) if output.ending is not None}
+    endings = {i: output.ending for i, output in enumerate(outputs) if output.ending is not None}
     return {
         **job.head.object(job.shape.whole_kind),
         "seed": job.head.seed,
         "choices": [job.shape.whole(i, output) for i, output in enumerate(outputs)],
-        "usage": job.usage(sum(len(output.tokens) for output in outputs), figures),
-        "metrics": speculation(list(figures.values())),
+        "usage": job.usage(sum(len(output.tokens) for output in outputs), endings),
+        "metrics": _metrics(endings),
         **job.shape.extra(),
     }
 
@@ -94,7 +93,7 @@ async def _whole(service: Service, job: Job) -> dict[str, object]:
 async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
     """The chunks of a stream, then the usage if it was asked for, then `[DONE]`."""
     shape, tokens, begun = job.shape, 0, False
-    figures: dict[int, Figures] = {}
+    endings: dict[int, Ending] = {}
     base = job.head.object(shape.chunk_kind)
     if job.include_usage:
         base["usage"] = None
@@ -108,15 +107,21 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
             part = shape.part(piece)
             last: dict[str, object] = {}
             if piece.ending is not None:
-                figures[piece.choice] = piece.ending.figures
-                if len(figures) == len(job.plans):
-                    last = {"metrics": speculation(list(figures.values()))}
+                endings[piece.choice] = piece.ending
+                if len(endings) == len(job.plans):
+                    last = {"metrics": _metrics(endings)}
             if part is not None:
                 yield event({**base, "choices": [part], **last})
     if job.include_usage:
-        totals = {"usage": job.usage(tokens, figures), "metrics": speculation(list(figures.values()))}
+        totals = {"usage": job.usage(tokens, endings), "metrics": _metrics(endings)}
         yield event({**base, "choices": [], **totals})
     yield DONE
+
+
+def _metrics(endings: dict[int, Ending]) -> dict[str, object]:
+    """Speculation figures over all choices."""
+    complete = all(ending.complete for ending in endings.values())
+    return speculation([ending.figures for ending in endings.values()], complete)
 
 
 def _openings(job: Job, base: dict[str, object]) -> list[dict[str, object]]:

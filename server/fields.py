@@ -5,10 +5,11 @@ Knows the shapes of values that people type, not what the server does with them.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from ssd_serve.server.limits import (
+    LEAST_TEMPERATURE,
     MAX_LOGIT_BIAS,
     MAX_PROMPTS,
     MAX_STOP_CHARACTERS,
@@ -58,6 +59,16 @@ Stop = Annotated[
         custom_error_message="Input should be a string or a list of strings",
     ),
 ]
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise PydanticCustomError("temperature", f"Input should be 0 or at least {LEAST_TEMPERATURE}")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_temperature)]
+"""Between 0 and `LEAST_TEMPERATURE` a division by it would overflow."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]

@@ -36,6 +36,8 @@ class Ending:
     reason: str
     cause: str | int | None
     figures: Figures
+    complete: bool = True
+    """False: the engine was not asked for its figures, `figures` holds what could be counted here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,12 @@ class _Choice:
         self.assembler = TextAssembler(detokenizer, plan.rules)
         self.watch = Stopwatch(service.metrics, len(plan.prompt))
         self.running = False
-        self._rounds = 0
+        self._reports = 0
 
     def absorb(self, report: Committed) -> Piece:
         """Take tokens one by one, up to the one that completes a stop string."""
         assembler = self.assembler
-        self._rounds += 1
+        self._reports += 1
         text = ""
         offsets: list[int] = []
         for token in report.tokens:
@@ -125,8 +127,10 @@ class _Choice:
     def _stopped(self) -> Ending:
         """The server ended it. The engine does not answer `Finish`, so only what was seen here is known."""
         self.close("stop")
-        figures = Figures(rounds=self._rounds, tokens=self.assembler.tokens)
-        return Ending("stop", self.assembler.stopped_by, figures)
+        tokens = self.assembler.tokens
+        # The first report ends the prompt; each later one is a round, whose last token is the bonus.
+        figures = Figures(rounds=self._reports - 1, tokens=tokens, accepted=tokens - self._reports)
+        return Ending("stop", self.assembler.stopped_by, figures, complete=False)
 
 
 class Run:

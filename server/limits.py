@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+LEAST_TEMPERATURE = 1e-6
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 512
 MAX_STOP_IDS = 256
@@ -27,5 +28,7 @@ class Limits:
     """Threads that tokenise at the same time."""
     shutdown_s: float = 5.0
     """How long running requests may go on after a signal to stop."""
+    ping_s: float = 15.0
+    """A stream with nothing to say for so long sends a comment, so that proxies keep it open."""
     engine_silence_s: float = 60.0
     """A verifier that says nothing for so long is reported as hanging."""

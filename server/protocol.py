@@ -17,6 +17,7 @@ from ssd_serve.server.fields import (
     Stop,
     StopTokenIds,
     Strict,
+    Temperature,
     TokenIds,
     not_built,
 )
@@ -50,11 +51,11 @@ class GenerationRequest(Strict):
         None, ge=-(2**63), lt=2**64, description="empty: random, and told in the response"
     )
 
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: Temperature | None = None
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: off")
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None

@@ -56,34 +56,35 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
-def speculation(figures: Sequence[Figures]) -> dict[str, object]:
+def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]:
     """How speculation went over all choices, in vLLM's shape and with what only this engine knows.
 
-    `draft_acceptance_rate` counts nodes, so a wide tree has a low one. Where a stop string ended a choice,
-    the engine's own counts of it are not included.
+    `draft_acceptance_rate` counts nodes, so a wide tree has a low one. Where a stop string ended a choice
+    (not `complete`), the server never learns what only the engine counts: null.
     """
     rounds = sum(one.rounds for one in figures)
     tokens = sum(one.tokens for one in figures)
-    drafted = sum(one.drafted for one in figures)
     accepted = sum(one.accepted for one in figures)
+    seen: dict[str, object] = {
+        "num_spec_steps": rounds,
+        "num_tokens": tokens,
+        "num_accepted_draft_tokens": accepted,
+        "mean_acceptance_length": ratio(rounds + accepted, rounds),
+    }
+    drafted = sum(one.drafted for one in figures)
     hits = sum(one.hits for one in figures)
     misses = sum(one.misses for one in figures)
-    return {
-        "speculative_decoding": {
-            "num_spec_steps": rounds,
-            "num_tokens": tokens,
-            "num_draft_tokens": drafted,
-            "num_accepted_draft_tokens": accepted,
-            "draft_acceptance_rate": ratio(accepted, drafted),
-            "mean_acceptance_length": ratio(tokens, rounds),
-            "cache_hits": hits,
-            "cache_misses": misses,
-            "cache_hit_rate": ratio(hits, hits + misses),
-            "mean_ready_depth": ratio(sum(one.ready_depth for one in figures), rounds),
-            "mean_ready_nodes": ratio(sum(one.ready_nodes for one in figures), rounds),
-            "preemptions": sum(one.preemptions for one in figures),
-        }
+    known: dict[str, object] = {
+        "num_draft_tokens": drafted,
+        "draft_acceptance_rate": ratio(accepted, drafted),
+        "cache_hits": hits,
+        "cache_misses": misses,
+        "cache_hit_rate": ratio(hits, hits + misses),
+        "mean_ready_depth": ratio(sum(one.ready_depth for one in figures), rounds),
+        "mean_ready_nodes": ratio(sum(one.ready_nodes for one in figures), rounds),
+        "preemptions": sum(one.preemptions for one in figures),
     }
+    return {"speculative_decoding": {**seen, **(known if complete else dict.fromkeys(known))}}
 
 
 def ratio(part: float, whole: float) -> float | None:

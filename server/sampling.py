@@ -28,13 +28,15 @@ def sampling_parameters(
             "min_tokens",
             "invalid_value",
         )
+    top_k = given(request.top_k, 0)
     bias = given(request.logit_bias, {})
     check_vocabulary(list(bias), ready, "logit_bias")
     stop_ids = given(request.stop_token_ids, [])
     check_vocabulary(stop_ids, ready, "stop_token_ids")
     return SamplingParameters(
         temperature=given(request.temperature, 1.0),
-        top_k=max(0, given(request.top_k, 0)),
+        # All of the vocabulary is no restriction.
+        top_k=top_k if 0 < top_k < ready.vocabulary else 0,
         top_p=given(request.top_p, 1.0),
         min_p=given(request.min_p, 0.0),
         repetition_penalty=given(request.repetition_penalty, 1.0),

@@ -5,6 +5,7 @@ Knows ASGI and the SSE format, not what is sent.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment: readers of event streams skip it."""
 
 
 class ClientGoneError(SsdError):
@@ -58,22 +61,24 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A response of server-sent events.
 
-    Headers are sent with the first event, so that a request which is refused gets its proper status. An
-    error after that is sent as an event, without the closing `[DONE]`.
+    Headers are sent with the first event (or ping), so that a request which is refused gets its proper
+    status. An error after that is sent as an event, without the closing `[DONE]`.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], ping_s: float) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._ping_s = ping_s
         self._begun = False
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes away."""
         try:
-            await while_connected(receive, self._send_events(send))
+            await while_connected(receive, self._send_all(send))
         except ClientGoneError:
             return
         except Exception as error:
@@ -83,19 +88,31 @@ class EventStream(Response):
             if not self._begun:
                 await answer.response()(scope, receive, send)
             else:
-                await send({"type": "http.response.body", "body": event(answer.body()), "more_body": False})
+                await self._send(send, event(answer.body()), more=False)
 
-    async def _send_events(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            async for chunk in events:
-                if not self._begun:
-                    self._begun = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": self.status_code,
-                            "headers": self.raw_headers,
-                        }
-                    )
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send_all(self, send: Send) -> None:
+        pinging = asyncio.ensure_future(self._send_pings(send))
+        try:
+            async with aclosing(self._events) as events:
+                async for chunk in events:
+                    await self._send(send, chunk)
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
+        await self._send(send, b"", more=False)
+
+    async def _send_pings(self, send: Send) -> None:
+        self._sent_at = time.monotonic()
+        while True:
+            await asyncio.sleep(max(0.0, self._sent_at + self._ping_s - time.monotonic()))
+            if time.monotonic() - self._sent_at >= self._ping_s:
+                await self._send(send, PING)
+
+    async def _send(self, send: Send, chunk: bytes, more: bool = True) -> None:
+        self._sent_at = time.monotonic()
+        if not self._begun:
+            self._begun = True
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+        await send({"type": "http.response.body", "body": chunk, "more_body": more})

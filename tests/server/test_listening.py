@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from ssd_serve.messages import Abort, Submit
+from ssd_serve.server.limits import Limits
 from tests.server.fakes import END, Script, say, tokens
 from tests.server.houses import Address, open_server
 
@@ -101,6 +102,25 @@ def test_the_official_client_sees_an_engine_that_dies_in_a_stream() -> None:
         assert httpx.get(f"{address.url}/health").status_code == 503
 
 
+def test_a_stream_that_has_to_wait_is_kept_open() -> None:
+    limits = Limits(shutdown_s=1.0, ping_s=0.05)
+    script = say("abcdef", hold_after=1)
+    with open_server(lambda _: script, limits=limits) as address, official(address) as client:
+        with client.completions.create(model="ssd-embedded", prompt="x", stream=True) as stream:
+            received = iter(stream)
+            first = next(received)
+            time.sleep(0.3)
+            address.engine.released.set()
+            texts = [chunk.choices[0].text for chunk in received]
+        assert first.choices[0].text + "".join(texts) == "abcdef"
+        address.engine.released.clear()
+        url = f"{address.url}{COMPLETIONS}"
+        with httpx.stream("POST", url, json={"prompt": "a", "stream": True}) as response:
+            lines = response.iter_lines()
+            while next(lines) != ": ping":
+                pass
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold_after", [0, 1])
 def test_a_client_that_leaves_frees_its_requests_at_once(stream: bool, hold_after: int) -> None:
@@ -153,6 +173,7 @@ import socket
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.serving import serve
 from ssd_serve.settings import Settings
+from ssd_serve.server.limits import Limits
 from tests.server.fakes import READY, ByteTokenizer, FakeEngine, channel_pair, say
 
 ours, theirs = channel_pair()

@@ -63,6 +63,8 @@ async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> 
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", " two")
     assert choice["token_ids"] == list(b"one two")
     assert found["usage"]["completion_tokens"] == 7
+    # Only the engine knows how many nodes it verified, and it was not asked.
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] is None
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "one"
 
 
