@@ -63,7 +63,9 @@ Stop = Annotated[
 
 def _temperature(value: float) -> float:
     if 0 < value < LEAST_TEMPERATURE:
-        raise PydanticCustomError("temperature", f"Input should be 0 or at least {LEAST_TEMPERATURE}")
+        raise PydanticCustomError(
+            "temperature", "Input should be 0 or at least {least}", {"least": LEAST_TEMPERATURE}
+        )
     return value
 
 

@@ -72,6 +72,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._ping_s = ping_s
+        self._turn = asyncio.Lock()
         self._begun = False
         self._sent_at = 0.0
 
@@ -110,9 +111,10 @@ class EventStream(Response):
 
     async def _send(self, send: Send, chunk: bytes, more: bool = True) -> None:
         self._sent_at = time.monotonic()
-        if not self._begun:
-            self._begun = True
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-        await send({"type": "http.response.body", "body": chunk, "more_body": more})
+        # A ping must not slip between the two messages.
+        async with self._turn:
+            if not self._begun:
+                self._begun = True
+                start = {"type": "http.response.start", "status": self.status_code}
+                await send({**start, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
