@@ -74,6 +74,10 @@ class LocalEngine:
         except EngineDeadError as error:
             raise self._supervisor.failure or error from None
 
+    def expect_end(self) -> None:
+        """Say before the channel is closed that the workers' end is meant."""
+        self._supervisor.expect_end()
+
     def close(self) -> None:
         """End all processes and remove the sockets."""
         self._supervisor.stop()

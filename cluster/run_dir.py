@@ -1,12 +1,15 @@
 """The folder that holds a server's sockets: 0700, so that only this user can reach the workers."""
 
+import fcntl
 import os
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssd_serve.errors import PermissionProblemError
+from ssd_serve.errors import PermissionProblemError, SettingsError
+
+_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,8 @@ class RunDir:
 
     path: Path
     temporary: bool
+    lock: int
+    """Descriptor of a locked file; the kernel unlocks it when this process ends, however it ends."""
 
     @property
     def server_socket(self) -> str:
@@ -27,9 +32,10 @@ class RunDir:
         return str(self.path / "drafter.sock")
 
     def remove(self) -> None:
-        """Remove the sockets, and the folder if it was made for this run."""
-        for socket_path in (self.server_socket, self.drafter_socket):
-            Path(socket_path).unlink(missing_ok=True)
+        """Remove what was made here, and the folder if it was made for this run."""
+        for name in (self.server_socket, self.drafter_socket, self.path / _LOCK):
+            Path(name).unlink(missing_ok=True)
+        os.close(self.lock)
         if self.temporary:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -38,12 +44,13 @@ def make_run_dir(path: Path | None) -> RunDir:
     """Create the folder, or take the one that the user named if it is private and writable."""
     if path is None:
         try:
-            return RunDir(Path(tempfile.mkdtemp(prefix="ssd-")), temporary=True)
+            path = Path(tempfile.mkdtemp(prefix="ssd-"))
         except OSError as error:
             raise PermissionProblemError(
                 f"no temporary folder can be made: {error.strerror}; "
                 "set SSD_RUN_DIR to a folder you can write to"
             ) from error
+        return RunDir(path, temporary=True, lock=_lock(path))
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = path.stat()
@@ -57,4 +64,15 @@ def make_run_dir(path: Path | None) -> RunDir:
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionProblemError(f"SSD_RUN_DIR={path} is not writable; name another folder")
-    return RunDir(path.absolute(), temporary=False)
+    return RunDir(path.absolute(), temporary=False, lock=_lock(path))
+
+
+def _lock(folder: Path) -> int:
+    """Two servers in one folder would replace each other's sockets."""
+    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise SettingsError(f"another server uses SSD_RUN_DIR={folder}; name another folder") from error
+    return descriptor

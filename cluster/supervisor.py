@@ -89,6 +89,7 @@ class Supervisor:
         self._watched: list[_Watched] = []
         self._started = threading.Event()
         self._stopping = threading.Event()
+        self._ending = threading.Event()
         self._start_error: SsdError | None = None
         self._failure: WorkerDiedError | None = None
         self._failed = threading.Event()
@@ -124,6 +125,10 @@ class Supervisor:
             self.stop()
             raise self._start_error
 
+    def expect_end(self) -> None:
+        """From now on workers may leave: that is no failure any more, and nothing is started again."""
+        self._ending.set()
+
     def stop(self) -> None:
         """Let all workers go, kill those that stay, and end the thread."""
         self._stopping.set()
@@ -151,6 +156,8 @@ class Supervisor:
         return process
 
     def _look_at(self, watched: _Watched) -> None:
+        if self._ending.is_set() or self._failure is not None:
+            return
         if watched.process is None:
             if not watched.given_up and time.monotonic() >= watched.due:
                 self._restart(watched)

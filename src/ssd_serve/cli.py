@@ -130,7 +130,9 @@ def _add_generate(commands: Commands) -> None:
 
 def _add_settings(commands: Commands) -> None:
     parser = commands.add_parser("settings", help="print all settings and where they come from")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="as JSON")
+    style.add_argument("--markdown", action="store_true", help="the values as a Markdown table")
     add_settings_flags(parser)
     parser.set_defaults(run=_run_settings)
 
@@ -177,11 +179,12 @@ def _run_generate(args: argparse.Namespace) -> int:
 
 
 def _run_settings(args: argparse.Namespace) -> int:
-    from ssd_serve.settings_table import as_json, as_table
+    from ssd_serve.settings_table import as_json, as_markdown, as_table
 
     flags = given_flags(args)
     rows: list[Origin] = origins(resolve(flags), flags)
-    print(as_json(rows) if args.json else as_table(rows))
+    style = as_json if args.json else as_markdown if args.markdown else as_table
+    print(style(rows))
     return 0
 
 

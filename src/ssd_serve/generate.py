@@ -159,6 +159,7 @@ def run_generate(settings: Settings, wish: Wish, *, as_json: bool) -> int:
         line.clear()
         write = _write_nothing if as_json else _write_at_once
         generated = converse(engine, channel, tokenizer, wish, write)
+        engine.expect_end()
         channel.close()
     print(json.dumps(generated.report(ready)) if as_json else f"\n{generated.summary(ready)}")
     return 0

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import setproctitle
 from rich.console import Console
 
+from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.launcher import LocalEngine, local_engine
 from ssd_serve.devices import pin_cores
 from ssd_serve.finding import find_models
@@ -63,6 +64,19 @@ class ServingTokenizer:
         return self._tokenizer.stream(skip_special_tokens=skip_special_tokens)
 
 
+class ServingClient(EngineClient):
+    """Tells the launcher that the end of the engine is meant, when it is."""
+
+    def __init__(self, channel: Channel, engine: LocalEngine) -> None:
+        super().__init__(channel)
+        self._engine = engine
+
+    def stop(self) -> None:
+        """Abort what runs and close the channel."""
+        self._engine.expect_end()
+        super().stop()
+
+
 def run_serve(settings: Settings) -> int:
     """Serve until a signal says stop, or the engine dies."""
     setproctitle.setproctitle("ssd: server")
@@ -80,7 +94,7 @@ def run_serve(settings: Settings) -> int:
             with local_engine(settings, log) as engine:
                 # After the workers: they would inherit the binding.
                 pin_cores(engine.placement.front_end)
-                client = EngineClient(engine.connect())
+                client = ServingClient(engine.connect(), engine)
                 server = build_server(engine.settings, client, tokenizer)
                 not_yet.stop()
                 asyncio.run(_serve(server, sock, client, engine, line))

@@ -1,4 +1,7 @@
-"""How `ssd settings` prints: a table for people, JSON for machines. Secrets arrive here masked already."""
+"""How `ssd settings` prints: a table for people, Markdown for documents, JSON for machines.
+
+Secrets arrive here masked already.
+"""
 
 import json
 import shutil
@@ -17,6 +20,15 @@ def as_json(rows: Sequence[Origin]) -> str:
         for row in rows
     }
     return json.dumps(table, indent=2)
+
+
+def as_markdown(rows: Sequence[Origin]) -> str:
+    """The table of the README; give it the rows of plain defaults."""
+    lines = ["| variable | flag | default | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        default = "" if row.shown == "-" else f"`{row.shown}`"
+        lines.append(f"| `{row.variable}` | `{row.flag}` | {default} | {row.meaning} |")
+    return "\n".join(lines)
 
 
 def as_table(rows: Sequence[Origin], width: int | None = None) -> str:

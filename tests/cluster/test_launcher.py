@@ -16,7 +16,7 @@ from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.run_dir import make_run_dir
 from ssd_serve.cluster.supervisor import WorkerDiedError, describe_exit, pause_before_restart
 from ssd_serve.devices import Machine
-from ssd_serve.errors import PermissionProblemError
+from ssd_serve.errors import PermissionProblemError, SettingsError
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import Progress
 from ssd_serve.settings import Mode, Settings
@@ -137,6 +137,25 @@ def test_exits_are_described() -> None:
     assert describe_exit(6) == "ended with code 6"
     assert describe_exit(-15) == "was killed by SIGTERM"
     assert describe_exit(-200) == "was killed by signal 200"
+
+
+def test_two_servers_cannot_share_a_run_dir(tmp_path: Path) -> None:
+    first = make_run_dir(tmp_path / "run")
+    with pytest.raises(SettingsError, match="another server uses"):
+        make_run_dir(tmp_path / "run")
+    first.remove()
+    make_run_dir(tmp_path / "run").remove()
+    temporary = make_run_dir(None)
+    temporary.remove()
+    assert not temporary.path.exists()
+
+
+def test_an_expected_end_is_no_failure() -> None:
+    command = workers(verifier="sleep")
+    with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
+        engine.expect_end()
+        os.kill(engine.pids()["verifier"], signal.SIGKILL)
+        assert engine.await_failure(0.5) is None
 
 
 def test_a_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:
