@@ -79,7 +79,7 @@ class SdpaAttention:
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece
     ) -> torch.Tensor:
-        rows, heads, head_dim = queries.shape
+        rows, _, head_dim = queries.shape
         slots = piece.slots
         if isinstance(slots, slice):
             k, v = keys[:, slots], values[:, slots]  # [kv_heads, context, head_dim]
@@ -91,7 +91,9 @@ class SdpaAttention:
         out = F.scaled_dot_product_attention(
             q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=piece.mask, enable_gqa=not piece.folded
         )
-        return out.reshape(heads, rows, head_dim).transpose(0, 1).reshape(rows, -1)
+        if piece.folded:
+            return out.view(k.shape[0], -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
+        return out.transpose(1, 2).reshape(rows, -1)
 
     def _piece(self, batch: Batch, request: int, bits: _BoolArray, window: int | None) -> _Piece:
         rows = slice(int(batch.request_offsets[request]), int(batch.request_offsets[request + 1]))

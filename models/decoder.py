@@ -20,6 +20,7 @@ from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import DecoderConfig
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.linear import Linear, LinearFactory, Part
+from ssd_serve.models.norm import RmsNorm
 from ssd_serve.models.rope import interleave, rotation_table
 
 
@@ -27,11 +28,11 @@ from ssd_serve.models.rope import interleave, rotation_table
 class DecoderLayer:
     """Weights of one layer."""
 
-    input_norm: torch.Tensor  # [hidden]
+    input_norm: RmsNorm  # [hidden]
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
-    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
+    qk_norm: RmsNorm | None  # [heads + kv_heads, head_dim]
     output: Linear  # heads * head_dim -> hidden
-    mlp_norm: torch.Tensor  # [hidden]
+    mlp_norm: RmsNorm  # [hidden]
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
 
@@ -42,7 +43,7 @@ class DecoderWeights:
 
     embedding: torch.Tensor  # [vocabulary, hidden]
     layers: tuple[DecoderLayer, ...]
-    norm: torch.Tensor  # [hidden]
+    norm: RmsNorm  # [hidden]
     head: Linear  # hidden -> vocabulary
 
 
@@ -103,10 +104,10 @@ class Decoder:
         """Add the attention block of a layer to `hidden` [rows, hidden], in place."""
         c = self._config
         rows = hidden.shape[0]
-        qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(rows, -1, c.head_dim)
+        qkv = layer.qkv(layer.input_norm(hidden)).view(rows, -1, c.head_dim)
         qk = qkv[:, : c.heads + c.kv_heads]  # [rows, heads + kv_heads, head_dim]
         if layer.qk_norm is not None:
-            qk.copy_(torch.rms_norm(qk, (c.head_dim,), None, c.norm_epsilon).mul_(layer.qk_norm))
+            qk.copy_(layer.qk_norm(qk))
         _rotate(qk, rotations)
         self._attention.write(index, qkv[:, c.heads :], plan)
         attended = self._attention.run(index, qkv[:, : c.heads], plan)  # [rows, heads * head_dim]
@@ -114,11 +115,8 @@ class Decoder:
 
     def _mlp(self, layer: DecoderLayer, hidden: torch.Tensor) -> None:
         """Add the MLP block of a layer to `hidden` [rows, hidden], in place."""
-        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, -1)  # [rows, intermediate] each
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)  # [rows, intermediate] each
         hidden.add_(layer.down(F.silu(gate).mul_(up)))
-
-    def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(rows, weight.shape, weight, self._config.norm_epsilon)
 
     def _logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Logits of the wanted rows: float32 [wanted, vocabulary]."""
@@ -127,7 +125,7 @@ class Decoder:
             return torch.empty((0, self._config.vocabulary), device=self._device)
         if wanted < batch.rows:
             hidden = hidden.index_select(0, torch.from_numpy(batch.rows_wanted).to(self._device))
-        return self._weights.head(self._norm(hidden, self._weights.norm)).float()
+        return self._weights.head(self._weights.norm(hidden)).float()
 
 
 def _rotate(heads: torch.Tensor, rotations: torch.Tensor) -> None:
@@ -182,12 +180,16 @@ def read_weights(config: DecoderConfig, checkpoint: Checkpoint, make: LinearFact
     else:
         head = make.by_outputs([Part("lm_head", config.vocabulary)], config.hidden, bias=False)
     layers = tuple(_read_layer(config, make, f"model.layers.{index}") for index in range(config.layers))
-    norm = make.tensor("model.norm.weight", (config.hidden,))
+    norm = RmsNorm(make.tensor("model.norm.weight", (config.hidden,)), config.norm_epsilon)
     checkpoint.finish()
     return DecoderWeights(embedding, layers, norm, head)
 
 
 def _read_layer(config: DecoderConfig, make: LinearFactory, prefix: str) -> DecoderLayer:
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(make.tensor(f"{prefix}.{name}.weight", (c.hidden,)), c.norm_epsilon)
+
     c, attention, mlp = config, f"{prefix}.self_attn", f"{prefix}.mlp"
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     qkv = [
@@ -197,20 +199,21 @@ def _read_layer(config: DecoderConfig, make: LinearFactory, prefix: str) -> Deco
     ]
     gate_up = [Part(f"{mlp}.gate_proj", c.intermediate), Part(f"{mlp}.up_proj", c.intermediate)]
     return DecoderLayer(
-        input_norm=make.tensor(f"{prefix}.input_layernorm.weight", (c.hidden,)),
+        input_norm=norm("input_layernorm"),
         qkv=make.by_outputs(qkv, c.hidden, bias=c.qkv_bias),
         qk_norm=_read_qk_norm(c, make, attention) if c.qk_norm else None,
         output=make.by_inputs(Part(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
-        mlp_norm=make.tensor(f"{prefix}.post_attention_layernorm.weight", (c.hidden,)),
+        mlp_norm=norm("post_attention_layernorm"),
         gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),
         down=make.by_inputs(Part(f"{mlp}.down_proj", c.hidden), c.intermediate, bias=c.mlp_bias),
     )
 
 
-def _read_qk_norm(config: DecoderConfig, make: LinearFactory, prefix: str) -> torch.Tensor:
-    """Norm weights of query and key heads, one row a head: [heads + kv_heads, head_dim]."""
+def _read_qk_norm(config: DecoderConfig, make: LinearFactory, prefix: str) -> RmsNorm:
+    """The norm of query and key heads, one weight row a head: [heads + kv_heads, head_dim]."""
     order = interleave(config.head_dim, 1)
     query, key = (
         make.tensor(f"{prefix}.{name}_norm.weight", (config.head_dim,))[order] for name in ("q", "k")
     )
-    return torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1)))
+    weight = torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1)))
+    return RmsNorm(weight, config.norm_epsilon)
