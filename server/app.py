@@ -73,7 +73,7 @@ def create_app(
     )
     _add_routes(app, service)
     _add_error_handlers(app)
-    if settings.api_key is not None:
+    if settings.api_key:
         app.add_middleware(BearerAuth, api_key=settings.api_key)
     return app
 

@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import Ready
-from ssd_serve.server.errors import bad_request
+from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.protocol import ChatTemplateOptions, Message
 from ssd_serve.server.service import Service
 
@@ -19,6 +19,12 @@ class TokenPrompt:
     ids: tuple[int, ...]
     text: str | None
 
+
+PLENTY_CHARACTERS = 16
+"""More characters a token than almost any text has."""
+
+CUT_TOKENS = 16
+"""A text that is cut may have a few tokens more there than the whole has."""
 
 PromptField = str | list[str] | list[int] | list[list[int]]
 """The four forms of a prompt in the completions API."""
@@ -36,7 +42,7 @@ async def completion_prompts(
     found: list[TokenPrompt] = []
     for item in _separate(prompt):
         if isinstance(item, str):
-            found.append(TokenPrompt(tuple(await encode(service, item, special)), item))
+            found.append(await _text_prompt(service, ready, item, special, "prompt"))
         else:
             found.append(TokenPrompt(tuple(item), None))
     for one in found:
@@ -65,9 +71,19 @@ async def chat_prompt(
 ) -> TokenPrompt:
     """The prompt of a conversation."""
     text = await chat_text(service, messages, options, add_generation_prompt)
-    prompt = TokenPrompt(tuple(await encode(service, text, special)), text)
+    prompt = await _text_prompt(service, ready, text, special, "messages")
     check_prompt(prompt.ids, ready, "messages")
     return prompt
+
+
+async def _text_prompt(service: Service, ready: Ready, text: str, special: bool, param: str) -> TokenPrompt:
+    """Tokenise a prompt, but no more of a hopelessly long one than it takes to see that."""
+    enough = ready.context * PLENTY_CHARACTERS
+    if len(text) > enough:
+        least = len(await encode(service, text[:enough], special)) - CUT_TOKENS
+        if least > ready.context:
+            raise too_long(f"at least {least}", ready, param)
+    return TokenPrompt(tuple(await encode(service, text, special)), text)
 
 
 async def encode(service: Service, text: str, special: bool) -> list[int]:
@@ -110,11 +126,16 @@ def check_prompt(ids: Sequence[int], ready: Ready, param: str) -> None:
         raise bad_request(f"{param}: no tokens; the model needs at least one", param, "invalid_value")
     check_vocabulary(ids, ready, param)
     if len(ids) >= ready.context:
-        raise bad_request(
-            f"{param}: {len(ids)} tokens; prompt and output together may have {ready.context}",
-            param,
-            "context_length_exceeded",
-        )
+        raise too_long(str(len(ids)), ready, param)
+
+
+def too_long(tokens: str, ready: Ready, param: str) -> ApiError:
+    """400: the prompt does not fit the context."""
+    return bad_request(
+        f"{param}: {tokens} tokens; prompt and output together may have {ready.context}",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def check_vocabulary(ids: Sequence[int], ready: Ready, param: str) -> None:

@@ -131,6 +131,13 @@ async def test_codes_tell_unknown_fields_from_unbuilt_ones() -> None:
         assert await assert_refused(house, COMPLETIONS, {}, "prompt") == "missing_field"
 
 
+async def test_a_hopelessly_long_prompt_is_refused_before_all_of_it_is_tokenised() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = await house.http.post(COMPLETIONS, json={"prompt": "a" * 1_000_000})
+    assert answer.status_code == 400
+    assert "at least" in answer.json()["error"]["message"]
+
+
 async def test_context_errors_give_the_figures() -> None:
     async with open_house(lambda _: say("x")) as house:
         answer = await house.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 600})

@@ -1,6 +1,8 @@
 """Health, models, metrics and the rest; loading, engine death, shutting down."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
@@ -81,6 +83,18 @@ async def test_new_requests_are_refused_while_shutting_down() -> None:
         assert (await held)["choices"][0]["text"] == "abc"
     assert (refused.status_code, health.status_code) == (503, 503)
     assert refused.json()["error"]["code"] == "shutting_down"
+
+
+def test_the_server_needs_no_torch() -> None:
+    program = (
+        "import sys, ssd_serve.server.serving, ssd_serve.server.banner; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+async def test_an_empty_key_is_no_key() -> None:
+    async with open_house(lambda _: say("x"), Settings(api_key="")) as house:
+        assert (await house.http.get("/v1/models")).status_code == 200
 
 
 async def test_models_version_and_load() -> None:
