@@ -79,6 +79,14 @@ def load_config(folder: Path) -> DecoderConfig:
     return parse_config(read_json(path), read_json(generation) if generation.is_file() else {})
 
 
+def model_name(folder: Path) -> str:
+    """What people call a model: its hub id where the folder is a hub download, else the folder's name."""
+    parent = folder.parent
+    if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+        return parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return f"embedded-{folder.name}" if parent.name == "embedded" else folder.name
+
+
 def read_json(path: Path) -> Json:
     """A JSON object from a file, or a `CheckpointError`."""
     try:

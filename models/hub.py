@@ -36,7 +36,8 @@ class _Plan:
     revision: str
     files: list[str]
     download_bytes: int
-    weight_bytes: int
+    least_memory: int
+    """Bytes that the weights need at least, once loaded: two for each number."""
 
 
 def resolve_model(
@@ -104,20 +105,21 @@ def _look_up(name: str, token: str | None) -> _Plan:
             f"{name} on the hub has no config.json with model.safetensors or pytorch_model.bin beside it; "
             "other formats (GGUF, original checkpoints, adapters) are not supported"
         )
+    stored = sum(sizes[file] for file in weights)
     files = [file for file in sizes if _SMALL.fullmatch(file)] + weights
     return _Plan(
         revision=info.sha or "main",
         files=files,
         download_bytes=sum(sizes[file] for file in files),
-        weight_bytes=sum(sizes[file] for file in weights),
+        least_memory=2 * info.safetensors.total if info.safetensors else stored // 2,
     )
 
 
 def _check_room(name: str, plan: _Plan, free_memory: int | None) -> None:
-    if free_memory is not None and plan.weight_bytes > free_memory:
+    if free_memory is not None and plan.least_memory > free_memory:
         raise MemoryShortError(
-            f"{name} has {plan.weight_bytes / 1e9:.1f} GB of weights and {free_memory / 1e9:.1f} GB of "
-            "memory are free; nothing was downloaded"
+            f"{name} needs at least {plan.least_memory / 1e9:.1f} GB of memory and "
+            f"{free_memory / 1e9:.1f} GB are free; nothing was downloaded"
         )
     folder = Path(HF_HUB_CACHE)
     cached = folder / f"models--{name.replace('/', '--')}" / "snapshots" / plan.revision

@@ -13,7 +13,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.kernels.packed import cpu_has_fast_bf16
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.models.checkpoint import Checkpoint
-from ssd_serve.models.config import DecoderConfig, load_config
+from ssd_serve.models.config import DecoderConfig, load_config, model_name
 from ssd_serve.models.decoder import Decoder, kv_layout, matrix_elements, read_weights
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.linear import LinearFactory, Parallel
@@ -80,7 +80,7 @@ def load_model(
     kind = resolve_dtype(dtype, device)
     config = sizes.config
     need = sizes.resident_bytes + slots * sizes.kv_bytes_per_slot
-    require_memory(path.name, need, available_memory(place))
+    require_memory(model_name(path), need, available_memory(place))
     layout = kv_layout(config, _DTYPES[kind])
     with torch.inference_mode(), Checkpoint(path) as checkpoint:
         make = LinearFactory(
@@ -89,7 +89,7 @@ def load_model(
         weights = read_weights(config, checkpoint, make)
         cache = KVCache(layout, slots, place)
     facts = ModelFacts(
-        name=path.name,
+        name=model_name(path),
         vocabulary=config.vocabulary,
         context=min(context or config.context, config.context),
         layers=config.layers,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from ssd_serve.errors import CheckpointError, RequestError
 from ssd_serve.models.chat import ChatTemplate, find_template
-from ssd_serve.models.config import Json, eos_ids, read_json
+from ssd_serve.models.config import Json, eos_ids, model_name, read_json
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.sentencepiece_bpe import convert
 
@@ -34,7 +34,7 @@ class Tokenizer:
         source = find_template(folder, settings)
         self._template = None if source is None else ChatTemplate(source, self._special)
         self._eos = _eos(folder, self.token_id(self._special.get("eos_token", "")))
-        self.name = folder.name
+        self.name = model_name(folder)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ssd_serve.errors import CheckpointError
-from ssd_serve.models.config import load_config, parse_config
+from ssd_serve.models.config import load_config, model_name, parse_config
 from ssd_serve.models.rope import inverse_frequencies
 
 BASE: dict[str, Any] = {
@@ -130,3 +130,10 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     assert load_config(tmp_path).eos_token_ids == (2, 5)
+
+
+def test_names() -> None:
+    cache = Path("/cache/models--owner--some--name/snapshots/0123abc")
+    assert model_name(cache) == "owner/some--name"
+    assert model_name(Path("/x/models/embedded/draft")) == "embedded-draft"
+    assert model_name(Path("/x/my-model")) == "my-model"

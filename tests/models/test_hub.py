@@ -1,11 +1,13 @@
 """Finding models: embedded, folders, and a hub that answers, refuses, or is not there."""
 
+import inspect
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -31,19 +33,22 @@ class FakeHub:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = dict(FILES)
+        self.parameters: Any = None
         self.failure: Exception | None = None
         self.cached = False
         self.downloads: list[dict[str, Any]] = []
 
     def model_info(self, name: str, files_metadata: bool) -> Any:
         """Sizes of all files, or the failure."""
+        inspect.signature(huggingface_hub.HfApi().model_info).bind(name, files_metadata=files_metadata)
         if self.failure is not None:
             raise self.failure
         siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in self.files.items()]
-        return SimpleNamespace(siblings=siblings, sha="abc")
+        return SimpleNamespace(siblings=siblings, sha="abc", safetensors=self.parameters)
 
     def snapshot_download(self, name: str, **options: Any) -> str:
-        """A folder."""
+        """A folder; the arguments must be those of the real function."""
+        inspect.signature(huggingface_hub.snapshot_download).bind(name, **options)
         if options.get("local_files_only") and not self.cached:
             raise FileNotFoundError("not cached")
         self.downloads.append(options)
@@ -142,8 +147,12 @@ def test_offline(fake: FakeHub) -> None:
 
 def test_memory_is_checked_before_the_download(fake: FakeHub) -> None:
     with pytest.raises(MemoryShortError, match="nothing was downloaded"):
-        hub.resolve_model("owner/name", "target", free_memory=9_000_000)
+        hub.resolve_model("owner/name", "target", free_memory=4_900_000)
     assert not fake.downloads
+    hub.resolve_model("owner/name", "target", free_memory=5_100_000)  # stored in fp32, it fits in bf16
+    fake.parameters = SimpleNamespace(total=5_000_000)
+    with pytest.raises(MemoryShortError):
+        hub.resolve_model("owner/name", "target", free_memory=9_900_000)
 
 
 def test_disk_is_checked_before_the_download(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
