@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.kernels.batch import Batch, Int32Array, Int64Array
+from ssd_serve.kernels.batch import Batch, Int32Array
 
 _BoolArray = npt.NDArray[np.bool_]
 
@@ -29,8 +29,10 @@ class _Piece:
     slots: slice | torch.Tensor
     """A span of slots read in place, or the slots to gather: int64 [context]."""
     mask: torch.Tensor
-    """Added to the scores: 0 or -inf, [rows or group * rows, context], in the dtype of the queries."""
+    """Added to the scores: 0 or -inf, [stacked rows, context], in the dtype of the queries."""
     folded: bool
+    doubled: bool
+    """The only row is computed twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class SdpaAttention:
         self._dtype = cache.layout.dtype
         self._group = heads // cache.layout.layers[0].heads
         self._layer_windows = [layer.window for layer in cache.layout.layers]
+        # In half precision torch's CPU kernel is 3 to 4 times slower for one row than for two.
+        self._slow_single = self._device.type == "cpu" and self._dtype != torch.float32 and self._group == 1
         self._windows = sorted(set(self._layer_windows), key=lambda window: window or 0)
 
     def plan(self, batch: Batch) -> SdpaPlan:
@@ -85,6 +89,8 @@ class SdpaAttention:
             k, v = keys[:, slots], values[:, slots]  # [kv_heads, context, head_dim]
         else:
             k, v = keys.index_select(1, slots), values.index_select(1, slots)
+        if piece.doubled:
+            queries = queries.repeat(2, 1, 1)
         q = queries.transpose(0, 1)  # [heads, rows, head_dim]
         if piece.folded:
             q = q.reshape(k.shape[0], -1, head_dim)  # [kv_heads, group * rows, head_dim]
@@ -93,34 +99,43 @@ class SdpaAttention:
         )
         if piece.folded:
             return out.view(k.shape[0], -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
-        return out.transpose(1, 2).reshape(rows, -1)
+        return out.transpose(1, 2)[0, :rows].reshape(rows, -1)
 
     def _piece(self, batch: Batch, request: int, bits: _BoolArray, window: int | None) -> _Piece:
         rows = slice(int(batch.request_offsets[request]), int(batch.request_offsets[request + 1]))
-        prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
-        tree = slice(int(batch.tree_offsets[request]), int(batch.tree_offsets[request + 1]))
-        tree_slots = batch.tree_slots[tree]
-        own = bits[rows, : len(tree_slots)]  # [rows, tree]
-        seen: _BoolArray | bool = True
-        if window is not None:
-            oldest = batch.positions[rows, None] - window  # [rows, 1], the last position out of the window
-            first = min(max(0, int(oldest.min()) + 1), len(prefix))
-            seen = np.arange(first, len(prefix)) > oldest  # [rows, prefix]
-            own = own & (batch.tree_positions[tree] > oldest)
-            prefix = prefix[first:]
-        low, context, compact = _span(prefix, tree_slots)
-        mask = np.full((rows.stop - rows.start, context), -np.inf, dtype=np.float32)
-        places = (prefix - low, tree_slots - low) if compact else _consecutive(len(prefix), len(tree_slots))
-        mask[:, places[0]] = np.where(seen, np.float32(0), np.float32(-np.inf))
-        mask[:, places[1]] = np.where(own, np.float32(0), np.float32(-np.inf))
-        slots: slice | torch.Tensor = slice(low, low + context)
-        if not compact:
-            gathered = np.concatenate((prefix, tree_slots)).astype(np.int64)
-            slots = torch.from_numpy(gathered).to(self._device)
+        prefix, tree, seen = _context(batch, request, rows, bits, window)
+        low, length, compact = _span(prefix, tree)
+        if compact:
+            slots: slice | torch.Tensor = slice(low, low + length)
+            places = np.concatenate((prefix, tree)) - low
+        else:
+            slots = torch.from_numpy(np.concatenate((prefix, tree)).astype(np.int64)).to(self._device)
+            places = np.arange(length, dtype=np.int32)
+        mask = np.full((len(seen), length), -np.inf, dtype=np.float32)
+        mask[:, places] = np.where(seen, np.float32(0), np.float32(-np.inf))
         folded = self._group > 1 and len(mask) <= _FOLD_ROWS
-        if folded:
-            mask = np.tile(mask, (self._group, 1))
-        return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded)
+        doubled = self._slow_single and len(mask) == 1
+        if folded or doubled:
+            mask = np.tile(mask, (self._group if folded else 2, 1))
+        return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded, doubled)
+
+
+def _context(
+    batch: Batch, request: int, rows: slice, bits: _BoolArray, window: int | None
+) -> tuple[Int32Array, Int32Array, _BoolArray]:
+    """Prefix slots within any row's window, tree slots, and which of both each row sees [rows, slots]."""
+    prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
+    tree = slice(int(batch.tree_offsets[request]), int(batch.tree_offsets[request + 1]))
+    own = bits[rows, : tree.stop - tree.start]  # [rows, tree]
+    if window is None:
+        before = np.ones((len(own), len(prefix)), dtype=np.bool_)
+    else:
+        oldest = batch.positions[rows, None] - window  # [rows, 1], the last position out of the window
+        first = min(max(0, int(oldest.min()) + 1), len(prefix))
+        before = np.arange(first, len(prefix)) > oldest  # [rows, prefix]
+        own = own & (batch.tree_positions[tree] > oldest)
+        prefix = prefix[first:]
+    return prefix, batch.tree_slots[tree], np.concatenate((before, own), axis=1)
 
 
 def _unpack(batch: Batch) -> _BoolArray:
@@ -138,7 +153,3 @@ def _span(prefix: Int32Array, tree: Int32Array) -> tuple[int, int, bool]:
     if span <= 1.5 * number + 64:
         return low, span, True
     return low, number, False
-
-
-def _consecutive(prefix: int, tree: int) -> tuple[Int64Array, Int64Array]:
-    return np.arange(prefix), np.arange(prefix, prefix + tree)

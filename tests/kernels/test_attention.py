@@ -115,6 +115,12 @@ def test_half_precision(dtype: torch.dtype) -> None:
     slots = rng.sample(range(SLOTS), SLOTS)
     batch = build_batch([random_request(rng, slots) for _ in range(4)])
     worst = largest_difference(batch, heads=8, kv_heads=2, windows=[None, 9], dtype=dtype, seed=2)
+    single = [rows_of(range(1), list(range(30)), [40], [30], None)]
+    for parts in (single, [*single, random_request(rng, slots)]):
+        batch = build_batch(parts)
+        worst = max(
+            worst, largest_difference(batch, heads=2, kv_heads=2, windows=[None], dtype=dtype, seed=3)
+        )
     assert worst < 20 * 8 * torch.finfo(dtype).eps  # values reach about 20, sums of weights round a few times
 
 
