@@ -6,9 +6,8 @@ are there: the verifier trusts its tokens and its ancestry, never its completene
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from ssd_serve.cache.tree import Advance, SpeculationTree
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, unpack
+from ssd_serve.cache.tree import Advance, Node, SpeculationTree
 from ssd_serve.messages import Growth
 
 _ORPHAN_LIMIT = 256
@@ -17,14 +16,12 @@ _ORPHAN_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Orphan:
-    parent: int
-    token: int
-    log_probability: float
+    expansion: Expansion
     round: int
 
 
 class Replica:
-    """Tree of one (request, epoch). `limit` bounds its nodes; tokens are ids below `vocabulary`."""
+    """Tree of one (request, epoch). `limit` bounds its candidates; tokens are ids below `vocabulary`."""
 
     def __init__(self, request: int, epoch: int, root_name: int, limit: int, vocabulary: int) -> None:
         self.request = request
@@ -36,20 +33,18 @@ class Replica:
         self._round = 0
 
     def apply(self, growth: Growth) -> bool:
-        """Add the edges of one message. False: messages before it are missing, so ask its drafter for a snapshot.
+        """Add what one message brings. False: messages before it are missing, so ask its drafter for a snapshot.
 
         Messages of other requests or epochs, malformed buffers and impossible tokens change nothing.
         """
         if growth.request != self.request or growth.epoch != self.epoch:
             return True
-        edges = unpack_edges(growth)
-        if edges is None:
+        expansions = unpack(growth, self._vocabulary)
+        if expansions is None:
             return True
-        for parent, token, log_probability in edges:
-            if not 0 <= token < self._vocabulary:
-                continue
-            if self.tree.add(parent, token, log_probability) is None:
-                self._keep_orphan(_Orphan(parent, token, log_probability, self._round))
+        for expansion in expansions:
+            if not self._attach(expansion) and len(self._orphans) < _ORPHAN_LIMIT:
+                self._orphans.append(_Orphan(expansion, self._round))
         if self._orphans:
             self._adopt()
         return self._in_sequence(growth)
@@ -58,56 +53,34 @@ class Replica:
         """Move the root along the committed tokens of a round."""
         self._round += 1
         advance = self.tree.advance(tokens)
-        self._orphans = [edge for edge in self._orphans if edge.round + _ORPHAN_ROUNDS > self._round]
+        self._orphans = [each for each in self._orphans if each.round + _ORPHAN_ROUNDS > self._round]
         if self._orphans:
             self._adopt()
         return advance
+
+    def _attach(self, expansion: Expansion) -> bool:
+        """Whether the expanded node is known now; a full tree takes no more, which is not a reason to wait."""
+        node = self._find(expansion)
+        if node is None:
+            return False
+        self.tree.expand(node, expansion.tokens, expansion.log_probabilities)
+        return True
+
+    def _find(self, expansion: Expansion) -> Node | None:
+        node = self.tree.get(expansion.name)
+        if node is not None or expansion.step == ROOT_STEP:
+            return node
+        parent = self.tree.get(expansion.parent)
+        return None if parent is None else self.tree.child(parent, expansion.step)
 
     def _in_sequence(self, growth: Growth) -> bool:
         expected = self._next_sequence.get(growth.source, 0)
         self._next_sequence[growth.source] = max(expected, growth.sequence + 1)
         return growth.snapshot or growth.sequence <= expected
 
-    def _keep_orphan(self, edge: _Orphan) -> None:
-        if edge.parent not in self.tree and len(self._orphans) < _ORPHAN_LIMIT:
-            self._orphans.append(edge)
-
     def _adopt(self) -> None:
-        """Attach kept edges whose parent has come, until none fits any more."""
-        progress = True
-        while progress:
-            left = [
-                edge
-                for edge in self._orphans
-                if edge.parent not in self.tree
-                or self.tree.add(edge.parent, edge.token, edge.log_probability) is None
-            ]
-            progress = len(left) < len(self._orphans)
-            self._orphans = left
-
-
-def pack_edges(edges: list[tuple[int, int, float]]) -> tuple[bytes, bytes, bytes]:
-    """Edges (parent name, token, conditional log-probability) as the three buffers of `Growth`."""
-    return (
-        np.array([edge[0] for edge in edges], dtype="<u8").tobytes(),
-        np.array([edge[1] for edge in edges], dtype="<i4").tobytes(),
-        np.array([edge[2] for edge in edges], dtype="<f4").tobytes(),
-    )
-
-
-def unpack_edges(growth: Growth) -> list[tuple[int, int, float]] | None:
-    """The edges of a message, or None when its buffers do not fit each other."""
-    count = len(growth.tokens) // 4
-    if (len(growth.parents), len(growth.tokens), len(growth.log_probabilities)) != (
-        8 * count,
-        4 * count,
-        4 * count,
-    ):
-        return None
-    log_probabilities = np.frombuffer(growth.log_probabilities, dtype="<f4")
-    if np.isnan(log_probabilities).any():
-        return None
-    parents: list[int] = np.frombuffer(growth.parents, dtype="<u8").tolist()
-    tokens: list[int] = np.frombuffer(growth.tokens, dtype="<i4").tolist()
-    values: list[float] = log_probabilities.tolist()
-    return list(zip(parents, tokens, values, strict=True))
+        """Attach kept expansions whose node has come, until none fits any more."""
+        before = -1
+        while len(self._orphans) != before:
+            before = len(self._orphans)
+            self._orphans = [each for each in self._orphans if not self._attach(each.expansion)]

@@ -1,8 +1,9 @@
 """The live speculation tree of one request: named nodes below a root that moves forward and is never thrown away.
 
 Both sides hold one: the drafter grows it, the verifier's replica mirrors it. A node's name is a 64-bit chain,
-`name(child) = mix(name(parent), token)`, so that both sides name a new root alike, hit or miss. The tree knows
-no KV slots, no models and no messages.
+`name(child) = mix(name(parent), token)`, so that both sides name a new root alike, hit or miss. An expanded node
+holds its ranked candidates as two lists; a candidate becomes a `Node` only when somebody looks at it, so that
+a step costs time by expansions, not by guesses. The tree knows no KV slots, no models and no messages.
 """
 
 import heapq
@@ -17,20 +18,26 @@ class Node:
     """One guessed token at one position, child of another node (the root: the last committed token).
 
     `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node below
-    any later root is a difference of two of them. `depth` counts likewise.
+    any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates that may
+    follow, best first, with their own `cumulatives`; `children` are those that were looked at.
     """
 
-    __slots__ = ("children", "cumulative", "depth", "expanded", "log_probability", "name", "parent", "token")
+    __slots__ = ("children", "cumulative", "cumulatives", "depth", "name", "parent", "token", "tokens")
 
-    def __init__(self, name: int, token: int, parent: "Node | None", log_probability: float) -> None:
+    def __init__(self, name: int, token: int, parent: "Node | None", cumulative: float) -> None:
         self.name = name
         self.token = token
         self.parent = parent
-        self.log_probability = log_probability
-        self.cumulative: float = log_probability if parent is None else parent.cumulative + log_probability
+        self.cumulative = cumulative
         self.depth: int = 0 if parent is None else parent.depth + 1
+        self.tokens: list[int] = []
+        self.cumulatives: list[float] = []
         self.children: dict[int, Node] = {}
-        self.expanded = False
+
+    @property
+    def expanded(self) -> bool:
+        """Whether its candidates are known."""
+        return bool(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +51,59 @@ class Advance:
 
 
 class SpeculationTree:
-    """Named nodes below a root. At most `limit` nodes, the root not counted."""
+    """Named nodes below a root. Its size counts candidates: at most `limit` of them."""
 
     def __init__(self, root_name: int, limit: int) -> None:
         self.root = Node(root_name, -1, None, 0.0)
         self.limit = limit
-        self._nodes: dict[int, Node] = {root_name: self.root}
+        self._known: dict[int, Node] = {root_name: self.root}
+        self._size = 0
 
     def __len__(self) -> int:
-        """Number of nodes below the root."""
-        return len(self._nodes) - 1
-
-    def __contains__(self, name: int) -> bool:
-        return name in self._nodes
+        """Number of candidates below the root, looked at or not."""
+        return self._size
 
     def get(self, name: int) -> Node | None:
-        """The node of this name; the root included."""
-        return self._nodes.get(name)
+        """The root, or a node that was looked at."""
+        return self._known.get(name)
 
-    def nodes(self) -> Iterator[Node]:
-        """All nodes below the root, each after its parent."""
+    def child(self, node: Node, token: int) -> Node | None:
+        """The child of `node` by this token, if it is a candidate."""
+        found = node.children.get(token)
+        if found is None and token in node.tokens:
+            found = self._look(node, node.tokens.index(token))
+        return found
+
+    def child_at(self, node: Node, rank: int) -> Node:
+        """The child of `node` of this rank."""
+        return node.children.get(node.tokens[rank]) or self._look(node, rank)
+
+    def expand(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
+        """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is full.
+
+        Candidates that it already has stay as they are; others are merged behind better ones.
+        """
+        if self._size + len(tokens) > self.limit:
+            return False
+        if node.tokens:
+            self._merge(node, tokens, log_probabilities)
+            return True
+        best = node.cumulative
+        for token, log_probability in zip(tokens, log_probabilities, strict=True):
+            best = min(best, node.cumulative + log_probability)  # ranked, whatever a drafter says
+            node.tokens.append(token)
+            node.cumulatives.append(best)
+        self._size += len(tokens)
+        return True
+
+    def expanded(self) -> Iterator[Node]:
+        """All expanded nodes, the root included, each after its parent."""
         waiting = [self.root]
         while waiting:
             node = waiting.pop()
-            yield from node.children.values()
-            waiting.extend(node.children.values())
-
-    def add(self, parent_name: int, token: int, log_probability: float) -> Node | None:
-        """Add an edge; returns its node, new or already there, or None if the parent is unknown or the tree is full."""
-        parent = self._nodes.get(parent_name)
-        if parent is None:
-            return None
-        node = parent.children.get(token)
-        if node is not None:
-            return node
-        if len(self._nodes) > self.limit:
-            return None
-        node = Node(mix(parent_name, token), token, parent, min(log_probability, 0.0))
-        parent.children[token] = node
-        self._nodes[node.name] = node
-        return node
+            if node.tokens:
+                yield node
+                waiting.extend(node.children.values())
 
     def reach(self, node: Node) -> float:
         """Estimated probability that the target's trajectory passes through `node`, given the root."""
@@ -102,33 +122,33 @@ class SpeculationTree:
         chain.reverse()
         return chain
 
-    def best(self, count: int, depth: int, least_reach: float = 0.0) -> list[Node]:
+    def best(self, count: int, depth: int) -> list[Node]:
         """The `count` nodes of highest reach, at most `depth` below the root, each after its parent."""
-        floor = self.root.cumulative + (math.log(least_reach) if least_reach > 0 else -math.inf)
-        deepest = self.root.depth + depth
         chosen: list[Node] = []
-        heap = [(-child.cumulative, child.name, child) for child in self.root.children.values()]
-        heapq.heapify(heap)
+        deepest = self.root.depth + depth
+        heap: list[tuple[float, int, Node, int]] = []
+        order = 0
+        if self.root.tokens and depth > 0:
+            heap.append((-self.root.cumulatives[0], order, self.root, 0))
         while heap and len(chosen) < count:
-            negative, _, node = heapq.heappop(heap)
-            if -negative < floor:
-                break
-            if node.depth > deepest:
-                continue
+            _, _, parent, rank = heapq.heappop(heap)
+            node = self.child_at(parent, rank)
             chosen.append(node)
-            for child in node.children.values():
-                heapq.heappush(heap, (-child.cumulative, child.name, child))
+            for source, next_rank in ((parent, rank + 1), (node, 0)):
+                if next_rank < len(source.tokens) and source.depth < deepest:
+                    order += 1
+                    heapq.heappush(heap, (-source.cumulatives[next_rank], order, source, next_rank))
         return chosen
 
     def ready_depth(self) -> int:
-        """Depth of the deepest node below the root."""
-        return max((node.depth for node in self.nodes()), default=self.root.depth) - self.root.depth
+        """Depth of the deepest candidate below the root."""
+        return max((node.depth + 1 for node in self.expanded()), default=self.root.depth) - self.root.depth
 
     def advance(self, tokens: Sequence[int]) -> Advance:
         """Move the root along committed tokens. Below a hit everything stays; else the new root stands alone."""
         node, path = self.root, list[Node]()
         for token in tokens:
-            child = node.children.get(token)
+            child = self.child(node, token)
             if child is None:
                 break
             node = child
@@ -142,19 +162,33 @@ class SpeculationTree:
             for token in tokens[len(path) :]:
                 name = mix(name, token)
             self.root = Node(name, tokens[-1], None, 0.0)
-        self._nodes = {self.root.name: self.root}
-        self._nodes.update((kept.name, kept) for kept in self.nodes())
+        self._recount()
         return Advance(tuple(path), hit)
 
-    def prune(self, node: Node) -> list[Node]:
-        """Remove `node` and all below it; returns what was removed. The root cannot be removed."""
-        if node is self.root or node.parent is None:
-            return []
-        del node.parent.children[node.token]
-        removed, waiting = list[Node](), [node]
+    def _recount(self) -> None:
+        self._known, self._size = {}, 0
+        waiting = [self.root]
         while waiting:
-            gone = waiting.pop()
-            removed.append(gone)
-            waiting.extend(gone.children.values())
-            del self._nodes[gone.name]
-        return removed
+            node = waiting.pop()
+            self._known[node.name] = node
+            self._size += len(node.tokens)
+            waiting.extend(node.children.values())
+
+    def _look(self, node: Node, rank: int) -> Node:
+        token = node.tokens[rank]
+        child = Node(mix(node.name, token), token, node, node.cumulatives[rank])
+        node.children[token] = child
+        self._known[child.name] = child
+        return child
+
+    def _merge(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> None:
+        known = set(node.tokens)
+        pairs = list(zip(node.cumulatives, node.tokens, strict=True))
+        for token, log_probability in zip(tokens, log_probabilities, strict=True):
+            if token not in known:
+                pairs.append((node.cumulative + min(log_probability, 0.0), token))
+                known.add(token)
+        pairs.sort(key=lambda pair: -pair[0])
+        self._size += len(pairs) - len(node.tokens)
+        node.tokens = [token for _, token in pairs]
+        node.cumulatives = [cumulative for cumulative, _ in pairs]

@@ -9,7 +9,8 @@ source's. Losslessness never depends on it.
 import logging
 from collections.abc import Sequence
 
-from ssd_serve.cache.replica import pack_edges
+from ssd_serve.cache.expansions import ROOT_STEP, pack
+from ssd_serve.cache.expansions import Expansion as Expanded
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
@@ -86,10 +87,13 @@ class DrafterCore:
             self._calibration.scale(self._requests[request].parameters.temperature) for request, _ in picked
         ]
         found = self._source.expand(expansions, scales)
-        edges: dict[int, list[tuple[int, int, float]]] = {}
+        grown: dict[int, list[Expanded]] = {}
         for (request, node), candidates in zip(picked, found, strict=True):
-            edges.setdefault(request, []).extend(self._append(self._requests[request], node, candidates))
-        return [self._growth(request, new) for request, new in edges.items() if new]
+            if candidates is not None:  # else no memory now: considered again when the root moves
+                expanded = self._append(self._requests[request], node, candidates)
+                if expanded is not None:
+                    grown.setdefault(request, []).append(expanded)
+        return [self._growth(request, new) for request, new in grown.items()]
 
     def _pick(self) -> list[tuple[int, Node]]:
         picked: list[tuple[int, Node]] = []
@@ -110,32 +114,18 @@ class DrafterCore:
             request, node.name, tuple(each.name for each in path), tuple(each.token for each in path)
         )
 
-    def _append(
-        self, drafted: _Drafted, node: Node, candidates: Candidates | None
-    ) -> list[tuple[int, int, float]]:
-        if candidates is None:  # no memory now: the node is considered again when the root moves
-            return []
-        node.expanded = True
-        drafted.candidates[node.name] = candidates
-        edges: list[tuple[int, int, float]] = []
+    def _append(self, drafted: _Drafted, node: Node, candidates: Candidates) -> Expanded | None:
         tokens: list[int] = candidates.tokens.tolist()
         values: list[float] = candidates.log_probabilities.tolist()
-        for token, log_probability in zip(tokens, values, strict=True):
-            child = drafted.tree.add(node.name, token, log_probability)
-            if child is None:
-                break
-            drafted.frontier.offer(child)
-            edges.append((node.name, token, child.log_probability))
-        return edges
+        if not drafted.tree.expand(node, tokens, values):
+            return None
+        drafted.candidates[node.name] = candidates
+        drafted.frontier.offer(node)
+        return _expanded(node, tokens, values)
 
-    def _growth(
-        self, request: int, edges: Sequence[tuple[int, int, float]], snapshot: bool = False
-    ) -> Growth:
+    def _growth(self, request: int, expansions: Sequence[Expanded], snapshot: bool = False) -> Growth:
         drafted = self._requests[request]
-        parents, tokens, values = pack_edges(list(edges))
-        growth = Growth(
-            request, drafted.epoch, drafted.sequence, parents, tokens, values, self._name, snapshot
-        )
+        growth = pack(request, drafted.epoch, drafted.sequence, expansions, self._name, snapshot)
         drafted.sequence += 1
         return growth
 
@@ -169,9 +159,7 @@ class DrafterCore:
             _LOG.warning("derived root differs: request %d position %d", message.request, message.position)
             return [Resync(message.request, message.epoch)]
         drafted.frontier.rebuild()
-        kept = [node.name for node in drafted.tree.nodes() if node.expanded]
-        if drafted.tree.root.expanded:
-            kept.append(drafted.tree.root.name)
+        kept = [node.name for node in drafted.tree.expanded()]
         alive = set(kept)
         drafted.candidates = {name: each for name, each in drafted.candidates.items() if name in alive}
         self._source.commit(message.request, message.tokens, [node.name for node in advance.path], kept)
@@ -190,12 +178,14 @@ class DrafterCore:
         drafted = self._requests.get(message.request)
         if drafted is None or drafted.epoch != message.epoch:
             return []
-        edges = [
-            (
-                drafted.tree.root.name if node.parent is None else node.parent.name,
-                node.token,
-                node.log_probability,
-            )
-            for node in drafted.tree.nodes()
+        expansions = [
+            _expanded(node, node.tokens, [value - node.cumulative for value in node.cumulatives])
+            for node in drafted.tree.expanded()
         ]
-        return [self._growth(message.request, edges, snapshot=True)]
+        return [self._growth(message.request, expansions, snapshot=True)]
+
+
+def _expanded(node: Node, tokens: list[int], log_probabilities: list[float]) -> Expanded:
+    if node.parent is None:
+        return Expanded(node.name, ROOT_STEP, tokens, log_probabilities)
+    return Expanded(node.parent.name, node.token, tokens, log_probabilities)

@@ -1,9 +1,10 @@
-"""Which node to expand next: best-first by reach over the unexpanded nodes of one request's tree.
+"""Which node to expand next: best-first by reach over the unexpanded candidates of one request's tree.
 
 Knows the tree and its limits, not how expansion is done and not the other requests.
 """
 
 import heapq
+import math
 from dataclasses import dataclass
 
 from ssd_serve.cache.tree import Node, SpeculationTree
@@ -11,7 +12,7 @@ from ssd_serve.cache.tree import Node, SpeculationTree
 
 @dataclass(frozen=True, slots=True)
 class GrowthLimits:
-    """Bounds of growth. `width` nodes a step over all requests, `fan_out` children of each."""
+    """Bounds of growth. `width` nodes a step over all requests, `fan_out` candidates of each."""
 
     width: int
     fan_out: int
@@ -21,7 +22,11 @@ class GrowthLimits:
 
 
 class Frontier:
-    """A heap of the unexpanded nodes of one tree, most probable first; the root while it is unexpanded."""
+    """A heap over the candidates of one tree, one entry an expanded node: its best candidate not yet taken.
+
+    `deepest` is the depth, counted as `Node.depth`, at which nothing may grow any more; tokens in `ends` end the
+    text, so nothing grows below them.
+    """
 
     def __init__(
         self, tree: SpeculationTree, limits: GrowthLimits, deepest: int, ends: frozenset[int]
@@ -30,39 +35,58 @@ class Frontier:
         self._limits = limits
         self._deepest = deepest
         self._ends = ends
-        self._heap: list[tuple[float, int, Node]] = []
+        self._heap: list[tuple[float, int, Node, int]] = []
+        self._order = 0
+        self._root_taken = False
         self.rebuild()
 
     def rebuild(self) -> None:
         """Start again from the tree, after its root moved."""
-        tree = self._tree
         self._heap = []
-        if not tree.root.expanded:
-            self.offer(tree.root)
-        for node in tree.nodes():
-            if not node.expanded:
-                self.offer(node)
+        self._root_taken = False
+        for node in self._tree.expanded():
+            self.offer(node)
 
     def offer(self, node: Node) -> None:
-        """Consider a new unexpanded node. Nodes that end the text or lie past the last position never grow."""
-        if node.depth < self._deepest and (node is self._tree.root or node.token not in self._ends):
-            heapq.heappush(self._heap, (-node.cumulative, node.name, node))
+        """Consider the candidates of a node that has been expanded."""
+        self._push(node, 0)
 
     def reach(self) -> float:
-        """Cumulative log-probability of the next node below the root, or -inf when nothing is worth it."""
-        return -self._heap[0][0] - self._tree.root.cumulative if self._worth() else float("-inf")
+        """Log reach of the next node to expand, or -inf when nothing is worth it. An unexpanded root: 0."""
+        tree, limits = self._tree, self._limits
+        if not tree.root.tokens:
+            waiting = tree.root.depth < self._deepest and not self._root_taken
+            return 0.0 if waiting else -math.inf
+        if len(tree) + limits.fan_out > limits.nodes:
+            return -math.inf
+        self._skip()
+        if not self._heap:
+            return -math.inf
+        value = -self._heap[0][0] - tree.root.cumulative
+        return value if value >= math.log(limits.least_reach) else -math.inf
 
     def pop(self) -> Node:
         """Take the next node; call only while `reach()` is finite."""
-        return heapq.heappop(self._heap)[2]
+        if not self._tree.root.tokens:
+            self._root_taken = True
+            return self._tree.root
+        _, _, parent, rank = heapq.heappop(self._heap)
+        self._push(parent, rank + 1)
+        return self._tree.child_at(parent, rank)
 
-    def _worth(self) -> bool:
-        tree, limits = self._tree, self._limits
+    def _skip(self) -> None:
+        """Drop entries whose candidate is expanded already or ends the text."""
         while self._heap:
-            node = self._heap[0][2]
-            if tree.depth(node) >= limits.depth:
-                heapq.heappop(self._heap)
-                continue
-            full = len(tree) + limits.fan_out > limits.nodes
-            return (node is tree.root or not full) and tree.reach(node) >= limits.least_reach
-        return False
+            _, _, parent, rank = self._heap[0]
+            token = parent.tokens[rank]
+            child = parent.children.get(token)
+            if token not in self._ends and (child is None or not child.tokens):
+                return
+            heapq.heappop(self._heap)
+            self._push(parent, rank + 1)
+
+    def _push(self, node: Node, rank: int) -> None:
+        deep = node.depth + 1 - self._tree.root.depth >= self._limits.depth or node.depth + 1 >= self._deepest
+        if rank < len(node.tokens) and not deep:
+            self._order += 1
+            heapq.heappush(self._heap, (-node.cumulatives[rank], self._order, node, rank))

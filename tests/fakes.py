@@ -104,7 +104,7 @@ HELLO = Hello(
     name="d0",
     step_ms=1.0,
 )
-GROWTH = GrowthLimits(width=4, fan_out=3, depth=8, nodes=64)
+GROWTH = GrowthLimits(width=4, fan_out=3, depth=8, nodes=96)
 
 
 @dataclass

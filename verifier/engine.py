@@ -188,12 +188,12 @@ class Engine:
         tree = replica.tree
         deepest = min(request.left - 1, self._bounds.context - len(request.tokens))
         nodes = tree.best(most, deepest)
-        if not tree.root.children and deepest > 0:
+        if not tree.root.expanded and deepest > 0:
             leaves.append(1.0)
         for node in nodes:
             reach = tree.reach(node)
             ranked.append((reach, index, node))
-            if not node.children and tree.depth(node) < deepest and node.token not in request.ends:
+            if not node.expanded and tree.depth(node) < deepest and node.token not in request.ends:
                 leaves.append(reach)
 
     def _most_nodes(self) -> int:

@@ -42,7 +42,8 @@ class GrowPolicy(Protocol):
 class WhenItPays:
     """Wait while the tokens that a step should add exceed what its time is worth at the long-run rate."""
 
-    def __init__(self, most_steps: int = 16) -> None:
+    def __init__(self, most_steps: int = 16, price: float = 1.0) -> None:
+        self._price = price
         self._gain = GrowthGain()
         self._most_steps = most_steps
 
@@ -51,7 +52,7 @@ class WhenItPays:
         if outlook.steps >= self._most_steps or outlook.step_s <= 0 or not len(outlook.leaves):
             return False
         rate = outlook.rate or outlook.choice.tokens / max(outlook.choice.seconds, 1e-9)
-        return self._gain.expected(outlook.leaves) > rate * outlook.step_s
+        return self._gain.expected(outlook.leaves) > self._price * rate * outlook.step_s
 
     def learn(self, before: Outlook, after: Outlook) -> None:
         """Adjust the share of the leaves' reach that becomes expected tokens."""

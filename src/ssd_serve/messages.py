@@ -193,16 +193,20 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Growth(msgspec.Struct, frozen=True, tag=True):
-    """New edges of a request's tree. Buffers are parallel: parents u64, tokens i32, log-probabilities f32.
+    """Expansions of a request's tree, as parallel buffers; `cache/expansions.py` packs and unpacks them.
 
-    `sequence` counts growth messages of (request, epoch) from 0; a `snapshot` holds the whole tree below the
-    drafter's root. `log_probabilities` are conditional on the parent.
+    Expansion i is of the node that `steps[i]` (i32 token) leads to from the node named `parents[i]` (u64), or of
+    that node itself where the step is -1 (a root). It brings `counts[i]` (u16) candidates: `tokens` (i32), best
+    first, with `log_probabilities` (f32) conditional on the expanded node. `sequence` counts the growth messages
+    of (request, epoch) from 0; a `snapshot` holds the whole tree below the drafter's root.
     """
 
     request: int
     epoch: int
     sequence: int
     parents: bytes
+    steps: bytes
+    counts: bytes
     tokens: bytes
     log_probabilities: bytes
     source: str = "model"

@@ -89,11 +89,11 @@ class Settings(BaseSettings):
         le=1024,
         description="most nodes verified in a round, over all requests; empty: cost model alone",
     )
-    tree_nodes: int = Field(default=512, ge=1, le=65536, description="most nodes in one request's tree")
+    tree_nodes: int = Field(default=4096, ge=1, le=65536, description="most candidates in one request's tree")
     draft_width: int = Field(
         default=8, ge=1, le=256, description="most nodes that the drafter expands in a step"
     )
-    draft_fan_out: int = Field(default=4, ge=1, le=64, description="children of an expanded node")
+    draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
     draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
     grow_first: bool = Field(default=True, description="wait for one more draft step where that pays")
     prefix_cache: bool = Field(default=True, description="reuse the KV of prompts that begin alike")

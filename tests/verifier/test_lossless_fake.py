@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cluster.memory_channel import FaultRates, faultless, memory_pair, seeded
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -11,7 +12,8 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Growth, Heartbeat, Hello, Open, Outcome
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import Never, Steps, WhenItPays
-from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
+from ssd_serve.seeds import root_name
+from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 
 
 def plain(count: int) -> dict[int, Output]:
@@ -33,7 +35,7 @@ def test_inline_speculation_gives_the_plain_text(
 ) -> None:
     case = Case(budget=budget, policy=policy, slots=4096)
     engine, model = make_engine(case)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(count))
     expected = plain(count)
     assert same(outputs, expected)
@@ -45,16 +47,16 @@ def test_inline_speculation_gives_the_plain_text(
 def test_chain_drafts_are_chains() -> None:
     case = Case(growth=GrowthLimits(width=1, fan_out=1, depth=8, nodes=64), policy=lambda: Steps(4))
     engine, _ = make_engine(case)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(1))
     assert same(outputs, plain(1))
     assert outputs[0].figures.drafted <= 4 * outputs[0].figures.rounds
 
 
 def test_a_good_draft_is_accepted_often() -> None:
-    case = Case(blur=0.0)
+    case = Case(blur=0.0, policy=lambda: Steps(4))
     engine, model = make_engine(case)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(3))
     figures = outputs[2].figures
     assert figures.tokens / figures.rounds > 3
@@ -64,7 +66,7 @@ def test_a_good_draft_is_accepted_often() -> None:
 def test_short_memory_preempts_and_loses_nothing(slots: int) -> None:
     case = Case(slots=slots)
     engine, _ = make_engine(case)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(12))
     assert same(outputs, plain(12))
     if slots < 200:
@@ -74,7 +76,7 @@ def test_short_memory_preempts_and_loses_nothing(slots: int) -> None:
 def test_a_drafter_short_of_memory_only_drafts_less() -> None:
     case = Case(draft_slots=100, slots=4096)
     engine, _ = make_engine(case)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO))
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     assert same(run(engine, mixed_requests(12)), plain(12))
 
 
@@ -150,8 +152,6 @@ class Garbage:
         engine.drafters.connect(self.mine)
 
     def work(self) -> None:
-        from ssd_serve.cache.replica import pack_edges
-        from ssd_serve.seeds import mix, root_name
 
         for message in self.its.receive():
             if isinstance(message, Outcome):
@@ -163,10 +163,17 @@ class Garbage:
                 )
             else:
                 continue
-            edges = [(root, token, 1e9 if token % 2 else -1.0) for token in range(-2, 45, 3)]
-            edges += [(mix(root, 1), 2, float("-inf")), (root ^ 5, 3, 0.0)]
-            self.its.send(Growth(message.request, epoch, 0, *pack_edges(edges)))
-            self.its.send(Growth(message.request, epoch, 99, b"123", b"1", b""))
+            wild = [
+                Expansion(
+                    root, ROOT_STEP, list(range(1, 39, 3)), [1e9 if t % 2 else -1.0 for t in range(1, 39, 3)]
+                ),
+                Expansion(root, 4, [2, 2, 5], [0.0, float("-inf"), 3.0]),
+                Expansion(root ^ 5, 3, [1], [0.0]),
+            ]
+            impossible = [Expansion(root, ROOT_STEP, [-2, VOCABULARY], [0.0, 0.0])]
+            self.its.send(pack(message.request, epoch, 0, wild, "garbage", snapshot=False))
+            self.its.send(pack(message.request, epoch, 1, impossible, "garbage", snapshot=False))
+            self.its.send(Growth(message.request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
 
 
 def test_garbage_is_harmless() -> None:
