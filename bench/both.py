@@ -44,15 +44,15 @@ def run_both_settings(
                 chosen = chosen.model_copy(update=_ballast(Path(folder)))
             plan = Plan(setting, temperatures, prompts, tokens, equal_devices and setting == "real")
             found = run_modes(Rig(chosen), plan, pool, say)
-            results += found["results"]  # type: ignore[operator]
-            ratios += found["ratios"]  # type: ignore[operator]
-            notes[setting] = found["notes"]
+            results += found.results
+            ratios += found.ratios
+            notes[setting] = found.notes
     return {"results": results, "ratios": ratios, "notes": notes, **merged}
 
 
 def _ballast(folder: Path) -> dict[str, str]:
     """The embedded pair at a larger cost: the settings that name it."""
-    pair = {"target": TARGET_LAYERS, "draft": DRAFT_LAYERS}
-    for role, layers in pair.items():
-        add_ballast(resolve_model(EMBEDDED, role), folder / role, BALLAST_HIDDEN, layers)  # type: ignore[arg-type]
-    return {role: str(folder / role) for role in pair}
+    target, draft = folder / "target", folder / "draft"
+    add_ballast(resolve_model(EMBEDDED, "target"), target, BALLAST_HIDDEN, TARGET_LAYERS)
+    add_ballast(resolve_model(EMBEDDED, "draft"), draft, BALLAST_HIDDEN, DRAFT_LAYERS)
+    return {"target": str(target), "draft": str(draft)}

@@ -26,12 +26,15 @@ def hardware() -> dict[str, object]:
 def versions() -> dict[str, str]:
     """Python and the packages that decide speed."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found.update({package: installed for package in _PACKAGES if (installed := _version(package))})
     return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _cpu_name() -> str:

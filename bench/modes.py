@@ -35,8 +35,17 @@ class Plan:
     equal_devices: bool
 
 
-def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str], None]) -> dict[str, object]:
-    """One setting, all modes and temperatures: `{"results": [...], "ratios": [...], ...}`."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Rows of one setting: results of each mode, ratios of SSD to the others, and what else was seen."""
+
+    results: list[dict[str, object]]
+    ratios: list[dict[str, object]]
+    notes: dict[str, object]
+
+
+def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str], None]) -> Outcome:
+    """One setting, all modes and temperatures."""
     use_cores(TARGET_CORE)
     ssd = rig.engine(Way("ssd"))
     with remote_drafter(rig, ssd, DRAFT_CORE):
@@ -62,7 +71,7 @@ def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str],
             notes["target_forwards"] = rig.target.forwards
         else:
             notes["target_step_with_and_without_drafter_ms"] = bench.disturbance(ssd, pool[0])
-    return {"setting": plan.setting, "results": results, "ratios": ratios, "notes": notes}
+    return Outcome(results, ratios, notes)
 
 
 class _Bench:

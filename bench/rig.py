@@ -1,8 +1,8 @@
 """The bench's rig: one target model, and an engine for each way to speculate, all in this process.
 
-The engines share the target, its kernels and its measured cost table, so that only the way of drafting differs.
-The drafter of `ssd` is the real process on its own device. Knows how things are put together, not what is
-measured.
+The engines share the target, its kernels and its measured cost table, so that only the way of drafting
+differs. The drafter of `ssd` is the real process on its own device. Knows how things are put together, not
+what is measured.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Rig:
             self.draft = EmulatedModel(self.real_draft, table.draft_s, table.flat_rows)
         self.cost = CostTable()
         self.target_step_s = measure_steps(self.target, _ROWS, self.cost.observe)
-        self.draft_step_s = measure_steps(self.draft, (settings.draft_width,), lambda rows, seconds: None)
+        self.draft_step_s = measure_steps(self.draft, (settings.draft_width,))
         facts = self.real.facts
         self._noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
         self._draft_noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))

@@ -53,7 +53,8 @@ def pack(
 
 
 def unpack(growth: Growth, vocabulary: int) -> list[Expansion] | None:
-    """The expansions of a message, or None when its buffers do not fit each other or name impossible tokens."""
+    """The expansions of a message, or None when its buffers do not fit each other or name impossible
+    tokens."""
     count, edges = len(growth.parents) // 8, len(growth.tokens) // 4
     sizes = (len(growth.parents), len(growth.steps), len(growth.counts))
     if sizes != (8 * count, 4 * count, 2 * count):

@@ -33,7 +33,8 @@ class Replica:
         self._round = 0
 
     def apply(self, growth: Growth) -> bool:
-        """Add what one message brings. False: messages before it are missing, so ask its drafter for a snapshot.
+        """Add what one message brings. False: messages before it are missing, so ask its drafter for a
+        snapshot.
 
         Messages of other requests or epochs, malformed buffers and impossible tokens change nothing.
         """
@@ -59,7 +60,8 @@ class Replica:
         return advance
 
     def _attach(self, expansion: Expansion) -> bool:
-        """Whether the expanded node is known now; a full tree takes no more, which is not a reason to wait."""
+        """Whether the expanded node is known now; a full tree takes no more, which is not a reason to
+        wait."""
         node = self._find(expansion)
         if node is None:
             return False

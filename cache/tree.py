@@ -1,9 +1,10 @@
-"""The live speculation tree of one request: named nodes below a root that moves forward and is never thrown away.
+"""The live speculation tree of one request: named nodes below a root that moves forward and is never thrown
+away.
 
 Both sides hold one: the drafter grows it, the verifier's replica mirrors it. A node's name is a 64-bit chain,
-`name(child) = mix(name(parent), token)`, so that both sides name a new root alike, hit or miss. An expanded node
-holds its ranked candidates as two lists; a candidate becomes a `Node` only when somebody looks at it, so that
-a step costs time by expansions, not by guesses. The tree knows no KV slots, no models and no messages.
+`name(child) = mix(name(parent), token)`, so that both sides name a new root alike, hit or miss. An expanded
+node holds its ranked candidates as two lists; a candidate becomes a `Node` only when somebody looks at it, so
+that a step costs time by expansions, not by guesses. The tree knows no KV slots, no models and no messages.
 """
 
 import heapq
@@ -17,9 +18,9 @@ from ssd_serve.seeds import mix
 class Node:
     """One guessed token at one position, child of another node (the root: the last committed token).
 
-    `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node below
-    any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates that may
-    follow, best first, with their own `cumulatives`; `children` are those that were looked at.
+    `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node
+    below any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates
+    that may follow, best first, with their own `cumulatives`; `children` are those that were looked at.
     """
 
     __slots__ = ("children", "cumulative", "cumulatives", "depth", "name", "parent", "token", "tokens")
@@ -79,7 +80,8 @@ class SpeculationTree:
         return node.children.get(node.tokens[rank]) or self._look(node, rank)
 
     def expand(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
-        """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is full.
+        """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is
+        full.
 
         Candidates that it already has stay as they are; others are merged behind better ones.
         """
@@ -145,7 +147,8 @@ class SpeculationTree:
         return max((node.depth + 1 for node in self.expanded()), default=self.root.depth) - self.root.depth
 
     def advance(self, tokens: Sequence[int]) -> Advance:
-        """Move the root along committed tokens. Below a hit everything stays; else the new root stands alone."""
+        """Move the root along committed tokens. Below a hit everything stays; else the new root stands
+        alone."""
         node, path = self.root, list[Node]()
         for token in tokens:
             child = self.child(node, token)

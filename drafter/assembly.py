@@ -50,7 +50,7 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     if settings.emulate:
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.draft_s, table.flat_rows)
-    step_s = measure_steps(model, [settings.draft_width], lambda rows, seconds: None)
+    step_s = measure_steps(model, [settings.draft_width])
     facts = model.facts
     limits = growth_limits(settings)
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))

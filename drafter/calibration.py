@@ -27,8 +27,8 @@ class Calibration:
     def observe(self, temperature: float, candidates: Candidates, token: int) -> None:
         """The target chose `token` where `candidates` were ranked.
 
-        d/d(log scale) of -log softmax(s / scale)[truth] is (s[truth] - E[s]) / scale. A truth outside the ranked
-        children scores at most as much as the last of them; that bound stands in for it.
+        d/d(log scale) of -log softmax(s / scale)[truth] is (s[truth] - E[s]) / scale. A truth outside the
+        ranked children scores at most as much as the last of them; that bound stands in for it.
         """
         band = _band(temperature)
         ranks = (candidates.tokens == token).nonzero()[0]

@@ -1,6 +1,7 @@
 """The drafter's core: keeps one live tree a request and grows it best-first, one step at a time.
 
-    drain outcomes -> pick the W most probable unexpanded nodes -> one forward -> append F children each -> publish
+    drain outcomes -> pick the W most probable unexpanded nodes -> one forward -> append F children each ->
+    publish
 
 It speaks in messages but owns no socket, holds no KV and runs no model: those are its channel's and its
 source's. Losslessness never depends on it.
@@ -42,7 +43,8 @@ class _Drafted:
 
 
 class DrafterCore:
-    """Grows trees for all open requests. `ends` are the EOS ids; `name` is the source name in growth messages."""
+    """Grows trees for all open requests. `ends` are the EOS ids; `name` is the source name in growth
+    messages."""
 
     def __init__(self, source: DraftSource, limits: GrowthLimits, ends: frozenset[int], name: str) -> None:
         self._source = source

@@ -24,8 +24,8 @@ class GrowthLimits:
 class Frontier:
     """A heap over the candidates of one tree, one entry an expanded node: its best candidate not yet taken.
 
-    `deepest` is the depth, counted as `Node.depth`, at which nothing may grow any more; tokens in `ends` end the
-    text, so nothing grows below them.
+    `deepest` is the depth, counted as `Node.depth`, at which nothing may grow any more; tokens in `ends` end
+    the text, so nothing grows below them.
     """
 
     def __init__(

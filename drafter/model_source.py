@@ -63,7 +63,8 @@ class ModelSource:
         self._requests[request] = _Held(list(tokens), parameters, seed)
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """See `DraftSource.commit`. KV of accepted nodes becomes committed KV where it follows without a gap."""
+        """See `DraftSource.commit`. KV of accepted nodes becomes committed KV where it follows without a
+        gap."""
         held = self._requests[request]
         if len(held.slots) == len(held.tokens):
             for name in path:
@@ -106,7 +107,8 @@ class ModelSource:
         return found
 
     def _group(self, held: _Held, picks: Sequence[Expansion], busy: set[int]) -> _Group | None:
-        """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents first."""
+        """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents
+        first."""
         if len(held.slots) == len(held.tokens) and not all(pick.path for pick in picks):
             self._pool.free([held.slots.pop()])  # the root's logits are wanted again
         fed = held.tokens[len(held.slots) :]

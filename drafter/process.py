@@ -1,4 +1,5 @@
-"""The drafter process: *drain outcomes, pick, forward, append, publish*, and sleep on the socket otherwise."""
+"""The drafter process: *drain outcomes, pick, forward, append, publish*, and sleep on the socket
+otherwise."""
 
 import time
 

@@ -1,7 +1,7 @@
 """What a draft source is: the part of a drafter that guesses.
 
-A source remembers what it must about each request (KV, features) by node; it never sees sockets, budgets
-or other requests' priorities. The tree belongs to the drafter's core, which names nodes by their 64-bit chain.
+A source remembers what it must about each request (KV, features) by node; it never sees sockets, budgets or
+other requests' priorities. The tree belongs to the drafter's core, which names nodes by their 64-bit chain.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,8 @@ class Candidates:
     log_probabilities: npt.NDArray[np.float32]  # [fan_out], conditional, calibrated with `scale`
     scores: npt.NDArray[np.float32]  # [fan_out], noisy scores before the scale
     expected_score: float
-    """Mean score under the calibrated distribution: with the truth's score it gives the gradient of the scale."""
+    """Mean score under the calibrated distribution: with the truth's score it gives the gradient of the
+    scale."""
 
 
 class DraftSource(Protocol):

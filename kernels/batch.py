@@ -25,8 +25,8 @@ class Batch:
     attends to all of them. Its tree slots are `tree_slots[tree_offsets[r]:tree_offsets[r + 1]]`, at the
     positions `tree_positions` says: they include every row written by this forward and may include slots
     written by earlier ones. Bit j of `ancestry[row]` (word j // 64, bit j % 64) says that the row attends to
-    the request's j-th tree slot; a row's own bit is always set. A request may have any number of rows >= 1 and
-    an empty prefix.
+    the request's j-th tree slot; a row's own bit is always set. A request may have any number of rows >= 1
+    and an empty prefix.
 
     Keys and values of all rows are written to `write_slots` before attention reads them.
     """
@@ -90,24 +90,30 @@ def build_batch(parts: Sequence[RequestRows]) -> Batch:
                 _fill_bits(ancestry[start + index], bits)
     wanted = [index + start for part, start in zip(parts, starts, strict=False) for index in part.wanted]
     return Batch(
-        tokens=_flat([part.tokens for part in parts], np.int64),
-        positions=_flat([part.positions for part in parts], np.int64),
-        write_slots=_flat([part.write_slots for part in parts], np.int64),
+        tokens=_flat([part.tokens for part in parts]),
+        positions=_flat([part.positions for part in parts]),
+        write_slots=_flat([part.write_slots for part in parts]),
         request_offsets=starts.astype(np.int32),
-        prefix_slots=_flat([part.prefix_slots for part in parts], np.int32),
+        prefix_slots=_slots([part.prefix_slots for part in parts]),
         prefix_offsets=_offsets([len(part.prefix_slots) for part in parts]),
-        tree_slots=_flat(trees, np.int32),
-        tree_positions=_flat(positions, np.int64),
+        tree_slots=_slots(trees),
+        tree_positions=_flat(positions),
         tree_offsets=_offsets([len(tree) for tree in trees]),
         ancestry=ancestry,
         rows_wanted=np.asarray(wanted, dtype=np.int64),
     )
 
 
-def _flat(pieces: Sequence[Sequence[int] | Int32Array], dtype: type) -> npt.NDArray[np.int64]:
+def _flat(pieces: Sequence[Sequence[int]]) -> Int64Array:
     if len(pieces) == 1:
-        return np.asarray(pieces[0], dtype=dtype)
-    return np.concatenate([np.asarray(piece, dtype=dtype) for piece in pieces])
+        return np.asarray(pieces[0], dtype=np.int64)
+    return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces])
+
+
+def _slots(pieces: Sequence[Sequence[int] | Int32Array]) -> Int32Array:
+    if len(pieces) == 1:
+        return np.asarray(pieces[0], dtype=np.int32)
+    return np.concatenate([np.asarray(piece, dtype=np.int32) for piece in pieces])
 
 
 def _offsets(lengths: Sequence[int]) -> Int32Array:

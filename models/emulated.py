@@ -1,7 +1,7 @@
 """Emulated devices: real forwards, padded by sleeping to the step times of a device that is not here.
 
-Sleeping devices share nothing, as separate GPUs do. For benchmarks only, and always labelled. Knows step times,
-not what is forwarded.
+Sleeping devices share nothing, as separate GPUs do. For benchmarks only, and always labelled. Knows step
+times, not what is forwarded.
 """
 
 import time

@@ -13,11 +13,15 @@ _PREFIX = 128
 
 
 def measure_steps(
-    model: Model, row_counts: Sequence[int], seen: Callable[[int, float], None], repeats: int = 3
+    model: Model,
+    row_counts: Sequence[int],
+    seen: Callable[[int, float], object] | None = None,
+    repeats: int = 3,
 ) -> float:
     """Time forwards of each number of rows over a short context; `seen(rows, seconds)` gets each median.
 
-    Writes only garbage into KV slots: call it before any request runs. Returns the median for the first count.
+    Writes only garbage into KV slots: call it before any request runs. Returns the median for the first
+    count.
     """
     prefix = min(_PREFIX, model.slots // 2)
     first = 0.0
@@ -25,7 +29,8 @@ def measure_steps(
         if prefix + rows > min(model.slots, model.facts.context):
             break
         seconds = _time(model, prefix, rows, repeats + (2 if index == 0 else 0))
-        seen(rows, seconds)
+        if seen is not None:
+            seen(rows, seconds)
         first = first or seconds
     return first
 

@@ -113,7 +113,8 @@ def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
 
 
 def _slots(settings: Settings, sizes: ModelSizes, device: str) -> int:
-    """KV slots: what the settings name, else a share of the free memory, never more than all requests need."""
+    """KV slots: what the settings name, else a share of the free memory, never more than all requests
+    need."""
     context = min(settings.context or sizes.config.context, sizes.config.context)
     if settings.kv_memory_mb is not None:
         budget = settings.kv_memory_mb << 20

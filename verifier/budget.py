@@ -2,8 +2,8 @@
 
 Both are one question under the measured cost model: does it raise the expected committed tokens per second?
 With a long-run rate `r` of tokens a second, time is worth `r` tokens a second (renewal reward): a node is
-verified when its reach exceeds `r` times the time that its row adds, and growth is awaited when the tokens that
-it should add exceed `r` times the wait. Plain numpy; knows no models and no messages.
+verified when its reach exceeds `r` times the time that its row adds, and growth is awaited when the tokens
+that it should add exceed `r` times the wait. Plain numpy; knows no models and no messages.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,8 @@ class Rate:
 
 
 class GrowthGain:
-    """How many expected tokens one draft step adds, as a share of the reach of the leaves that it can expand."""
+    """How many expected tokens one draft step adds, as a share of the reach of the leaves that it can
+    expand."""
 
     def __init__(self, share: float = 0.6) -> None:
         self.share = share

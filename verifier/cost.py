@@ -1,4 +1,5 @@
-"""The measured cost model: seconds of one forward by number of rows. Plain numpy; knows no models and no requests."""
+"""The measured cost model: seconds of one forward by number of rows. Plain numpy; knows no models and no
+requests."""
 
 from collections.abc import Sequence
 
@@ -39,7 +40,8 @@ _BLEND = 0.1
 class CostTable:
     """`T(rows)`: a moving average at fixed points, linear between them, never falling.
 
-    Points never seen take the value of the line through their measured neighbours, or of the slope beyond them.
+    Points never seen take the value of the line through their measured neighbours, or of the slope beyond
+    them.
     """
 
     def __init__(self, prior_s: float = 0.02) -> None:

@@ -93,7 +93,8 @@ class Drafters:
         self._send_all(Close(request.number, request.epoch), None)
 
     def drain(self, requests: Mapping[int, Request]) -> int:
-        """Take every waiting message; growth goes into the replicas. Returns the number of growth messages."""
+        """Take every waiting message; growth goes into the replicas. Returns the number of growth
+        messages."""
         grown = 0
         for link in list(self._links):
             try:
@@ -117,7 +118,8 @@ class Drafters:
         return bool(poll(self.channels, timeout_s))
 
     def worth_waiting(self) -> bool:
-        """Whether a drafter is there that has not been silent for 3 of its steps + 20 ms after it was asked."""
+        """Whether a drafter is there that has not been silent for 3 of its steps + 20 ms after it was
+        asked."""
         now = self._clock()
         return any(
             link.joined

@@ -1,6 +1,7 @@
 """The verifier's engine: one step is one round, and reads as its description.
 
-    drain growth -> choose work -> grow first where it pays -> launch -> drain -> finish: sample, walk, commit, publish
+    drain growth -> choose work -> grow first where it pays -> launch -> drain -> finish: sample, walk,
+    commit, publish
 
 It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not how drafts are made.
 """
@@ -205,7 +206,8 @@ class Engine:
         return sum(part.request.decoding for part in parts)
 
     def _place(self, parts: Sequence[Part], chosen: Sequence[tuple[float, int, Node]]) -> list[Work]:
-        """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents first."""
+        """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
+        first."""
         nodes: list[list[Node]] = [[] for _ in parts]
         for _, index, node in chosen:
             nodes[index].append(node)

@@ -64,6 +64,7 @@ class Never:
 
     def wants(self, outlook: Outlook) -> bool:
         """Never."""
+        del outlook
         return False
 
     def learn(self, before: Outlook, after: Outlook) -> None:

@@ -1,9 +1,10 @@
-"""The verifier process: takes requests from the server, runs rounds, sends tokens back; listens for drafters."""
+"""The verifier process: takes requests from the server, runs rounds, sends tokens back; listens for
+drafters."""
 
 import time
 from collections import deque
 
-from ssd_serve.cluster.channel import Channel
+from ssd_serve.cluster.channel import Channel, Waitable
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.polling import poll
 from ssd_serve.errors import EngineDeadError
@@ -52,7 +53,7 @@ class Loop:
         deadline = time.monotonic() + timeout_s
         while not self._engine.drafters.alive and time.monotonic() < deadline and not self._server.closed:
             self._accept()
-            poll([self._server, self._joining, *self._engine.drafters.channels], 0.05)
+            self._sleep(0.05)
             self._engine.drafters.drain({})
 
     def run(self) -> None:
@@ -63,7 +64,7 @@ class Loop:
             if self._engine.busy and len(self._unsent) < _MOST_UNSENT:
                 self._unsent.extend(self._engine.step())
             else:
-                poll([self._server, self._joining, *self._engine.drafters.channels], _STATUS_S / 2)
+                self._sleep(_STATUS_S / 2)
                 self._engine.drafters.drain({})
             self._report()
 
@@ -75,6 +76,11 @@ class Loop:
                     self._unsent.append(refused)
             elif isinstance(message, Abort | Finish):
                 self._engine.abort(message.request)
+
+    def _sleep(self, timeout_s: float) -> None:
+        """Until anybody says anything."""
+        sources: list[Waitable] = [self._server, self._joining, *self._engine.drafters.channels]
+        poll(sources, timeout_s)
 
     def _accept(self) -> None:
         channel = self._joining.accept()

@@ -48,8 +48,8 @@ class Tally:
 class Request:
     """A request from `Submit` to `Finished`.
 
-    `tokens` is prompt + output; the first `len(slots)` of them are in the KV cache. The root is the last token
-    and is never in the cache: `pending` is 1 while decoding, more while the prompt is being read.
+    `tokens` is prompt + output; the first `len(slots)` of them are in the KV cache. The root is the last
+    token and is never in the cache: `pending` is 1 while decoding, more while the prompt is being read.
     """
 
     number: int

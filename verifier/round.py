@@ -134,8 +134,8 @@ def _rows(work: Work) -> RequestRows:
 def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
     """Follow the child that equals the target's choice while that child was a row of this forward.
 
-    Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The first
-    choice without such a row is the bonus token; its KV is never assumed.
+    Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The
+    first choice without such a row is the bonus token; its KV is never assumed.
     """
     request = work.part.request
     if not work.part.final:

@@ -1,7 +1,8 @@
 """Continuous batching: which requests work in the next round, and with which KV slots.
 
-Plain Python: no tensors, no trees' contents, no sampling. Tree rows are given slots last, from what no running
-request needs; memory is reclaimed from the prefix cache first and by preempting the youngest request last.
+Plain Python: no tensors, no trees' contents, no sampling. Tree rows are given slots last, from what no
+running request needs; memory is reclaimed from the prefix cache first and by preempting the youngest request
+last.
 """
 
 from collections import deque
