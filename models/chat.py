@@ -48,7 +48,8 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **allowed: Any
     ) -> str:
         """The prompt of a conversation. What the template refuses is a `RequestError` on `messages`."""
-        values = {**self._variables, **allowed}
+        # Templates ask whether these are none, not only whether they are defined.
+        values = {"tools": None, "documents": None, **self._variables, **allowed}
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **values

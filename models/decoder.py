@@ -6,7 +6,7 @@ keys and values are stored together. Knows batches, weights and attention backen
 file format and no page size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,12 @@ def matrix_elements(config: DecoderConfig) -> int:
     return config.hidden * (config.layers * (attention + 3 * config.intermediate) + config.vocabulary)
 
 
+def largest_matrix(config: DecoderConfig) -> int:
+    """Numbers in the largest matrix."""
+    attention = (config.heads + 2 * config.kv_heads) * config.head_dim
+    return config.hidden * max(config.vocabulary, 2 * config.intermediate, attention)
+
+
 def tensor_names(config: DecoderConfig) -> Iterator[str]:
     """The names of all tensors in a checkpoint."""
     yield from ("model.embed_tokens.weight", "model.norm.weight")
@@ -170,8 +176,16 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
             yield from (f"{prefix}self_attn.{name}_norm.weight" for name in ("q", "k"))
 
 
-def read_weights(config: DecoderConfig, checkpoint: Checkpoint, make: LinearFactory) -> DecoderWeights:
-    """Read all weights; missing, misshapen and unexpected tensors are a `CheckpointError`."""
+def read_weights(
+    config: DecoderConfig,
+    checkpoint: Checkpoint,
+    make: LinearFactory,
+    progress: Callable[[int, int], None] | None = None,
+) -> DecoderWeights:
+    """Read all weights; missing, misshapen and unexpected tensors are a `CheckpointError`.
+
+    `progress` is told how many layers of how many are read.
+    """
     checkpoint.require(list(tensor_names(config)))
     embedding = make.tensor("model.embed_tokens.weight", (config.vocabulary, config.hidden))
     if config.tied:
@@ -179,10 +193,14 @@ def read_weights(config: DecoderConfig, checkpoint: Checkpoint, make: LinearFact
         head = make.wrap(embedding)
     else:
         head = make.by_outputs([Part("lm_head", config.vocabulary)], config.hidden, bias=False)
-    layers = tuple(_read_layer(config, make, f"model.layers.{index}") for index in range(config.layers))
+    layers: list[DecoderLayer] = []
+    for index in range(config.layers):
+        layers.append(_read_layer(config, make, f"model.layers.{index}"))
+        if progress is not None:
+            progress(index + 1, config.layers)
     norm = RmsNorm(make.tensor("model.norm.weight", (config.hidden,)), config.norm_epsilon)
     checkpoint.finish()
-    return DecoderWeights(embedding, layers, norm, head)
+    return DecoderWeights(embedding, tuple(layers), norm, head)
 
 
 def _read_layer(config: DecoderConfig, make: LinearFactory, prefix: str) -> DecoderLayer:

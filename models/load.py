@@ -3,6 +3,7 @@
 Knows how the pieces are put together; the pieces know nothing of each other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ssd_serve.kernels.packed import cpu_has_fast_bf16
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import DecoderConfig, load_config, model_name
-from ssd_serve.models.decoder import Decoder, kv_layout, matrix_elements, read_weights
+from ssd_serve.models.decoder import Decoder, kv_layout, largest_matrix, matrix_elements, read_weights
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.linear import LinearFactory, Parallel
 from ssd_serve.models.memory import available_memory, require_memory
@@ -68,25 +69,28 @@ def load_model(
     context: int | None,
     packed: bool = True,
     features: tuple[int, ...] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model folder with a KV cache of `slots` tokens.
 
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
-    on CPUs. `features` names layers whose outputs every forward returns. Raises `CheckpointError` and
-    `MemoryShortError`.
+    on CPUs. `features` names layers whose outputs every forward returns. `progress` is told
+    how many layers of how many are loaded. Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
     sizes = model_sizes(path, device=device, dtype=dtype)
     kind = resolve_dtype(dtype, device)
     config = sizes.config
-    need = sizes.resident_bytes + slots * sizes.kv_bytes_per_slot
+    # While a matrix is packed its dense copy exists too.
+    need = sizes.resident_bytes + largest_matrix(config) * _DTYPES[kind].itemsize
+    need += slots * sizes.kv_bytes_per_slot
     require_memory(model_name(path), need, available_memory(place))
     layout = kv_layout(config, _DTYPES[kind])
     with torch.inference_mode(), Checkpoint(path) as checkpoint:
         make = LinearFactory(
             checkpoint, parallel=Parallel(), device=place, dtype=_DTYPES[kind], packed=packed
         )
-        weights = read_weights(config, checkpoint, make)
+        weights = read_weights(config, checkpoint, make, progress)
         cache = KVCache(layout, slots, place)
     facts = ModelFacts(
         name=model_name(path),

@@ -36,7 +36,11 @@ def test_devices() -> None:
 
 def test_sizes_from_the_configuration_alone(folder: Path) -> None:
     sizes = load.model_sizes(folder, device="cpu", dtype="bf16")
-    model = load.load_model(folder, device="cpu:0", dtype="bf16", slots=16, context=64)
+    seen: list[tuple[int, int]] = []
+    model = load.load_model(
+        folder, device="cpu:0", dtype="bf16", slots=16, context=64, progress=lambda *now: seen.append(now)
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
     facts = model.facts
     assert sizes.kv_bytes_per_slot == facts.kv_bytes_per_slot
     assert sizes.resident_bytes == facts.weight_bytes + 199 * 64 * 2

@@ -19,6 +19,7 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 [{{ message.role }}] {{ message.content | trim }}{{ message | tojson }}
 {% if loop.last and not extra %}{% break %}{% endif %}
 {% endfor %}
+{% if tools is none and documents is none %}no tools{% endif %}
 {% if add_generation_prompt %}[assistant] {% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"""
 MESSAGES = [{"role": "system", "content": " Be <brief>. "}, {"role": "user", "content": "naïve 你好?"}]
 
