@@ -159,9 +159,9 @@ def training_lines(trained: Trained) -> list[str]:
         f"- {trained.step:,} steps, {trained.tokens:,} tokens, {trained.worked_seconds / 60:.0f} minutes "
         f"on a CPU in the background of other work ({state}).",
         "- Muon for the matrices, AdamW for the rest, bf16 autocast; the learning rate follows the wall "
-        "clock: constant, then linear to zero. Windows of 512, then 1,024, then 2,048 tokens.",
-        "- The draft learns in the same steps from the target's distribution, with extra weight on its first "
-        "choice, and in the last part alone from the finished target.",
+        "clock: constant, then linear to zero. Windows of 512, then of 1,024 tokens.",
+        "- The draft learns in the same steps: first from the text, later from the target's distribution with extra "
+        "weight on its first choice, in the last part alone from the finished target.",
     ]
 
 
