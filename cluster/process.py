@@ -5,6 +5,7 @@ dies, however it dies, the kernel closes the pipe and the worker leaves.
 """
 
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,9 @@ from dataclasses import dataclass, field
 
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Settings
+
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that workers ignore: whoever started them says when they leave."""
 
 _STDERR = 2
 
@@ -64,10 +68,14 @@ def worker_command(*arguments: str) -> list[str]:
 
 def start_worker(name: str, command: Sequence[str], settings: Settings) -> WorkerProcess:
     """Start a worker and hand it its settings as one JSON line. Its stdout goes to our stderr."""
+    # Blocked signals stay blocked in the child, so none can end it before it ignores them by itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
     try:
         popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_STDERR)
     except OSError as error:
         raise SsdError(f"the process {name} cannot be started: {error.strerror}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if popen.stdin is not None:
         # A worker that died at once is noticed by its exit code, not here.
         with contextlib.suppress(BrokenPipeError):

@@ -13,6 +13,7 @@ import threading
 
 import setproctitle
 
+from ssd_serve.cluster.process import PARENTS_SIGNALS
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import ProtocolError, SsdError
 from ssd_serve.settings import Settings
@@ -26,8 +27,10 @@ _PR_SET_PDEATHSIG = 1
 def enter_worker(name: str, stdin: io.FileIO | None = None) -> Settings:
     """Become the worker `name`: take the title, read settings, tie this process's life to its parent's."""
     setproctitle.setproctitle(f"ssd: {name}")
-    # Ctrl-C reaches the whole terminal group; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and `kill -TERM -GROUP` reach every process; the parent alone decides what they mean.
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     _die_with_parent()
     # Unbuffered: a buffer's lock, held by the lifeline thread, would be in the way when the process ends.
     stream = stdin if stdin is not None else io.FileIO(0, closefd=False)

@@ -8,6 +8,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
@@ -59,6 +60,7 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
         limits,
         frozenset(facts.eos_token_ids),
         name,
+        get_logger(name, settings.log_level, settings.log_format),
     )
     hello = Hello(
         protocol=PROTOCOL_VERSION,

@@ -7,7 +7,6 @@ It speaks in messages but owns no socket, holds no KV and runs no model: those a
 source's. Losslessness never depends on it.
 """
 
-import logging
 from collections.abc import Sequence
 
 from ssd_serve.cache.expansions import ROOT_STEP, pack
@@ -16,10 +15,9 @@ from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.source import Candidates, DraftSource, Expansion
+from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 from ssd_serve.seeds import root_name
-
-_LOG = logging.getLogger("ssd_serve.drafter")
 
 
 class _Drafted:
@@ -46,11 +44,19 @@ class DrafterCore:
     """Grows trees for all open requests. `ends` are the EOS ids; `name` is the source name in growth
     messages."""
 
-    def __init__(self, source: DraftSource, limits: GrowthLimits, ends: frozenset[int], name: str) -> None:
+    def __init__(
+        self,
+        source: DraftSource,
+        limits: GrowthLimits,
+        ends: frozenset[int],
+        name: str,
+        log: Logger | None = None,
+    ) -> None:
         self._source = source
         self._limits = limits
         self._ends = ends
         self._name = name
+        self._log = log or get_logger(name)
         self._requests: dict[int, _Drafted] = {}
         self._calibration = Calibration()
         self._paused = False
@@ -158,7 +164,7 @@ class DrafterCore:
         advance = drafted.tree.advance(message.tokens)
         drafted.position += len(message.tokens)
         if drafted.tree.root.name != message.root:
-            _LOG.warning("derived root differs: request %d position %d", message.request, message.position)
+            self._log.warning("derived root differs", request=message.request, position=message.position)
             return [Resync(message.request, message.epoch)]
         drafted.frontier.rebuild()
         kept = [node.name for node in drafted.tree.expanded()]

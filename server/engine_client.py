@@ -142,8 +142,8 @@ class EngineClient:
             self._send_surely(Abort(request=request))
 
     def finish(self, request: int) -> None:
-        """A stop string was found: end the request. Does nothing when it has already ended."""
-        if self._submitters.pop(request, None) is not None:
+        """A stop string was found: end the request; its `Finished` follows. Nothing when it has ended."""
+        if request in self._submitters:
             self._send_surely(Finish(request=request))
 
     def _send(self, message: Message) -> bool:

@@ -15,7 +15,10 @@ from ssd_serve.server.engine_client import Report
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.metrics import Stopwatch
 from ssd_serve.server.service import Service
-from ssd_serve.server.text import TextAssembler, TextRules, prime
+from ssd_serve.server.text import TextAssembler, TextRules
+
+_LONGEST_END_S = 5.0
+"""How long the figures of a choice that a stop string ended are waited for: about a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Ending:
     cause: str | int | None
     figures: Figures
     complete: bool = True
-    """False: the engine was not asked for its figures, `figures` holds what could be counted here."""
+    """False: the engine did not tell its figures in time, `figures` holds what could be counted here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,18 @@ class _Choice:
     """One choice while it runs."""
 
     def __init__(self, service: Service, index: int, plan: Plan) -> None:
-        detokenizer = service.tokenizer.detokenizer(skip_special_tokens=plan.skip_special_tokens)
-        prime(detokenizer, plan.prompt)
+        detokenizer = service.tokenizer.detokenizer(plan.prompt, plan.skip_special_tokens)
         self.index = index
         self.request = 0
         self.assembler = TextAssembler(detokenizer, plan.rules)
         self.watch = Stopwatch(service.metrics, len(plan.prompt))
         self.running = False
         self._reports = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text; the engine's word on it may still be missing."""
+        return self.assembler.stopped_by is not None
 
     def absorb(self, report: Committed) -> Piece:
         """Take tokens one by one, up to the one that completes a stop string."""
@@ -105,13 +112,13 @@ class _Choice:
             tokens=report.tokens[:counted],
             logprobs=report.logprobs[:counted],
             offsets=tuple(offsets),
-            ending=self._stopped() if assembler.stopped_by is not None else None,
+            ending=None,
         )
 
     def end(self, report: Finished) -> Piece:
         """The engine ended the choice; held back text may still complete a stop string."""
         text = self.assembler.finish(report.stop_token if report.reason == "stop" else None)
-        if self.assembler.stopped_by is not None:
+        if self.stopped:
             ending = Ending("stop", self.assembler.stopped_by, report.figures)
         else:
             ending = Ending(report.reason, report.stop_token, report.figures)
@@ -124,13 +131,14 @@ class _Choice:
             self.running = False
             self.watch.end(reason, self.assembler.tokens)
 
-    def _stopped(self) -> Ending:
-        """The server ended it. The engine does not answer `Finish`, so only what was seen here is known."""
+    def end_alone(self) -> Piece:
+        """The text is complete but the engine did not say so: only what was seen here is known."""
         self.close("stop")
         tokens = self.assembler.tokens
         # The first report ends the prompt; each later one is a round, whose last token is the bonus.
         figures = Figures(rounds=self._reports - 1, tokens=tokens, accepted=tokens - self._reports)
-        return Ending("stop", self.assembler.stopped_by, figures, complete=False)
+        ending = Ending("stop", self.assembler.stopped_by, figures, complete=False)
+        return Piece(self.index, "", (), (), (), ending)
 
 
 class Run:
@@ -140,7 +148,7 @@ class Run:
         self._service = service
         self._plans = plans
         self._choices: list[_Choice] = []
-        self._reports: asyncio.Queue[tuple[_Choice, Report]] = asyncio.Queue()
+        self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
 
     async def __aenter__(self) -> "Run":
         try:
@@ -177,14 +185,23 @@ class Run:
             if not choice.running:
                 continue
             if isinstance(report, Committed):
-                piece = choice.absorb(report)
-                if piece.ending is not None:
-                    self._service.engine.finish(choice.request)
-                yield piece
+                if not choice.stopped:
+                    yield choice.absorb(report)
+                    self._finish_if_stopped(choice)
             elif isinstance(report, Finished) and report.reason != "error":
                 yield choice.end(report)
+            elif choice.stopped or report is None:
+                self._service.engine.abort(choice.request)
+                yield choice.end_alone()
             else:
                 raise _failure(report)
+
+    def _finish_if_stopped(self, choice: _Choice) -> None:
+        """Ask the engine to end a choice whose stop string was found; it answers with its figures."""
+        if choice.stopped:
+            self._service.engine.finish(choice.request)
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LONGEST_END_S, self._reports.put_nowait, (choice, None))
 
 
 def _failure(report: Finished | Refused | EngineDeadError) -> Exception:

@@ -4,7 +4,6 @@ Tokens are handled singly and never by message, so that text, usage and finish r
 tokens were grouped on their way here. Knows nothing about HTTP or the engine.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,16 +18,6 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """What is still held back, at the end."""
         ...
-
-
-CONTEXT_TOKENS = 8
-"""Tokens before an output that its first token's text may depend on."""
-
-
-def prime(detokenizer: Detokenizer, before: Sequence[int]) -> None:
-    """Let the output continue these tokens: otherwise some tokenizers drop the space of its first word."""
-    for token in before[-CONTEXT_TOKENS:]:
-        detokenizer.push(token)
 
 
 class StopScanner:

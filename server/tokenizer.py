@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from ssd_serve.server.text import Detokenizer, prime
+from ssd_serve.server.text import Detokenizer
 
 Result = TypeVar("Result")
 
@@ -37,8 +37,8 @@ class TextTokenizer(Protocol):
         """The conversation as one text; `RequestError` when the model has no template or it refuses."""
         ...
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder."""
+    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder of what follows `context`, whose end the first words depend on."""
         ...
 
 
@@ -54,8 +54,7 @@ class TokenTexts:
         if token not in self._known:
             # At the start of a text some tokenizers drop a leading space.
             before = self._tokenizer.encode("a", add_special_tokens=False)
-            stream = self._tokenizer.detokenizer(skip_special_tokens=False)
-            prime(stream, before)
+            stream = self._tokenizer.detokenizer(before, skip_special_tokens=False)
             self._known[token] = stream.push(token) or stream.flush()
         return self._known[token]
 

@@ -12,6 +12,7 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.logs import Logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
@@ -47,7 +48,10 @@ class Assembled:
 
 
 def assemble_verifier(
-    settings: Settings, say: Callable[[str], None], policy: GrowPolicy | None = None
+    settings: Settings,
+    say: Callable[[str], None],
+    policy: GrowPolicy | None = None,
+    log: Logger | None = None,
 ) -> Assembled:
     """Load the target, measure its step times, and in mode `sd` load the draft beside it."""
     device = settings.target_device or "cpu"
@@ -67,7 +71,7 @@ def assemble_verifier(
     hello = _hello(model.facts, Tokenizer(path))
     if policy is None:
         policy = WhenItPays() if settings.grow_first else Never()
-    engine = _engine(settings, model, slots, hello, cost, policy)
+    engine = _engine(settings, model, slots, Drafters(hello, log=log), cost, policy)
     inline = _inline(settings, hello, say) if settings.mode is Mode.SD else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
@@ -75,7 +79,7 @@ def assemble_verifier(
 
 
 def _engine(
-    settings: Settings, model: Model, slots: int, hello: Hello, cost: CostTable, policy: GrowPolicy
+    settings: Settings, model: Model, slots: int, drafters: Drafters, cost: CostTable, policy: GrowPolicy
 ) -> Engine:
     facts = model.facts
     pool = SlotPool(slots)
@@ -91,7 +95,7 @@ def _engine(
     )
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), device=facts.device)
     rounds = Rounds(model, noise, facts.eos_token_ids)
-    return Engine(rounds, Scheduler(pool, prefix, limits), Drafters(hello), cost, policy, bounds)
+    return Engine(rounds, Scheduler(pool, prefix, limits), drafters, cost, policy, bounds)
 
 
 def _inline(settings: Settings, hello: Hello, say: Callable[[str], None]) -> InlineChannel:

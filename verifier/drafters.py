@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.polling import poll
 from ssd_serve.errors import PairMismatchError, ProtocolError
-from ssd_serve.logs import get_logger
+from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import (
     Close,
     DrafterMessage,
@@ -26,7 +26,6 @@ from ssd_serve.messages import (
 )
 from ssd_serve.verifier.request import Request
 
-_LOG = get_logger("verifier")
 _SILENT_STEPS = 3
 _SILENT_EXTRA_S = 0.020
 _HEARTBEAT_S = 2.0
@@ -50,9 +49,12 @@ class Link:
 class Drafters:
     """A list of drafters. `hello` is what they must agree with."""
 
-    def __init__(self, hello: Hello, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, hello: Hello, clock: Callable[[], float] = time.monotonic, log: Logger | None = None
+    ) -> None:
         self._hello = hello
         self._clock = clock
+        self._log = log or get_logger("verifier")
         self._links: list[Link] = []
         self._beat_at = 0.0
         self.joins = 0
@@ -102,13 +104,13 @@ class Drafters:
                 for message in messages:
                     grown += self._take(link, message, requests)
             except (ProtocolError, PairMismatchError) as error:
-                _LOG.warning("drafter refused", name=link.name, reason=str(error))
+                self._log.warning("drafter refused", name=link.name, reason=str(error))
                 link.channel.send(Refusal(str(error)))
                 link.channel.flush()
                 link.channel.close()
             if link.channel.closed:
                 self._links.remove(link)
-                _LOG.warning("drafter left", name=link.name)
+                self._log.warning("drafter left", name=link.name)
             elif link.behind:
                 self._catch_up(link, requests)
         return grown
@@ -154,7 +156,7 @@ class Drafters:
             if request is not None and message.epoch == request.epoch:
                 self.open(request)
         elif isinstance(message, Refusal):
-            _LOG.warning("drafter left", name=link.name, reason=message.message)
+            self._log.warning("drafter left", name=link.name, reason=message.message)
             link.channel.close()
         return 0
 
@@ -165,7 +167,7 @@ class Drafters:
         link.channel.send(self._hello)
         for request in requests.values():
             self.open(request)
-        _LOG.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))
+        self._log.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))
 
     def _catch_up(self, link: Link, requests: Mapping[int, Request]) -> None:
         for number in list(link.behind):

@@ -115,6 +115,14 @@ class Engine:
         if request is not None:
             self._retire(request)
 
+    def finish(self, number: int) -> Finished | None:
+        """End a request because the front end found its end; None when it had ended by itself."""
+        request = self._requests.pop(number, None)
+        if request is None:
+            return None
+        self._retire(request)
+        return Finished(number, "stop", request.tally.figures())
+
     def step(self) -> list[VerifierReport]:
         """One round over everything that is running; returns what the front end must know."""
         started = self._clock()

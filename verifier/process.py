@@ -25,7 +25,7 @@ def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
     log = get_logger("verifier", settings.log_level, settings.log_format)
     servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
     server = _await_server(servers)
-    verifier = assemble_verifier(settings, lambda text: _say(server, log, text))
+    verifier = assemble_verifier(settings, lambda text: _say(server, log, text), log=log)
     loop = Loop(server, joining, verifier.engine)
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafter")
@@ -74,7 +74,11 @@ class Loop:
                 refused = self._engine.submit(message)
                 if refused is not None:
                     self._unsent.append(refused)
-            elif isinstance(message, Abort | Finish):
+            elif isinstance(message, Finish):
+                finished = self._engine.finish(message.request)
+                if finished is not None:
+                    self._unsent.append(finished)
+            elif isinstance(message, Abort):
                 self._engine.abort(message.request)
 
     def _sleep(self, timeout_s: float) -> None:
@@ -115,7 +119,7 @@ def _say(server: Channel, log: Logger, text: str) -> None:
 def _ready(settings: Settings, verifier: Assembled) -> Ready:
     return Ready(
         target=verifier.facts.name,
-        draft=settings.draft_model or "",
+        draft=(settings.draft_model or "") if settings.mode is not Mode.AR else "",
         mode=settings.mode.value,
         target_device=settings.target_device or "cpu",
         draft_device=settings.draft_device or "",
@@ -133,7 +137,7 @@ def _status(engine: Engine) -> Status:
     return Status(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
-        slots_used=scheduler.pool.used,
+        slots_used=scheduler.pool.used - (prefix.evictable if prefix else 0),
         slots=scheduler.pool.slots,
         prefix_queries=prefix.queries if prefix else 0,
         prefix_hits=prefix.hits if prefix else 0,

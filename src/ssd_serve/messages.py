@@ -52,7 +52,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """The server found a stop string: end the request as finished. Answered by nothing."""
+    """The server found a stop string: end the request. Answered by `Finished` unless it has ended by itself."""
 
     request: int
 
@@ -91,7 +91,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The request ended: `reason` is 'stop' (EOS or stop id), 'length', or 'error'."""
+    """The request ended: `reason` is 'stop' (EOS, stop id or `Finish`), 'length', or 'error'."""
 
     request: int
     reason: str
@@ -195,10 +195,10 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
 class Growth(msgspec.Struct, frozen=True, tag=True):
     """Expansions of a request's tree, as parallel buffers; `cache/expansions.py` packs and unpacks them.
 
-    Expansion i is of the node that `steps[i]` (i32 token) leads to from the node named `parents[i]` (u64), or of
-    that node itself where the step is -1 (a root). It brings `counts[i]` (u16) candidates: `tokens` (i32), best
-    first, with `log_probabilities` (f32) conditional on the expanded node. `sequence` counts the growth messages
-    of (request, epoch) from 0; a `snapshot` holds the whole tree below the drafter's root.
+    Expansion i is of the node that `steps[i]` (i32 token) leads to from the node named `parents[i]` (u64), or
+    of that node itself where the step is -1 (a root). It brings `counts[i]` (u16) candidates: `tokens` (i32),
+    best first, with `log_probabilities` (f32) conditional on the expanded node. `sequence` counts the growth
+    messages of (request, epoch) from 0; a `snapshot` holds the whole tree below the drafter's root.
     """
 
     request: int

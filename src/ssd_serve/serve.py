@@ -59,9 +59,9 @@ class ServingTokenizer:
         """The conversation as one text."""
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> DetokenizeStream:
-        """A fresh incremental decoder."""
-        return self._tokenizer.stream(skip_special_tokens=skip_special_tokens)
+    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> DetokenizeStream:
+        """A fresh incremental decoder of what follows `context`."""
+        return self._tokenizer.stream(context, skip_special_tokens)
 
 
 class ServingClient(EngineClient):

@@ -1,5 +1,6 @@
 """No orphans, whoever is killed first; deaths are noticed, drafters come back, reasons reach the caller."""
 
+import itertools
 import json
 import os
 import signal
@@ -120,6 +121,21 @@ def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
         assert after["verifier"] == before["verifier"]
         assert after["drafter-0"] != before["drafter-0"]
         assert engine.failure is None
+
+
+def test_a_signal_to_the_whole_group_is_the_parents_affair() -> None:
+    command = workers(verifier="sleep", drafter="sleep")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        pids = engine.pids()
+        # At once, while the workers still import, and again when they run.
+        for _ in range(2):
+            for pid, number in itertools.product(pids.values(), (signal.SIGTERM, signal.SIGINT)):
+                os.kill(pid, number)
+            time.sleep(1.0)
+        assert engine.pids() == pids
+        assert (engine.restarts, engine.failure) == (0, None)
+        assert all(alive(pid) for pid in pids.values())
+    assert not any(alive(pid) for pid in pids.values())
 
 
 def test_a_drafter_that_always_dies_is_restarted_less_and_less_often() -> None:

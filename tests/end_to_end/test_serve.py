@@ -45,7 +45,11 @@ def serving(pair: tuple[Path, Path], folder: Path) -> Generator[Server]:
     }
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ssd_serve", "serve"], env=environment, stdout=log, stderr=log
+            [sys.executable, "-m", "ssd_serve", "serve"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         yield process, f"http://127.0.0.1:{port}", folder / "log"
@@ -67,8 +71,12 @@ def await_health(url: str, seconds: float = 60.0) -> set[int]:
 
 
 def children(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
-    found = psutil.Process(process.pid).children()
-    return {child.cmdline()[0].strip(): child for child in found if child.cmdline()}
+    found: dict[str, psutil.Process] = {}
+    for child in psutil.Process(process.pid).children():
+        # One that was just killed has no command line any more.
+        with suppress(psutil.Error, IndexError):
+            found[child.cmdline()[0].strip()] = child
+    return found
 
 
 def complete(url: str, tokens: int = 24) -> str:
@@ -77,6 +85,15 @@ def complete(url: str, tokens: int = 24) -> str:
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
+
+
+def figures_after_a_stop_string(url: str, text: str) -> object:
+    """How many nodes were verified for the same request, ended by a stop string from its text."""
+    body = {"prompt": "def f(", "max_tokens": 24, "seed": 3, "temperature": 0.8, "stop": text[8:11]}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert text.startswith(answer["choices"][0]["text"])
+    return answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -90,6 +107,7 @@ def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path],
         workers = children(process)
         assert set(workers) == {"ssd: verifier", "ssd: drafter-0"}
         text = complete(url)
+        assert figures_after_a_stop_string(url, text) is not None
         workers["ssd: drafter-0"].kill()
         assert complete(url) == text
         deadline = time.monotonic() + 30
@@ -98,9 +116,12 @@ def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path],
             time.sleep(0.05)
         assert complete(url) == text
         everything = list(children(process).values())
-        process.send_signal(signal.SIGTERM)
+        before = log.read_text()
+        # To the whole group, as a terminal or a process manager does.
+        os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(15) == 0, log.read_text()
         assert gone(everything)
+        assert log.read_text().removeprefix(before).splitlines()[:-1] == []
     assert list((tmp_path / "run").iterdir()) == []
 
 

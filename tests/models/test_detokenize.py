@@ -61,9 +61,33 @@ def test_characters_split_over_tokens(kind: str, request: pytest.FixtureRequest)
     assert pieces[-1] == ""
 
 
-@given(ids=st.lists(st.integers(0, 320), max_size=40))
+@given(ids=st.lists(st.integers(0, 320), max_size=40) | st.lists(st.integers(130, 260), max_size=150))
 def test_any_bytes(byte_level: Tokenizer, ids: list[int]) -> None:
     assert "".join(pushed(DetokenizeStream(byte_level.decode), ids)) == byte_level.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["nonsense", "no text"])
+def test_output_that_is_no_text_is_not_held_for_ever(byte_level: Tokenizer, kind: str) -> None:
+    special, byte = byte_level.token_to_id("<|end|>"), byte_level.encode("é").ids[0]
+    token = special if kind == "no text" else byte
+    assert token is not None
+    longest = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return byte_level.decode(list(ids))
+
+    pieces = pushed(DetokenizeStream(decode), [token] * 400)
+    assert "".join(pieces) == ("" if kind == "no text" else "�" * 400)
+    assert longest < 50
+
+
+def test_a_prompt_that_ends_within_a_character(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("ok 🎉 done").ids
+    stream = DetokenizeStream(byte_level.decode, ids[:5])
+    assert byte_level.decode(ids[:5]) == "ok �"
+    assert "".join(pushed(stream, ids[5:])) == "🎉 done"
 
 
 @given(text=st.text(max_size=40))

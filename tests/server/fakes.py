@@ -95,7 +95,7 @@ class ByteTokenizer:
         return [BEGIN] * add_special_tokens + list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        stream = self.detokenizer(skip_special_tokens)
+        stream = self.detokenizer((), skip_special_tokens)
         return "".join(stream.push(token) for token in ids) + stream.flush()
 
     def apply_chat_template(
@@ -109,7 +109,7 @@ class ByteTokenizer:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + "assistant: " * add_generation_prompt + "(thinking)" * bool(variables)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer(skip_special_tokens)
 
 
@@ -155,6 +155,8 @@ class FakeEngine:
     playwright: Playwright
     received: list[Message] = field(default_factory=list[Message])
     released: threading.Event = field(default_factory=threading.Event)
+    mute: bool = False
+    """Take `Finish` without an answer."""
 
     def __post_init__(self) -> None:
         self._plays: dict[int, _Play] = {}
@@ -210,7 +212,9 @@ class FakeEngine:
             script = self.playwright(message)
             self._plays[message.request] = _Play(message, script, deque(script.groups))
         elif isinstance(message, Abort | Finish):
-            self._plays.pop(message.request, None)
+            known = self._plays.pop(message.request, None)
+            if known is not None and isinstance(message, Finish) and not self.mute:
+                self.channel.send(Finished(message.request, "stop", FIGURES))
         with self._changed:
             self.received.append(message)
 

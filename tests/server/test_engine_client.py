@@ -45,17 +45,20 @@ async def test_reports_reach_who_submitted_and_nobody_after_the_end() -> None:
     client.stop()
 
 
-async def test_what_is_aborted_or_finished_hears_nothing_more() -> None:
+async def test_what_is_aborted_hears_nothing_more_and_what_is_finished_its_end() -> None:
     client, engine = pair()
     heard: list[Report] = []
-    requests = [client.submit((1,), PARAMETERS, 7, heard.append) for _ in range(2)]
+    finished: list[Report] = []
+    requests = [client.submit((1,), PARAMETERS, 7, deliver.append) for deliver in (heard, finished)]
     client.abort(requests[0])
     client.finish(requests[1])
     client.abort(requests[0])
     for request in requests:
-        engine.send(Committed(request, (5,)))
+        engine.send(Finished(request, "stop", Figures(rounds=3)))
     await drain(client)
     assert heard == []
+    assert finished == [Finished(requests[1], "stop", Figures(rounds=3))]
+    client.finish(requests[1])
     sent = [type(message).__name__ for message in engine.receive()]
     assert sent == ["Submit", "Submit", "Abort", "Finish"]
     client.stop()

@@ -1,7 +1,7 @@
 """Whatever a client sends: an error in OpenAI's shape that names the field, and a server that goes on."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -245,7 +245,7 @@ class BrokenTokenizer(ByteTokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise ZeroDivisionError
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> ByteDetokenizer:
         stream = ByteDetokenizer(skip_special_tokens)
 
         def push(token: int) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.messages import Abort, Finish
-from tests.server.fakes import END, Script, say
+from tests.server.fakes import END, Script, say, tokens
 from tests.server.houses import events, open_house, post
 
 PATH = "/v1/completions"
@@ -54,7 +54,7 @@ def test_grouping_changes_nothing(
 
 @pytest.mark.anyio
 async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> None:
-    async with open_house(lambda _: say("one two three", group=100)) as house:
+    async with open_house(lambda _: say("one two three", group=100, hold_after=1)) as house:
         found = await post(house, PATH, prompt="a", stop=" two", return_token_ids=True)
         streamed = await events(house, PATH, prompt="a", stop=[" two"])
         house.engine.wait_for(lambda: len(house.engine.sent(Finish)) == 2)
@@ -63,9 +63,41 @@ async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> 
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", " two")
     assert choice["token_ids"] == list(b"one two")
     assert found["usage"]["completion_tokens"] == 7
-    # Only the engine knows how many nodes it verified, and it was not asked.
-    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] is None
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] == 32
+    assert streamed[-1]["metrics"]["speculative_decoding"]["cache_hit_rate"] == 0.75
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "one"
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_has_ended_already_need_not_be_told() -> None:
+    async with open_house(lambda _: tokens(list(b"one two"), group=7)) as house:
+        found = await post(house, PATH, prompt="a", stop="two", max_tokens=7)
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] == 32
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_never_says_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssd_serve.server.generation._LONGEST_END_S", 0.05)
+    async with open_house(lambda _: say("one two three", group=7, hold_after=1)) as house:
+        house.engine.mute = True
+        found = await post(house, PATH, prompt="a", stop="two")
+        house.engine.wait_for(lambda: len(house.engine.sent(Abort)) == 1)
+        assert house.client.active == 0
+    assert found["choices"][0]["text"] == "one "
+    figures = found["metrics"]["speculative_decoding"]
+    assert (figures["num_tokens"], figures["num_draft_tokens"]) == (7, None)
+
+
+@pytest.mark.anyio
+async def test_a_complete_text_survives_the_engines_death() -> None:
+    async with open_house(lambda _: say("one two three", group=7, hold_after=1)) as house:
+        house.engine.mute = True
+        asking = asyncio.ensure_future(post(house, PATH, prompt="a", stop="two"))
+        await asyncio.to_thread(house.engine.wait_for, lambda: len(house.engine.sent(Finish)) == 1)
+        await asyncio.to_thread(house.engine.die)
+        found = await asking
+    assert found["choices"][0]["text"] == "one "
 
 
 @pytest.mark.anyio

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.models.detokenize import DetokenizeStream
-from ssd_serve.server.text import StopScanner, TextAssembler, TextRules, prime
+from ssd_serve.server.text import StopScanner, TextAssembler, TextRules
 from tests.server.fakes import END, ByteDetokenizer
 
 TEXTS = st.text(alphabet="abé🙂", max_size=30)
@@ -116,7 +116,5 @@ def test_the_first_word_after_the_prompt_keeps_its_space() -> None:
         # As sentencepiece does, at the start of whatever it is given.
         return "".join(words[i] for i in ids).removeprefix(" ")
 
-    stream = DetokenizeStream(decode)
-    prime(stream, [0, 1])
-    text = TextAssembler(stream, TextRules())
+    text = TextAssembler(DetokenizeStream(decode, [0, 1]), TextRules())
     assert text.push(2) + text.push(3) + text.finish() == " a time"
