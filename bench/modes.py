@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, repeated_share
 from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
 from ssd_serve.bench.sample import Runner, Sample
+from ssd_serve.memory import settle_memory
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.models.warmup import measure_steps
@@ -47,6 +48,7 @@ class Outcome:
 def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str], None]) -> Outcome:
     """One setting, all modes and temperatures."""
     use_cores(TARGET_CORE)
+    settle_memory()
     ssd = rig.engine(Way("ssd"))
     with remote_drafter(rig, ssd, DRAFT_CORE):
         bench = _Bench(rig, plan, say)

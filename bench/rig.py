@@ -35,7 +35,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.growing import ASYNCHRONOUS_PRICE, GrowPolicy, Never, Steps, WhenItPays
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
@@ -101,7 +101,8 @@ class Rig:
     def engine(self, way: Way, cost: CostTable | None = None, model: Model | None = None) -> Engine:
         """A fresh engine over the shared target. `ssd` still needs its drafter connected."""
         settings, target = self.settings, model or self.target
-        policy: GrowPolicy = Steps(way.steps) if way.steps else WhenItPays()
+        price = ASYNCHRONOUS_PRICE if way.mode == "ssd" else 1.0
+        policy: GrowPolicy = Steps(way.steps) if way.steps else WhenItPays(price)
         if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
             policy = Never()
         facts = target.facts

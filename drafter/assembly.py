@@ -1,11 +1,12 @@
 """Puts a drafter together from settings: model, slots, noise, source, core. Knows the parts, runs nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.drafter.width import choose_width, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
@@ -51,9 +52,11 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     if settings.emulate:
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.draft_s, table.flat_rows)
-    step_s = measure_steps(model, [settings.draft_width])
+    seconds: dict[int, float] = {}
+    measure_steps(model, widths_to_measure(settings.draft_width), seconds.__setitem__)
+    width = choose_width(seconds)
     facts = model.facts
-    limits = growth_limits(settings)
+    limits = replace(growth_limits(settings), context=facts.context, width=width)
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
     core = DrafterCore(
         ModelSource(model, SlotPool(slots), noise, limits.fan_out),
@@ -69,6 +72,6 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
         vocabulary=facts.vocabulary,
         context=facts.context,
         name=name,
-        step_ms=1e3 * step_s,
+        step_ms=1e3 * seconds[width],
     )
     return Assembled(core, hello, emulated)

@@ -34,8 +34,10 @@ class _Drafted:
         stops = frozenset(message.parameters.stop_token_ids)
         if not message.parameters.ignore_eos:
             stops |= ends
-        # A node at the last position is an output token, but nothing can follow it.
-        self.frontier = Frontier(self.tree, limits, left - 1, stops)
+        # A node at the last position is an output token, but nothing can follow it; and what the draft model has
+        # no position for it cannot expand.
+        deepest = min(left - 1, limits.context - self.position)
+        self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
         self.candidates: dict[int, Candidates] = {}
 

@@ -5,6 +5,7 @@ Knows the tree and its limits, not how expansion is done and not the other reque
 
 import heapq
 import math
+import sys
 from dataclasses import dataclass
 
 from ssd_serve.cache.tree import Node, SpeculationTree
@@ -12,13 +13,15 @@ from ssd_serve.cache.tree import Node, SpeculationTree
 
 @dataclass(frozen=True, slots=True)
 class GrowthLimits:
-    """Bounds of growth. `width` nodes a step over all requests, `fan_out` candidates of each."""
+    """Bounds of growth. `width` nodes a step over all requests, `fan_out` candidates of each; `context` is
+    how many positions the draft model knows."""
 
     width: int
     fan_out: int
     depth: int
     nodes: int
     least_reach: float = 1e-3
+    context: int = sys.maxsize
 
 
 class Frontier:

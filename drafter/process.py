@@ -9,6 +9,7 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.errors import EngineDeadError, PairMismatchError
 from ssd_serve.logs import get_logger
+from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, Pause, Refusal, Resync
 from ssd_serve.settings import Settings
 
@@ -21,6 +22,7 @@ def run(settings: Settings, name: str, drafter_socket: str) -> int:
     """Load, join the verifier, draft until it is gone. Returns the exit code."""
     log = get_logger(name, settings.log_level, settings.log_format)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu")
+    settle_memory()
     channel = connect(drafter_socket, _JOIN_S)
     _join(channel, drafter.hello)
     log.info("joined", step_ms=round(drafter.hello.step_ms, 2))

@@ -72,11 +72,16 @@ class GrowthGain:
     expand."""
 
     def __init__(self, share: float = 0.6) -> None:
+        self._prior = share
         self.share = share
 
     def expected(self, leaf_reaches: npt.NDArray[np.float64]) -> float:
         """Tokens that expanding these leaves should add to the round."""
         return self.share * float(leaf_reaches.sum())
+
+    def forget(self) -> None:
+        """Nothing was awaited: drift back to the prior, so that one bad time does not end waiting for ever."""
+        self.share += 0.02 * (self._prior - self.share)
 
     def observe(self, leaf_reach: float, added: float) -> None:
         """Leaves of total reach `leaf_reach` were awaited; the round's expected tokens rose by `added`."""

@@ -33,7 +33,11 @@ _HEARTBEAT_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One connected drafter. `behind` are requests whose messages did not fit: they get one `Open` later."""
+    """One connected drafter.
+
+    `behind` are requests whose messages did not fit: they get one `Open` later. `unclosed` are those whose `Close`
+    did not fit, with its epoch.
+    """
 
     channel: Channel
     synchronous: bool = False
@@ -44,6 +48,7 @@ class Link:
     heard_at: float = 0.0
     asked_at: float = 0.0
     behind: set[int] = field(default_factory=set)
+    unclosed: dict[int, int] = field(default_factory=dict)
 
 
 class Drafters:
@@ -90,9 +95,11 @@ class Drafters:
 
     def close(self, request: Request) -> None:
         """Stop drafting for a request."""
+        message = Close(request.number, request.epoch)
         for link in self._links:
             link.behind.discard(request.number)
-        self._send_all(Close(request.number, request.epoch), None)
+            if link.joined and not link.channel.send(message):
+                link.unclosed[message.request] = message.epoch
 
     def drain(self, requests: Mapping[int, Request]) -> int:
         """Take every waiting message; growth goes into the replicas. Returns the number of growth
@@ -111,7 +118,7 @@ class Drafters:
             if link.channel.closed:
                 self._links.remove(link)
                 self._log.warning("drafter left", name=link.name)
-            elif link.behind:
+            elif link.behind or link.unclosed:
                 self._catch_up(link, requests)
         return grown
 
@@ -170,6 +177,13 @@ class Drafters:
         self._log.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))
 
     def _catch_up(self, link: Link, requests: Mapping[int, Request]) -> None:
+        """Say what did not fit, once everything before it is out: every `Open` costs all drafters their trees."""
+        if not link.channel.flush():
+            return
+        for number, epoch in list(link.unclosed.items()):
+            if not link.channel.send(Close(number, epoch)):
+                return
+            del link.unclosed[number]
         for number in list(link.behind):
             request = requests.get(number)
             link.behind.discard(number)

@@ -9,6 +9,7 @@ from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.polling import poll
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, get_logger
+from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Abort, Finish, Message, Progress, Ready, Status, Submit
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
@@ -26,6 +27,7 @@ def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
     servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
     server = _await_server(servers)
     verifier = assemble_verifier(settings, lambda text: _say(server, log, text), log=log)
+    settle_memory()
     loop = Loop(server, joining, verifier.engine)
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafter")

@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     )
     tree_nodes: int = Field(default=4096, ge=1, le=65536, description="most candidates in one request's tree")
     draft_width: int = Field(
-        default=8, ge=1, le=256, description="most nodes that the drafter expands in a step"
+        default=16, ge=1, le=256, description="most nodes that the drafter expands in a step"
     )
     draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
     draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
