@@ -69,7 +69,7 @@ def unpack(growth: Growth, vocabulary: int) -> list[Expansion] | None:
     if (
         sum(counts) != edges
         or (edges and (ids.min() < 0 or ids.max() >= vocabulary))
-        or np.isnan(values).any()
+        or not np.isfinite(values).all()
     ):
         return None
     parents: list[int] = np.frombuffer(growth.parents, dtype="<u8").tolist()

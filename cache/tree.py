@@ -83,11 +83,12 @@ class SpeculationTree:
         """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is
         full.
 
-        Candidates that it already has stay as they are; others are merged behind better ones.
+        Candidates that it already has stay as they are; others are merged behind better ones. A token that is
+        named twice is one candidate.
         """
         if self._size + len(tokens) > self.limit:
             return False
-        if node.tokens:
+        if node.tokens or len(set(tokens)) < len(tokens):
             self._merge(node, tokens, log_probabilities)
             return True
         best = node.cumulative
@@ -164,7 +165,9 @@ class SpeculationTree:
             name = node.name
             for token in tokens[len(path) :]:
                 name = mix(name, token)
+            depth = self.root.depth + len(tokens)
             self.root = Node(name, tokens[-1], None, 0.0)
+            self.root.depth = depth
         self._recount()
         return Advance(tuple(path), hit)
 
