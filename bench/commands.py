@@ -18,6 +18,7 @@ def add_commands(subparsers: Commands) -> None:
     bench = subparsers.add_parser("bench", help="measure: modes, kernels, losslessness")
     commands = bench.add_subparsers(required=True, metavar="BENCH")
     _add_modes(commands)
+    _add_lossless(commands)
 
 
 def _add_modes(commands: Commands) -> None:
@@ -57,6 +58,24 @@ def _run_modes(args: argparse.Namespace) -> int:
     )
     _write(result, args.json)
     return 0
+
+
+def _add_lossless(commands: Commands) -> None:
+    parser = commands.add_parser("lossless", help="any mode, batch, budget and drafter: the plain text")
+    parser.add_argument("--quick", action="store_true", help="a small part of the product, in under a minute")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.set_defaults(run=_run_lossless)
+
+
+def _run_lossless(args: argparse.Namespace) -> int:
+    """0: lossless; 1: a text differed beyond near-ties, or nothing was speculated where it should be."""
+    from ssd_serve.bench.lossless import QUICK, Plan, run_lossless
+
+    result = run_lossless(
+        QUICK if args.quick else Plan(), lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    _write(result, args.json)
+    return 0 if result["lossless"] else 1
 
 
 def _write(result: dict[str, object], path: Path | None) -> None:

@@ -1,0 +1,239 @@
+"""`ssd bench lossless`: the same requests in every mode, batch, budget and with every kind of drafter.
+
+In fp32 every output must equal plain decoding token for token; a first difference is judged in float64 and
+counts as a near-tie only where the two tokens' scores are closer than 1e-5. In bf16 the rate of divergence is
+measured. Knows what is compared; the rig knows how it is put together.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ssd_serve.bench.float64 import Float64Decoder
+from ssd_serve.bench.lossless_rig import Case, Outputs, Pair, run_case
+from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_counts, process
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.models.hub import resolve_model
+from ssd_serve.seeds import choice_seed, mix
+from ssd_serve.settings import EMBEDDED
+
+NEAR_TIE = 1e-5
+"""Score gap, in float64, below which a first difference is floating-point noise."""
+MOST_NEAR_TIES = 1e-5
+"""Near-ties a compared token that are still called lossless."""
+BATCHES = (1, 4, 16)
+BUDGETS = (0, 1, 4, 8, 32)
+DRAFTERS = ("sane", "garbage", "killed")
+TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
+_BASELINE = Case("ar", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to run."""
+
+    pairs: tuple[str, ...] = (EMBEDDED, "random-llama", "random-mistral-window")
+    batches: tuple[int, ...] = BATCHES
+    budgets: tuple[int, ...] = BUDGETS
+    max_tokens: int = 48
+    bf16_tokens: int = 128
+
+
+QUICK = Plan(pairs=(EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), max_tokens=24, bf16_tokens=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a request first differed from plain decoding, and how close the two tokens' scores are."""
+
+    request: int
+    index: int
+    gap: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether floating-point noise explains it."""
+        return self.gap < NEAR_TIE
+
+
+def cases(plan: Plan) -> Iterator[Case]:
+    """The full product."""
+    for batch in plan.batches:
+        yield Case("ar", batch)
+        for budget in plan.budgets:
+            yield Case("sd", batch, budget)
+            for drafter in DRAFTERS:
+                yield Case("ssd", batch, budget, drafter)
+
+
+def requests(vocabulary: int, max_tokens: int) -> list[Submit]:
+    """16 requests: four temperatures with four kinds of parameters; two choices of each prompt."""
+    stops = tuple(range(5, vocabulary, 41))
+    kinds: tuple[dict[str, object], ...] = (
+        {"ignore_eos": True},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"stop_token_ids": stops, "min_tokens": 6},
+        {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "logit_bias": {3: 2.0, 4: -100.0}, "ignore_eos": True},
+    )
+    submits: list[Submit] = []
+    for index in range(16):
+        fields: dict[str, object] = {
+            "temperature": TEMPERATURES[(index // 2) % 4],
+            "max_tokens": max_tokens - index % 3,
+            **kinds[(index + index // 8) % 4],
+        }
+        text = index // 2
+        prompt = tuple(1 + mix(text, place) % (vocabulary - 1) for place in range(6 + 9 * (text % 5)))
+        seed = choice_seed(100 + text, index % 2)
+        submits.append(Submit(index, prompt, SamplingParameters(**fields), seed))  # type: ignore[arg-type]
+    return submits
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs; None for equal texts."""
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+class Judge:
+    """Tells near-ties from errors."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._noise = NoiseRows(pair.vocabulary, 8)
+        self._decoder: Float64Decoder | None = None
+
+    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[Difference]:
+        """The first difference of each request that differs."""
+        judged: list[Difference] = []
+        for submit in submits:
+            one, other = plain.tokens[submit.request], found.tokens[submit.request]
+            index = first_difference(one, other)
+            if index is not None:
+                gap = float("inf")
+                if index < min(len(one), len(other)):
+                    gap = self._gap(submit, one[:index], one[index], other[index])
+                judged.append(Difference(submit.request, index, gap))
+        return judged
+
+    def _gap(self, submit: Submit, output: Sequence[int], one: int, other: int) -> float:
+        """Distance of two tokens' scores after `output`, in float64."""
+        self._decoder = self._decoder or Float64Decoder(self._pair.folder)
+        parameters = submit.parameters
+        logits = self._decoder.last_logits([*submit.prompt, *output])
+        counts = TokenCounts(submit.prompt, output) if needs_counts(parameters) else None
+        eos = () if parameters.ignore_eos else self._pair.eos
+        scores = process(logits, parameters, counts, (), len(output), eos)
+        if not is_greedy(parameters):
+            scores = scores - self._noise.rows([submit.seed], [len(submit.prompt) + len(output)])[0]
+        return abs(float(scores[one]) - float(scores[other]))
+
+
+def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[Difference]) -> int:
+    """Tokens that were compared: those of differing requests count up to the difference."""
+    ends = {each.request: each.index + 1 for each in differences}
+    return sum(ends.get(submit.request, len(plain.tokens[submit.request])) for submit in submits)
+
+
+def run_lossless(plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
+    """`{"results", "totals", "bf16", "hardware", "versions"}`."""
+    torch.set_num_threads(1)  # more would change sums, and tiny products are not worth them
+    rows: list[dict[str, object]] = []
+    totals = {"cases": 0, "tokens": 0, "accepted": 0, "divergences": 0, "near_ties": 0, "idle_cases": 0}
+    with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
+        for name in plan.pairs:
+            started = time.monotonic()
+            found = _run_pair(_load(name, Path(folder) / name), plan, totals)
+            rows += found
+            say(f"{name}: {len(found)} cases in {time.monotonic() - started:.0f} s; so far {totals}")
+    lossless = (
+        totals["divergences"] == totals["near_ties"]
+        and totals["near_ties"] <= MOST_NEAR_TIES * max(totals["tokens"], 1 / MOST_NEAR_TIES)
+        and totals["idle_cases"] == 0
+    )
+    bf16 = _bf16(plan)
+    say(f"bf16: {bf16}")
+    return {
+        "lossless": lossless,
+        "totals": totals,
+        "near_tie_gap": NEAR_TIE,
+        "bf16": bf16,
+        "results": rows,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def _load(name: str, folder: Path, dtype: str = "fp32") -> Pair:
+    if name == EMBEDDED:
+        return Pair(name, resolve_model(name, "target"), resolve_model(name, "draft"), dtype)
+    return Pair(name, *write_random_pair(name, folder), dtype)
+
+
+def _run_pair(pair: Pair, plan: Plan, totals: dict[str, int]) -> list[dict[str, object]]:
+    submits = requests(pair.vocabulary, plan.max_tokens)
+    plain = run_case(pair, _BASELINE, submits)
+    judge = Judge(pair)
+    rows: list[dict[str, object]] = []
+    for case in cases(plan):
+        started = time.monotonic()
+        found = run_case(pair, case, submits)
+        differences = judge.differences(submits, plain, found)
+        figures = {
+            "tokens": compared(submits, plain, differences),
+            "accepted": found.accepted,
+            "divergences": len(differences),
+            "near_ties": sum(each.near_tie for each in differences),
+        }
+        for key, value in figures.items():
+            totals[key] += value
+        totals["cases"] += 1
+        # A case that should speculate and never had a node accepted proves nothing.
+        totals["idle_cases"] += bool(case.budget and case.drafter != "garbage" and not found.accepted)
+        rows.append(
+            {
+                "pair": pair.name,
+                **asdict(case),
+                **figures,
+                "drafted": found.drafted,
+                "gaps": [each.gap for each in differences],
+                "seconds": round(time.monotonic() - started, 2),
+            }
+        )
+    return rows
+
+
+def _bf16(plan: Plan) -> dict[str, object]:
+    """How far plain and speculative texts stay equal in bf16, where nothing promises that they do."""
+    with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
+        pair = _load(plan.pairs[0], Path(folder), "bf16")
+    submits = requests(pair.vocabulary, plan.bf16_tokens)
+    plain = run_case(pair, _BASELINE, submits)
+    found = run_case(pair, Case("ssd", 4, 8), submits)
+    indices = [first_difference(plain.tokens[each.request], found.tokens[each.request]) for each in submits]
+    differing = [index for index in indices if index is not None]
+    tokens = sum(
+        len(plain.tokens[submit.request]) if index is None else index + 1
+        for submit, index in zip(submits, indices, strict=True)
+    )
+    return {
+        "pair": pair.name,
+        "compared": "ar (batch 1) with ssd (batch 4, budget 8)",
+        "requests": len(submits),
+        "tokens": tokens,
+        "accepted": found.accepted,
+        "divergences": len(differing),
+        "divergences_per_1000_tokens": round(1e3 * len(differing) / tokens, 3),
+        "tokens_until_first_difference": sorted(differing),
+        "median_until_first_difference": statistics.median(differing) if differing else None,
+    }

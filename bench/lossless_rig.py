@@ -1,0 +1,228 @@
+"""The rig of the losslessness proof: a loaded pair, an engine for a case, and drafters that behave or do not.
+
+Everything runs in this process and does not depend on time: drafters stand behind deterministic channels, a
+round awaits a fixed number of draft steps, and the cost model is a fixed curve.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.errors import SsdError
+from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import (
+    NOISE_SCHEME,
+    PROTOCOL_VERSION,
+    Close,
+    Committed,
+    Finished,
+    Growth,
+    Hello,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+    Submit,
+)
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_model
+from ssd_serve.seeds import mix, root_name
+from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.growing import Never, Steps
+from ssd_serve.verifier.round import Rounds
+from ssd_serve.verifier.scheduler import Limits, Scheduler
+
+_SLOTS = 4096
+_GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
+_STEPS = 3
+_PREFILL_CHUNK = 48
+_LEAST_STEPS = 8
+"""A drafter that is to die lives at least as many rounds, and until a node of it was accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to run the same requests. `batch`: requests at a time; `budget`: most nodes a round."""
+
+    mode: str
+    """ar, sd or ssd"""
+    batch: int
+    budget: int = 0
+    drafter: str = "sane"
+    """sane, garbage or killed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The tokens of each request, and what speculation did."""
+
+    tokens: dict[int, tuple[int, ...]]
+    drafted: int
+    accepted: int
+
+
+class FixedCost(CostTable):
+    """A cost model that never learns: what a round verifies must not depend on how busy the machine is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        super().observe(1, 0.010)
+        super().observe(64, 0.012)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Not at all."""
+
+
+class Pair:
+    """A loaded target and draft."""
+
+    def __init__(self, name: str, target: Path, draft: Path, dtype: str = "fp32") -> None:
+        self.name = name
+        self.folder = target
+        self.target: Model = load_model(target, device="cpu", dtype=dtype, slots=_SLOTS, context=512)
+        self.draft: Model = load_model(draft, device="cpu", dtype=dtype, slots=_SLOTS, context=512)
+        facts = self.target.facts
+        self.eos = facts.eos_token_ids
+        self.vocabulary = facts.vocabulary
+        self.noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+        self.draft_noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+        self.hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            noise=NOISE_SCHEME,
+            tokenizer=name,
+            vocabulary=facts.vocabulary,
+            context=facts.context,
+            name=name,
+            step_ms=1.0,
+        )
+
+    def engine(self, case: Case) -> Engine:
+        """A fresh engine of a case, without its drafter."""
+        pool = SlotPool(_SLOTS)
+        # The plain baseline computes every prompt: reuse is one more thing to be proven.
+        prefix = PrefixCache(pool) if case.mode != "ar" else None
+        budget = 0 if case.mode == "ar" else case.budget
+        bounds = Bounds(512, self.vocabulary, self.eos, budget, _GROWTH.nodes, _GROWTH.width)
+        scheduler = Scheduler(pool, prefix, Limits(case.batch, 1024, _PREFILL_CHUNK))
+        rounds = Rounds(self.target, self.noise, self.eos)
+        policy = Steps(_STEPS) if budget else Never()
+        # Time stands still for the drafters' links: a busy machine must not make one look silent.
+        drafters = Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error"))
+        return Engine(rounds, scheduler, drafters, FixedCost(), policy, bounds)
+
+    def core(self) -> DrafterCore:
+        """A fresh drafter."""
+        source = ModelSource(self.draft, SlotPool(_SLOTS), self.draft_noise, _GROWTH.fan_out)
+        return DrafterCore(source, _GROWTH, frozenset(self.eos), self.name)
+
+
+class MemoryDrafter:
+    """A drafter at the other end of a memory channel; it works while it is waited for and once a round."""
+
+    def __init__(self, pair: Pair, engine: Engine) -> None:
+        self._core = pair.core()
+        self._its = connect(engine, pair.hello, self.work)
+
+    def work(self) -> None:
+        """Drain, one step, publish."""
+        for message in self._its.receive():
+            if isinstance(message, Open | Outcome | Close | Resync | Pause):
+                for reply in self._core.handle(message):
+                    self._its.send(reply)
+        for growth in self._core.step():
+            self._its.send(growth)
+
+    def die(self) -> None:
+        """Be gone, without a word."""
+        self._its.close()
+
+
+class GarbageDrafter:
+    """Knows the roots and invents the rest: random candidates, impossible tokens, broken buffers."""
+
+    def __init__(self, pair: Pair, engine: Engine) -> None:
+        self._vocabulary = pair.vocabulary
+        self._random = 1
+        self._its = connect(engine, pair.hello, self.work)
+
+    def work(self) -> None:
+        """Answer every message with nonsense."""
+        for message in self._its.receive():
+            if isinstance(message, Outcome):
+                self._invent(message.request, message.epoch, message.root)
+            elif isinstance(message, Open):
+                position = len(message.prompt) + len(message.output) - 1
+                self._invent(
+                    message.request, message.epoch, root_name(message.request, message.epoch, position)
+                )
+
+    def _invent(self, request: int, epoch: int, root: int) -> None:
+        first, second = self._tokens(), self._tokens()
+        wild = [
+            Expansion(root, ROOT_STEP, first, [5.0, -1.0, -2.0, -2.0]),
+            Expansion(root, first[0], second, [-0.1, -3e30, 3e30, -1.0]),
+            Expansion(root ^ 5, 3, second, [0.0, 0.0, 0.0, 0.0]),
+        ]
+        impossible = [Expansion(root, ROOT_STEP, [-2, self._vocabulary], [0.0, 0.0])]
+        infinite = [Expansion(root, ROOT_STEP, [1, 2], [float("inf"), float("nan")])]
+        for sequence, each in enumerate((wild, impossible, infinite)):
+            self._its.send(pack(request, epoch, sequence, each, "garbage", snapshot=False))
+        self._its.send(Growth(request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
+
+    def _tokens(self) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(3):
+            self._random = mix(self._random, 7)
+            tokens.append(self._random % self._vocabulary)
+        return [*tokens, tokens[0]]
+
+
+def connect(engine: Engine, hello: Hello, work: Callable[[], object]) -> MemoryChannel:
+    """Join `engine`; `work` is called when it waits. Returns the drafter's end."""
+    mine, its = memory_pair()
+    its.send(hello)
+    mine.on_wait = work
+    engine.drafters.connect(mine)
+    return its
+
+
+def run_case(pair: Pair, case: Case, submits: Sequence[Submit]) -> Outputs:
+    """All requests to their ends."""
+    engine = pair.engine(case)
+    drafter: MemoryDrafter | GarbageDrafter | None = None
+    if case.mode == "sd":
+        engine.drafters.connect(InlineChannel(pair.core(), pair.hello), synchronous=True)
+    elif case.mode == "ssd":
+        drafter = GarbageDrafter(pair, engine) if case.drafter == "garbage" else MemoryDrafter(pair, engine)
+    for submit in submits:
+        refused = engine.submit(submit)
+        if refused is not None:
+            raise SsdError(f"the proof's own request was refused: {refused.message}")
+    tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
+    steps = 0
+    while engine.busy:
+        if drafter is not None:
+            drafter.work()
+        for report in engine.step():
+            if isinstance(report, Committed):
+                tokens[report.request].extend(report.tokens)
+            elif isinstance(report, Finished) and report.reason not in ("stop", "length"):
+                raise SsdError(f"request {report.request} ended with {report.reason}: {report.message}")
+        steps += 1
+        seen = engine.totals.tally.accepted > 0 or case.budget == 0
+        if case.drafter == "killed" and isinstance(drafter, MemoryDrafter) and steps >= _LEAST_STEPS and seen:
+            drafter.die()
+            drafter = None
+    tally = engine.totals.tally
+    return Outputs({number: tuple(each) for number, each in tokens.items()}, tally.drafted, tally.accepted)
