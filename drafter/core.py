@@ -34,8 +34,8 @@ class _Drafted:
         stops = frozenset(message.parameters.stop_token_ids)
         if not message.parameters.ignore_eos:
             stops |= ends
-        # A node at the last position is an output token, but nothing can follow it; and what the draft model has
-        # no position for it cannot expand.
+        # A node at the last position is an output token, but nothing can follow it; and what the draft model
+        # has no position for it cannot expand.
         deepest = min(left - 1, limits.context - self.position)
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
@@ -151,8 +151,11 @@ class DrafterCore:
     def _close(self, message: Close) -> None:
         known = self._requests.get(message.request)
         if known is not None and known.epoch <= message.epoch:
-            del self._requests[message.request]
-            self._source.close(message.request)
+            self._forget(message.request)
+
+    def _forget(self, request: int) -> None:
+        del self._requests[request]
+        self._source.close(request)
 
     def _outcome(self, message: Outcome) -> list[DrafterMessage]:
         drafted = self._requests.get(message.request)
@@ -167,6 +170,7 @@ class DrafterCore:
         drafted.position += len(message.tokens)
         if drafted.tree.root.name != message.root:
             self._log.warning("derived root differs", request=message.request, position=message.position)
+            self._forget(message.request)  # its tree and its source stand at different roots now
             return [Resync(message.request, message.epoch)]
         drafted.frontier.rebuild()
         kept = [node.name for node in drafted.tree.expanded()]

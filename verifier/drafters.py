@@ -35,8 +35,8 @@ _HEARTBEAT_S = 2.0
 class Link:
     """One connected drafter.
 
-    `behind` are requests whose messages did not fit: they get one `Open` later. `unclosed` are those whose `Close`
-    did not fit, with its epoch.
+    `behind` are requests whose messages did not fit: they get one `Open` later. `unclosed` are those whose
+    `Close` did not fit, with its epoch.
     """
 
     channel: Channel
@@ -149,6 +149,8 @@ class Drafters:
 
     def _take(self, link: Link, message: Message, requests: Mapping[int, Request]) -> int:
         link.heard_at = self._clock()
+        if not link.joined and not isinstance(message, Hello | Refusal):
+            return 0  # who has not been checked yet is not listened to
         if isinstance(message, Growth):
             request = requests.get(message.request)
             if request is not None and request.replica is not None and not request.replica.apply(message):
@@ -177,7 +179,7 @@ class Drafters:
         self._log.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))
 
     def _catch_up(self, link: Link, requests: Mapping[int, Request]) -> None:
-        """Say what did not fit, once everything before it is out: every `Open` costs all drafters their trees."""
+        """Say what did not fit, once the queue is empty: every `Open` costs all drafters their trees."""
         if not link.channel.flush():
             return
         for number, epoch in list(link.unclosed.items()):
