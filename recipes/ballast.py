@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ssd_serve.errors import UserError
@@ -24,6 +23,7 @@ from ssd_serve.recipes.checkpoint import (
     read_checkpoint,
     replaced_folder,
     write_json,
+    write_weights,
 )
 
 FILLER = 0.02
@@ -113,7 +113,7 @@ def add_ballast(
     weights = Enlarger(old, new).weights(checkpoint)
     with replaced_folder(destination) as folder:
         write_json(folder / "config.json", enlarged_config(config, old, new))
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        write_weights(weights, folder)
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 (folder / name).write_bytes((source / name).read_bytes())

@@ -127,7 +127,14 @@ def write_decoder(decoder: Decoder, folder: Path) -> None:
     weights = {
         name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in decoder.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(weights, folder)
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
+    """Write `model.safetensors` with the mode of `config.json`: alone, safetensors keeps others out."""
+    path = folder / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod((folder / "config.json").stat().st_mode & 0o777)
 
 
 def write_json(path: Path, value: object) -> None:
