@@ -22,6 +22,11 @@ class AttentionBackend(Protocol[PlanT]):
     slot's position is its index in the prefix, a tree slot's is its entry in `tree_positions`.
     """
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The cache's, and that of queries and results."""
+        ...
+
     def plan(self, batch: Batch) -> PlanT:
         """Prepare one forward. Reads the batch only; costs no work on the device but copies of indices."""
         ...
@@ -31,7 +36,7 @@ class AttentionBackend(Protocol[PlanT]):
         ...
 
     def run(self, layer: int, queries: torch.Tensor, plan: PlanT) -> torch.Tensor:
-        """Attend: `queries` [rows, heads, head_dim] -> [rows, heads * head_dim], in the queries' dtype.
+        """Attend: `queries` [rows, heads, head_dim] -> [rows, heads * head_dim], in the cache's dtype.
 
         The scale is head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). Must follow `write`
         of the same layer.

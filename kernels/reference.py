@@ -26,6 +26,11 @@ class ReferenceAttention:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The cache's, and that of queries and results."""
+        return self._cache.layout.dtype
+
     def plan(self, batch: Batch) -> Batch:
         """Nothing to prepare."""
         return batch

@@ -31,8 +31,6 @@ class _Piece:
     mask: torch.Tensor
     """Added to the scores: 0 or -inf, [stacked rows, context], in the dtype of the queries."""
     folded: bool
-    doubled: bool
-    """The only row is computed twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,12 @@ class SdpaAttention:
         self._dtype = cache.layout.dtype
         self._group = heads // cache.layout.layers[0].heads
         self._layer_windows = [layer.window for layer in cache.layout.layers]
-        # In half precision torch's CPU kernel is 3 to 4 times slower for one row than for two.
-        self._slow_single = self._device.type == "cpu" and self._dtype != torch.float32 and self._group == 1
         self._windows = sorted(set(self._layer_windows), key=lambda window: window or 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The cache's, and that of queries and results."""
+        return self._dtype
 
     def plan(self, batch: Batch) -> SdpaPlan:
         """Find each request's context and build its masks."""
@@ -89,8 +90,6 @@ class SdpaAttention:
             k, v = keys[:, slots], values[:, slots]  # [kv_heads, context, head_dim]
         else:
             k, v = keys.index_select(1, slots), values.index_select(1, slots)
-        if piece.doubled:
-            queries = queries.repeat(2, 1, 1)
         q = queries.transpose(0, 1)  # [heads, rows, head_dim]
         if piece.folded:
             q = q.reshape(k.shape[0], -1, head_dim)  # [kv_heads, group * rows, head_dim]
@@ -99,7 +98,7 @@ class SdpaAttention:
         )
         if piece.folded:
             return out.view(k.shape[0], -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
-        return out.transpose(1, 2)[0, :rows].reshape(rows, -1)
+        return out.transpose(1, 2).reshape(rows, -1)
 
     def _piece(self, batch: Batch, request: int, bits: _BoolArray, window: int | None) -> _Piece:
         rows = slice(int(batch.request_offsets[request]), int(batch.request_offsets[request + 1]))
@@ -114,10 +113,9 @@ class SdpaAttention:
         mask = np.full((len(seen), length), -np.inf, dtype=np.float32)
         mask[:, places] = np.where(seen, np.float32(0), np.float32(-np.inf))
         folded = self._group > 1 and len(mask) <= _FOLD_ROWS
-        doubled = self._slow_single and len(mask) == 1
-        if folded or doubled:
-            mask = np.tile(mask, (self._group if folded else 2, 1))
-        return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded, doubled)
+        if folded:
+            mask = np.tile(mask, (self._group, 1))
+        return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded)
 
 
 def _context(

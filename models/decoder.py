@@ -104,14 +104,14 @@ class Decoder:
         """Add the attention block of a layer to `hidden` [rows, hidden], in place."""
         c = self._config
         rows = hidden.shape[0]
-        qkv = layer.qkv(layer.input_norm(hidden)).view(rows, -1, c.head_dim)
+        qkv = layer.qkv(layer.input_norm(hidden)).view(rows, -1, c.head_dim).to(self._attention.dtype)
         qk = qkv[:, : c.heads + c.kv_heads]  # [rows, heads + kv_heads, head_dim]
         if layer.qk_norm is not None:
             qk.copy_(layer.qk_norm(qk))
         _rotate(qk, rotations)
         self._attention.write(index, qkv[:, c.heads :], plan)
         attended = self._attention.run(index, qkv[:, : c.heads], plan)  # [rows, heads * head_dim]
-        hidden.add_(layer.output(attended))
+        hidden.add_(layer.output(attended.to(hidden.dtype)))
 
     def _mlp(self, layer: DecoderLayer, hidden: torch.Tensor) -> None:
         """Add the MLP block of a layer to `hidden` [rows, hidden], in place."""
@@ -137,7 +137,7 @@ def _rotate(heads: torch.Tensor, rotations: torch.Tensor) -> None:
 
 
 def kv_layout(config: DecoderConfig, dtype: torch.dtype) -> KVLayout:
-    """What the decoder remembers of a token."""
+    """What the decoder remembers of a token, in the dtype that attention computes in."""
     return KVLayout(
         tuple(LayerKV(config.kv_heads, config.head_dim, window) for window in config.windows), dtype
     )

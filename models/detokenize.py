@@ -20,8 +20,8 @@ _MOST_HELD = 16
 class DetokenizeStream:
     """Joined, the results of `push` and `flush` are the text of all tokens pushed.
 
-    `context` are tokens before the first pushed one (the end of a prompt). Their text is not returned, but for
-    a character that only the pushed tokens complete.
+    `context` are tokens before the first pushed one (the end of a prompt). Their text is not returned, but
+    for a character that only the pushed tokens complete.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:

@@ -44,6 +44,15 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bf16" if cpu_has_fast_bf16() else "fp32"
 
 
+def attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache and of attention.
+
+    float32 on CPUs, whatever the weights are: torch's attention in half precision is slower there, for single
+    rows more than twice.
+    """
+    return torch.float32 if torch_device(device) == "cpu" else dtype
+
+
 def torch_device(device: str) -> str:
     """The device name for torch: a core list (`cpu:0-1`) is the launcher's business, `cpu` is left of it."""
     return "cpu" if device == "cpu" or device.startswith("cpu:") else device
@@ -57,7 +66,8 @@ def model_sizes(folder: Path, *, device: str, dtype: str) -> ModelSizes:
     # A packed head cannot serve as the embedding too, so tied weights are held twice on CPUs.
     shared = config.tied and torch_device(device) != "cpu"
     embedding = 0 if shared else config.vocabulary * config.hidden
-    return ModelSizes(config, (matrices + embedding) * kind.itemsize, kv_layout(config, kind).bytes_per_slot)
+    layout = kv_layout(config, attention_dtype(device, kind))
+    return ModelSizes(config, (matrices + embedding) * kind.itemsize, layout.bytes_per_slot)
 
 
 def load_model(
@@ -85,7 +95,7 @@ def load_model(
     need = sizes.resident_bytes + largest_matrix(config) * _DTYPES[kind].itemsize
     need += slots * sizes.kv_bytes_per_slot
     require_memory(model_name(path), need, available_memory(place))
-    layout = kv_layout(config, _DTYPES[kind])
+    layout = kv_layout(config, attention_dtype(device, _DTYPES[kind]))
     with torch.inference_mode(), Checkpoint(path) as checkpoint:
         make = LinearFactory(
             checkpoint, parallel=Parallel(), device=place, dtype=_DTYPES[kind], packed=packed
