@@ -123,10 +123,10 @@ def process(
 
 
 def _add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:
-    known = [token for token in bias if 0 <= token < len(row)]
-    values = torch.tensor([bias[token] for token in known], dtype=torch.float32)
-    index = torch.tensor(known, dtype=torch.int64).to(row.device)
-    row[index] += values.to(row.device)
+    tokens = np.fromiter(bias, np.int64, len(bias))
+    values = np.fromiter(bias.values(), np.float32, len(bias))
+    known = (tokens >= 0) & (tokens < len(row))
+    row[torch.from_numpy(tokens[known]).to(row.device)] += torch.from_numpy(values[known]).to(row.device)
 
 
 def _penalise(

@@ -17,6 +17,7 @@ from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.sentencepiece_bpe import convert
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_LONG_CHARACTERS = 4096
 _CONTEXT = 8
 """Tokens of a prompt's end that its continuation is decoded with."""
 
@@ -61,7 +62,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; names of special tokens in the text become those tokens."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _LONG_CHARACTERS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The same ids, and meanwhile the other threads of this process go on.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids to text. Ids beyond the vocabulary have no text."""

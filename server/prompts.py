@@ -79,10 +79,11 @@ async def chat_prompt(
 async def _text_prompt(service: Service, ready: Ready, text: str, special: bool, param: str) -> TokenPrompt:
     """Tokenise a prompt, but no more of a hopelessly long one than it takes to see that."""
     enough = ready.context * PLENTY_CHARACTERS
-    if len(text) > enough:
+    while len(text) > enough:
         least = len(await encode(service, text[:enough], special)) - CUT_TOKENS
         if least > ready.context:
             raise too_long(f"at least {least}", ready, param)
+        enough *= 2
     return TokenPrompt(tuple(await encode(service, text, special)), text)
 
 

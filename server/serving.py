@@ -67,7 +67,7 @@ def build_server(
         app,
         # The process's own logging is set up by whoever started it.
         log_config=None,
-        log_level="warning",
+        log_level="info" if settings.log_level == "debug" else "warning",
         access_log=settings.log_level == "debug",
         server_header=False,
         lifespan="on",

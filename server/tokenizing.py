@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from ssd_serve.server.body import read_body
 from ssd_serve.server.errors import bad_request
@@ -37,7 +37,7 @@ class TokenizingEndpoints:
             answer["token_strs"] = await service.off_loop.run(
                 len(text), lambda: [service.texts.of(token) for token in ids]
             )
-        return JSONResponse(answer)
+        return _json(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of ids, special tokens included."""
@@ -48,4 +48,8 @@ class TokenizingEndpoints:
         text = await service.off_loop.run(
             len(body.tokens), lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
         )
-        return JSONResponse({"prompt": text})
+        return _json({"prompt": text})
+
+
+def _json(answer: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -6,8 +6,10 @@ of what is logged, and never raises because of a line that cannot be written.
 
 import contextlib
 import json
+import logging
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TextIO
@@ -63,6 +65,28 @@ class Logger:
 def get_logger(process: str, level: Level = "info", style: Style = "text") -> Logger:
     """The logger of a process: `get_logger("verifier", settings.log_level, settings.log_format)`."""
     return Logger(process, level, style)
+
+
+class Bridge(logging.Handler):
+    """Passes what libraries log through the standard library's `logging` on to a logger of ours."""
+
+    def __init__(self, log: Logger) -> None:
+        super().__init__()
+        self._to = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line, a traceback included."""
+        fields: dict[str, object] = {"logger": record.name}
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        levels = ((logging.ERROR, self._to.error), (logging.WARNING, self._to.warning), (0, self._to.info))
+        write = next(write for least, write in levels if record.levelno >= least)
+        write(record.getMessage().rstrip("."), **fields)
+
+
+def carry_library_logs(log: Logger) -> None:
+    """Let this process's libraries log their warnings and errors through `log`, instead of as they like."""
+    logging.basicConfig(handlers=[Bridge(log)], level=logging.WARNING, force=True)
 
 
 def _now() -> str:

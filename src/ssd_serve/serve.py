@@ -19,7 +19,7 @@ from ssd_serve.cluster.launcher import LocalEngine, local_engine
 from ssd_serve.devices import pin_cores
 from ssd_serve.finding import find_models
 from ssd_serve.listening import NotYet, listen
-from ssd_serve.logs import get_logger
+from ssd_serve.logs import carry_library_logs, get_logger
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.server.banner import show_banner
@@ -82,6 +82,7 @@ def run_serve(settings: Settings) -> int:
     setproctitle.setproctitle("ssd: server")
     signal.signal(signal.SIGTERM, _leave_tidily)
     log = get_logger("server", settings.log_level, settings.log_format)
+    carry_library_logs(log)
     line = ProgressLine()
     with listen(settings.host, settings.port) as sock:
         if settings.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:

@@ -267,3 +267,22 @@ async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
     assert before.json()["error"]["code"] == "internal_error"
     assert '"code":"internal_error"' in stream.text
     assert "ZeroDivision" not in before.text + whole.text + stream.text
+
+
+class SpacesTokenizer(ByteTokenizer):
+    """Sixteen characters a token, as runs of spaces have; remembers the longest text that it was given."""
+
+    longest = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        return [32] * (len(text) // 16)
+
+
+async def test_little_of_a_hopeless_prompt_is_read_however_it_tokenises() -> None:
+    tokenizer = SpacesTokenizer()
+    async with open_house(lambda _: say("abcd"), tokenizer=tokenizer) as house:
+        answer = await house.http.post(COMPLETIONS, json={"prompt": " " * 2_000_000})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert tokenizer.longest <= CONTEXT * 32
