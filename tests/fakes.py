@@ -12,6 +12,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.noise import NoiseRows
 from ssd_serve.messages import (
@@ -121,6 +122,36 @@ class Case:
     draft_slots: int = 4096
     growth: GrowthLimits = GROWTH
     policy: Callable[[], GrowPolicy] = WhenItPays
+
+
+class ScriptedSource:
+    """A draft source without a model: the candidates of a node follow from its name. Remembers what it made."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, list[int]] = {}
+        self.committed: dict[int, list[int]] = {}
+
+    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
+        self.committed[request] = list(tokens)
+        self.made.clear()  # the tree begins again
+
+    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
+        self.committed[request].extend(tokens)
+
+    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
+        found: list[Candidates | None] = []
+        for pick in picks:
+            tokens = self.made[pick.node] = self.tokens_of(pick.node)
+            scores = -0.3 - np.arange(len(tokens), dtype=np.float32) * (1 + pick.node % 3)
+            found.append(Candidates(np.array(tokens, dtype=np.int32), scores, scores, -1.0))
+        return found
+
+    def close(self, request: int) -> None:
+        self.committed.pop(request, None)
+
+    @staticmethod
+    def tokens_of(node: int) -> list[int]:
+        return [(node + 7 * rank) % VOCABULARY for rank in range(3)]
 
 
 def make_core(case: Case) -> DrafterCore:

@@ -10,9 +10,9 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Growth, Heartbeat, Hello, Open, Outcome
+from ssd_serve.seeds import root_name
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import Never, Steps, WhenItPays
-from ssd_serve.seeds import root_name
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 
 

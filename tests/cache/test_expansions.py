@@ -1,0 +1,70 @@
+"""Expansions survive the wire, and bytes that are no expansions are recognised."""
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given
+from msgspec.structs import replace
+
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, unpack
+from ssd_serve.messages import Growth
+from ssd_serve.seeds import mix
+
+VOCABULARY = 1000
+CANDIDATES = st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-50, 0, width=32)), max_size=6)
+EXPANSIONS = st.lists(
+    st.builds(
+        lambda parent, step, pairs: Expansion(
+            parent, step, [token for token, _ in pairs], [value for _, value in pairs]
+        ),
+        st.integers(0, 2**64 - 1),
+        st.integers(ROOT_STEP, VOCABULARY - 1),
+        CANDIDATES,
+    ),
+    max_size=5,
+)
+
+
+@given(EXPANSIONS)
+def test_what_is_packed_is_unpacked(expansions: list[Expansion]) -> None:
+    assert unpack(pack(3, 1, 0, expansions, "d", snapshot=False), VOCABULARY) == expansions
+
+
+def test_a_node_is_named_by_its_parent_and_token_and_a_root_by_itself() -> None:
+    assert Expansion(5, ROOT_STEP, [], []).name == 5
+    assert Expansion(5, 9, [], []).name == mix(5, 9)
+
+
+@given(
+    st.binary(max_size=40),
+    st.binary(max_size=20),
+    st.binary(max_size=10),
+    st.binary(max_size=20),
+    st.binary(),
+)
+def test_random_bytes_are_refused_or_sound(
+    parents: bytes, steps: bytes, counts: bytes, tokens: bytes, values: bytes
+) -> None:
+    found = unpack(Growth(1, 1, 0, parents, steps, counts, tokens, values), VOCABULARY)
+    for each in found or []:
+        assert len(each.tokens) == len(each.log_probabilities)
+        assert all(0 <= token < VOCABULARY for token in each.tokens)
+        assert np.isfinite(each.log_probabilities).all()
+
+
+def test_buffers_that_do_not_fit_each_other_are_refused() -> None:
+    good = pack(1, 1, 0, [Expansion(5, 2, [1, 2], [-0.1, -0.2])], "d", snapshot=False)
+    assert unpack(good, VOCABULARY) is not None
+    for field in ("parents", "steps", "counts", "tokens", "log_probabilities"):
+        buffer: bytes = getattr(good, field)
+        for wrong in (buffer[:-1], buffer + b"\0", buffer + buffer, b""):
+            assert unpack(replace(good, **{field: wrong}), VOCABULARY) is None
+    assert unpack(replace(good, counts=np.array([3], dtype="<u2").tobytes()), VOCABULARY) is None
+
+
+def test_impossible_tokens_and_values_are_refused() -> None:
+    for token in (-1, VOCABULARY):
+        growth = pack(1, 1, 0, [Expansion(5, 2, [1, token], [-0.1, -0.2])], "d", snapshot=False)
+        assert unpack(growth, VOCABULARY) is None
+    for value in (float("nan"), float("inf"), float("-inf")):
+        growth = pack(1, 1, 0, [Expansion(5, 2, [1, 2], [-0.1, value])], "d", snapshot=False)
+        assert unpack(growth, VOCABULARY) is None

@@ -1,0 +1,202 @@
+"""The speculation tree, against a slow obvious one that spells out every candidate."""
+
+import math
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.seeds import mix
+
+ROOT = 77
+LIMIT = 60
+Path = tuple[int, ...]
+TOKENS = st.lists(st.integers(0, 7), min_size=1, max_size=5)
+LOG_PROBABILITIES = st.lists(
+    st.sampled_from([-4.0, -2.0, -1.5, -1.0, -0.5, -0.1, 0.0, 2.0]), min_size=5, max_size=5
+)
+
+
+class Reference:
+    """Every candidate's cumulative log-probability by its path below the root."""
+
+    def __init__(self) -> None:
+        self.candidates: dict[Path, float] = {}
+        self.base = 0.0
+        self.name = ROOT
+
+    def cumulative(self, path: Path) -> float:
+        return self.candidates[path] if path else self.base
+
+    def expand(self, path: Path, tokens: Sequence[int], values: Sequence[float]) -> bool:
+        if len(self.candidates) + len(tokens) > LIMIT:
+            return False
+        above = self.cumulative(path)
+        first = len(set(tokens)) == len(tokens) and not any(known[:-1] == path for known in self.candidates)
+        least = above
+        for token, value in zip(tokens, values, strict=False):
+            least = min(least, above + value)
+            cumulative = least if first else above + min(value, 0.0)
+            self.candidates.setdefault((*path, token), cumulative)
+        return True
+
+    def advance(self, tokens: Path) -> bool:
+        hit = tokens in self.candidates
+        self.base = self.candidates[tokens] if hit else 0.0
+        for token in tokens:
+            self.name = mix(self.name, token)
+        kept = {
+            path: value for path, value in self.candidates.items() if hit and path[: len(tokens)] == tokens
+        }
+        self.candidates = {path[len(tokens) :]: value for path, value in kept.items() if path != tokens}
+        return hit
+
+
+def find(tree: SpeculationTree, path: Path) -> Node:
+    node: Node | None = tree.root
+    for token in path:
+        node = tree.child(node, token) if node is not None else None
+    assert node is not None
+    return node
+
+
+class Trees(RuleBasedStateMachine):
+    """Any order of growth, glances and moves of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = SpeculationTree(ROOT, LIMIT)
+        self.reference = Reference()
+
+    @rule(data=st.data(), tokens=TOKENS, values=LOG_PROBABILITIES)
+    def expand(self, data: st.DataObject, tokens: list[int], values: list[float]) -> None:
+        path = data.draw(st.sampled_from([(), *sorted(self.reference.candidates)]))
+        taken = self.tree.expand(find(self.tree, path), tokens, values[: len(tokens)])
+        assert taken == self.reference.expand(path, tokens, values)
+
+    @precondition(lambda self: self.reference.candidates)
+    @rule(data=st.data())
+    def advance_along_candidates(self, data: st.DataObject) -> None:
+        self.move(data.draw(st.sampled_from(sorted(self.reference.candidates))))
+
+    @rule(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple))
+    def advance_anywhere(self, tokens: Path) -> None:
+        self.move(tokens)
+
+    def move(self, tokens: Path) -> None:
+        known = [
+            tokens[:end] for end in range(1, len(tokens) + 1) if tokens[:end] in self.reference.candidates
+        ]
+        depth = self.tree.root.depth
+        advance = self.tree.advance(tokens)
+        assert advance.hit == self.reference.advance(tokens)
+        assert [node.token for node in advance.path] == [path[-1] for path in known]
+        assert self.tree.root.depth == depth + len(tokens)
+
+    @invariant()
+    def size_counts_candidates_within_the_limit(self) -> None:
+        assert len(self.tree) == len(self.reference.candidates) <= LIMIT
+
+    @invariant()
+    def names_are_chains_from_the_root(self) -> None:
+        assert self.tree.root.name == self.reference.name
+        for path in self.reference.candidates:
+            name = self.reference.name
+            for token in path:
+                name = mix(name, token)
+            node = find(self.tree, path)
+            assert node.name == name
+            assert self.tree.get(name) is node
+            assert tuple(each.token for each in self.tree.path(node)) == path
+            assert self.tree.depth(node) == len(path)
+
+    @invariant()
+    def candidates_stand_in_order_and_keep_their_reach(self) -> None:
+        for node in self.tree.expanded():
+            assert node.cumulatives == sorted(node.cumulatives, reverse=True)
+            assert len(set(node.tokens)) == len(node.tokens)
+        for path, value in self.reference.candidates.items():
+            assert self.tree.reach(find(self.tree, path)) == math.exp(value - self.reference.base)
+
+    @invariant()
+    def expanded_nodes_come_after_their_parents(self) -> None:
+        seen = {self.tree.root.name}
+        expanded = list(self.tree.expanded())
+        assert {node.name for node in expanded} == {
+            find(self.tree, path[:-1]).name for path in self.reference.candidates
+        }
+        for node in expanded:
+            assert node is self.tree.root or (node.parent is not None and node.parent.name in seen)
+            seen.add(node.name)
+        assert self.tree.ready_depth() == max((len(path) for path in self.reference.candidates), default=0)
+
+    @invariant()
+    def best_is_what_sorting_everything_gives(self) -> None:
+        for count, depth in ((3, 1), (5, 2), (LIMIT, 9), (0, 3), (4, 0)):
+            chosen = self.tree.best(count, depth)
+            values = sorted(
+                (value for path, value in self.reference.candidates.items() if len(path) <= depth)
+            )
+            assert [node.cumulative for node in chosen] == values[::-1][:count]
+            names = [self.tree.root.name, *(node.name for node in chosen)]
+            assert len(set(names)) == len(names)
+            for index, node in enumerate(chosen):
+                assert node.parent is not None
+                assert node.parent.name in names[: index + 1]
+
+
+TestTrees = Trees.TestCase
+TestTrees.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_a_hit_keeps_everything_below_the_new_root_and_its_nodes() -> None:
+    tree = SpeculationTree(ROOT, 100)
+    tree.expand(tree.root, [1, 2], [-0.1, -3.0])
+    one = find(tree, (1,))
+    tree.expand(one, [3, 4], [-0.5, -1.0])
+    below = find(tree, (1, 3))
+    tree.expand(below, [5], [-0.2])
+    assert tree.advance([1, 3]).hit
+    assert tree.root is below
+    assert [node.token for node in tree.best(9, 9)] == [5]
+    assert tree.reach(find(tree, (5,))) == pytest.approx(math.exp(-0.2))
+    assert tree.get(one.name) is None
+
+
+def test_a_miss_leaves_a_lonely_root_of_the_right_name() -> None:
+    tree = SpeculationTree(ROOT, 100)
+    tree.expand(tree.root, [1], [-0.1])
+    advance = tree.advance([1, 9])
+    assert not advance.hit
+    assert [node.token for node in advance.path] == [1]
+    assert tree.root.name == mix(mix(ROOT, 1), 9)
+    assert tree.root.depth == 2
+    assert not tree.root.expanded
+    assert len(tree) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0)), min_size=1, unique_by=lambda pair: pair[0]),
+    st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0)), min_size=1, unique_by=lambda pair: pair[0]),
+)
+def test_candidates_of_two_drafters_are_merged(
+    mine: list[tuple[int, float]], theirs: list[tuple[int, float]]
+) -> None:
+    tree = SpeculationTree(ROOT, 100)
+    for guesses in (mine, theirs):
+        ranked = sorted(guesses, key=lambda pair: -pair[1])
+        tree.expand(tree.root, [token for token, _ in ranked], [value for _, value in ranked])
+    expected = {**dict(theirs), **dict(mine)}
+    assert dict(zip(tree.root.tokens, tree.root.cumulatives, strict=True)) == expected
+    assert len(tree) == len(expected)
+
+
+def test_a_full_tree_takes_nothing_and_loses_nothing() -> None:
+    tree = SpeculationTree(ROOT, 3)
+    assert tree.expand(tree.root, [1, 2], [-0.1, -0.2])
+    assert not tree.expand(find(tree, (1,)), [3, 4], [-0.1, -0.2])
+    assert len(tree) == 2
+    assert tree.expand(find(tree, (1,)), [3], [-0.1])

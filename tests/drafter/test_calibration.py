@@ -1,0 +1,59 @@
+"""The scale of reach follows the outcomes."""
+
+import math
+
+import numpy as np
+import pytest
+
+from ssd_serve.drafter.calibration import Calibration
+from ssd_serve.drafter.source import Candidates
+
+SCORES = np.array([0.0, -1.0, -2.0, -4.0], dtype=np.float32)
+
+
+def candidates(scale: float) -> Candidates:
+    """Candidates ranked under `scale`, with the mean score that the kernel reports."""
+    weights = np.exp(SCORES / scale)
+    weights /= weights.sum()
+    expected = float((weights * SCORES).sum())
+    tokens = np.array([10, 11, 12, 13], dtype=np.int32)
+    return Candidates(tokens, np.log(weights).astype(np.float32), SCORES, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_being_right_makes_confident_and_being_wrong_makes_doubt(temperature: float) -> None:
+    for token, direction in ((10, -1), (13, 1), (99, 1)):
+        calibration = Calibration()
+        before = calibration.scale(temperature)
+        calibration.observe(temperature, candidates(before), token)
+        assert math.copysign(1, calibration.scale(temperature) - before) == direction
+
+
+def test_each_band_of_temperature_has_its_own_scale() -> None:
+    calibration = Calibration()
+    others = [calibration.scale(temperature) for temperature in (0.7, 1.0)]
+    for _ in range(20):
+        calibration.observe(0.0, candidates(calibration.scale(0.0)), 13)
+    assert calibration.scale(0.0) > 0.7
+    assert [calibration.scale(temperature) for temperature in (0.7, 1.0)] == others
+
+
+@pytest.mark.parametrize("truth", [0.6, 1.0, 2.0])
+def test_it_finds_the_scale_that_outcomes_follow(truth: float) -> None:
+    calibration, source = Calibration(), np.random.default_rng(3)
+    chances = np.exp(SCORES / truth) / np.exp(SCORES / truth).sum()
+    tail: list[float] = []
+    for step in range(6000):
+        token = 10 + int(source.choice(4, p=chances))
+        calibration.observe(1.0, candidates(calibration.scale(1.0)), token)
+        if step > 2000:
+            tail.append(calibration.scale(1.0))
+    assert float(np.exp(np.mean(np.log(tail)))) == pytest.approx(truth, rel=0.12)
+
+
+def test_it_stays_within_bounds_whatever_happens() -> None:
+    for token in (10, 99):
+        calibration = Calibration()
+        for _ in range(3000):
+            calibration.observe(1.0, candidates(calibration.scale(1.0)), token)
+        assert 0.2 <= calibration.scale(1.0) <= 5.0

@@ -1,0 +1,171 @@
+"""The drafter's core: messages in, growth out."""
+
+from ssd_serve.cache.replica import Replica
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
+from ssd_serve.seeds import mix, root_name
+from tests.fakes import EOS, VOCABULARY, ScriptedSource
+
+LIMITS = GrowthLimits(width=3, fan_out=3, depth=6, nodes=200)
+PROMPT = (5, 6, 7)
+ROOT = root_name(1, 1, 2)
+
+
+def make(limits: GrowthLimits = LIMITS) -> tuple[DrafterCore, ScriptedSource]:
+    source = ScriptedSource()
+    return DrafterCore(source, limits, frozenset((EOS,)), "d0"), source
+
+
+def opening(request: int = 1, epoch: int = 1, output: tuple[int, ...] = (), max_tokens: int = 100) -> Open:
+    return Open(request, epoch, PROMPT, output, SamplingParameters(max_tokens=max_tokens), 9)
+
+
+def outcome(*tokens: int, position: int = 3, root: int = ROOT, epoch: int = 1) -> Outcome:
+    for token in tokens:
+        root = mix(root, token)
+    return Outcome(1, epoch, position, tokens, root)
+
+
+def test_it_publishes_what_it_grows_in_sequence() -> None:
+    core, source = make()
+    assert core.step() == []
+    assert core.handle(opening()) == []
+    growth = [message for _ in range(4) for message in core.step()]
+    assert [message.sequence for message in growth] == [0, 1, 2, 3]
+    assert {(message.request, message.epoch, message.source) for message in growth} == {(1, 1, "d0")}
+    assert core.nodes == 3 * len(source.made) == 3 * (1 + 3 + 3 + 3)
+
+
+def test_it_expands_the_most_probable_nodes_of_all_requests() -> None:
+    core, source = make()
+    for request in range(1, 4):
+        core.handle(opening(request))
+    assert {message.request for message in core.step()} == {1, 2, 3}
+    assert len(source.made) == 3  # three roots are more probable than any guess
+    core.step()
+    assert len(source.made) == 6
+
+
+def test_an_outcome_of_the_wrong_position_asks_for_a_new_beginning() -> None:
+    core, source = make()
+    core.handle(opening())
+    core.step()
+    assert core.handle(outcome(4, position=5)) == [Resync(1, 1)]
+    assert source.committed[1] == [*PROMPT]
+
+
+def test_an_outcome_heard_twice_changes_nothing() -> None:
+    core, source = make()
+    core.handle(opening())
+    assert core.handle(outcome(4)) == []
+    assert core.handle(outcome(4)) == []
+    assert source.committed[1] == [*PROMPT, 4]
+
+
+def test_a_different_root_is_a_gap_and_nothing_grows_below_it() -> None:
+    core, source = make()
+    core.handle(opening())
+    core.step()
+    assert core.handle(Outcome(1, 1, 3, (4,), root=12345)) == [Resync(1, 1)]
+    assert core.step() == []
+    assert source.committed == {}
+    assert core.handle(outcome(8, position=4)) == [Resync(1, 1)]
+    core.handle(opening(epoch=2, output=(4, 8)))
+    assert source.committed[1] == [*PROMPT, 4, 8]
+
+
+def test_an_unknown_request_asks_for_its_beginning() -> None:
+    core, _ = make()
+    assert core.handle(outcome(4)) == [Resync(1, 1)]
+    core.handle(opening(epoch=1))
+    assert core.handle(outcome(4, epoch=2)) == [Resync(1, 2)]
+
+
+def test_messages_of_older_epochs_are_dropped() -> None:
+    core, source = make()
+    core.handle(opening(epoch=3, output=(4,)))
+    for stale in (opening(epoch=2), outcome(4, epoch=2), Close(1, 2), Resync(1, 2)):
+        assert core.handle(stale) == []
+    assert source.committed[1] == [*PROMPT, 4]
+    assert core.requests == 1
+    core.handle(Close(1, 3))
+    assert core.requests == 0
+    assert source.committed == {}
+
+
+def test_a_new_epoch_begins_at_sequence_0_with_an_empty_tree() -> None:
+    core, _ = make()
+    core.handle(opening())
+    core.step()
+    core.handle(opening(epoch=2, output=(4,)))
+    assert core.nodes == 0
+    assert [(message.epoch, message.sequence) for message in core.step()] == [(2, 0)]
+
+
+def test_a_snapshot_holds_the_whole_tree() -> None:
+    core, source = make()
+    core.handle(opening())
+    for _ in range(5):
+        core.step()
+    root = Replica(1, 1, ROOT, 200, VOCABULARY)
+    (snapshot,) = core.handle(Resync(1, 1))
+    assert isinstance(snapshot, Growth)
+    assert snapshot.snapshot
+    assert root.apply(snapshot)
+    assert {node.name: node.tokens for node in root.tree.expanded()} == source.made
+
+
+def test_below_a_hit_the_tree_lives_on_and_after_a_miss_it_begins_again() -> None:
+    core, source = make()
+    core.handle(opening())
+    for _ in range(4):
+        core.step()
+    hit, miss = source.made[ROOT][0], (source.made[ROOT][0] + 1) % VOCABULARY
+    before = core.nodes
+    core.handle(outcome(hit))
+    assert 0 < core.nodes < before
+    core.handle(outcome(miss, position=4, root=mix(ROOT, hit)))
+    assert core.nodes == 0
+    assert len(core.step()) == 1
+
+
+def grown(core: DrafterCore) -> list[DrafterMessage]:
+    found: list[DrafterMessage] = []
+    while growth := core.step():
+        found.extend(growth)
+    return found
+
+
+def test_it_stops_when_nothing_is_worth_it() -> None:
+    core, _ = make()
+    core.handle(opening())
+    assert grown(core)
+    assert core.step() == []
+    assert core.nodes <= LIMITS.nodes
+
+
+def test_nothing_grows_beyond_the_last_token() -> None:
+    for tokens, expansions in ((1, 0), (2, 1), (3, 4)):
+        core, source = make()
+        core.handle(opening(max_tokens=tokens))
+        grown(core)
+        assert len(source.made) == expansions
+
+
+def test_nothing_grows_beyond_what_the_draft_model_has_positions_for() -> None:
+    for context, expansions in ((2, 0), (3, 1), (4, 4)):
+        core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, context=context))
+        core.handle(opening())
+        grown(core)
+        assert len(source.made) == expansions
+
+
+def test_paused_it_only_reads_what_was_committed() -> None:
+    core, source = make()
+    core.handle(opening())
+    core.handle(Pause(paused=True))
+    grown(core)
+    assert len(source.made) == 1
+    core.handle(Pause(paused=False))
+    assert core.step()
