@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `ssd bench modes | packed | lossless`.
+"""The command line of the benchmarks: `ssd bench modes | packed | lossless | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -18,7 +18,9 @@ def add_commands(subparsers: Commands) -> None:
     bench = subparsers.add_parser("bench", help="measure: modes, kernels, losslessness")
     commands = bench.add_subparsers(required=True, metavar="BENCH")
     _add_modes(commands)
+    _add_packed(commands)
     _add_lossless(commands)
+    _add_report(commands)
 
 
 def _add_modes(commands: Commands) -> None:
@@ -57,6 +59,10 @@ def _run_modes(args: argparse.Namespace) -> int:
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     _write(result, args.json)
+    if args.json is not None:
+        from ssd_serve.bench.report import markdown_table
+
+        print(markdown_table(result))
     return 0
 
 
@@ -76,6 +82,44 @@ def _run_lossless(args: argparse.Namespace) -> int:
     )
     _write(result, args.json)
     return 0 if result["lossless"] else 1
+
+
+def _add_packed(commands: Commands) -> None:
+    parser = commands.add_parser("packed", help="few-row products: weight reads a second, packed and dense")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.set_defaults(run=_run_packed)
+
+
+def _run_packed(args: argparse.Namespace) -> int:
+    from ssd_serve.bench.packed import measure, table
+
+    result = measure(dtype=args.dtype, threads=args.threads, repeats=args.repeats)
+    print(table(result))
+    if args.json is not None:
+        _write(result, args.json)
+    return 0
+
+
+def _add_report(commands: Commands) -> None:
+    parser = commands.add_parser("report", help="a result of `ssd bench modes` as Markdown tables")
+    parser.add_argument("file", type=Path, help="the JSON that `ssd bench modes` wrote")
+    parser.add_argument("--readme", type=Path, help="put the tables into this document, between its markers")
+    parser.set_defaults(run=_run_report)
+
+
+def _run_report(args: argparse.Namespace) -> int:
+    from ssd_serve.bench.report import markdown_table, read_result, replace_block
+
+    table = markdown_table(read_result(args.file))
+    if args.readme is None:
+        print(table)
+    else:
+        text = args.readme.read_text(encoding="utf-8")
+        args.readme.write_text(replace_block(text, table), encoding="utf-8")
+    return 0
 
 
 def _write(result: dict[str, object], path: Path | None) -> None:

@@ -4,20 +4,15 @@ Streams a set of matrices that no cache holds through both, interleaved, on one 
 Run it alone on the machine: whatever else reads memory is measured too.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.errors import UserError
-from ssd_serve.flags import Commands
 from ssd_serve.kernels.packed import PackedMatrix, can_pack
 from ssd_serve.models.linear import DenseLinear
 
@@ -121,38 +116,3 @@ def table(result: dict[str, object]) -> str:
         for row in (rows if isinstance(rows, list) else [])
     ]
     return "\n".join(lines)
-
-
-def add_packed_command(subparsers: Commands) -> None:
-    """Add the parser `packed`; it sets `run`."""
-    parser = subparsers.add_parser("packed", help="few-row products: weight reads a second, packed and dense")
-    _add_flags(parser)
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=list(_DTYPES), default="bf16")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
-    result = measure(dtype=args.dtype, threads=args.threads, repeats=args.repeats)
-    print(table(result))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-def main() -> int:
-    """`python -m ssd_serve.bench.packed`."""
-    parser = argparse.ArgumentParser(prog="python -m ssd_serve.bench.packed", description=__doc__)
-    _add_flags(parser)
-    args = parser.parse_args()
-    return _run(args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -52,7 +52,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """The server found a stop string: end the request. Answered by `Finished`, unless that was sent before."""
+    """The server found a stop string: end the request. Answered by `Finished`, unless it came first."""
 
     request: int
 

@@ -1,0 +1,162 @@
+"""`ssd bench report`: a result of `ssd bench modes` as Markdown, and the block of the README that holds it.
+
+Knows the shape of the result file, and nothing of how it was measured.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ssd_serve.errors import UserError
+
+BEGIN, END = "<!-- modes:begin -->", "<!-- modes:end -->"
+
+_MEANING = {
+    "real": "**Real devices**: the embedded pair with ballast (the same function at a larger cost), target "
+    "and drafter on one core each.",
+    "real-both-cores": "**Real, equal devices**: the same baselines when the target has both cores, as many "
+    "as SSD has.",
+    "emulated": "**Emulated devices**: the embedded pair; engine, processes and messages are real, but each "
+    "forward is stretched by sleeping to the step time of a device table (70B/1B on MI300X). Not a "
+    "measurement of those devices.",
+}
+_MODES = {"ar": "plain (ar)", "sd-chain": "chain (sd)", "sd-tree": "tree (sd)", "ssd": "SSD (ssd)"}
+_HEAD = (
+    "| mode | T | tokens/s (quartiles) | SSD is faster by | tokens a round | accepted nodes | hit rate "
+    "| forward / wait / host |"
+)
+_NOTES = {
+    "target_overrun_share": "share of target forwards that took longer than the table says",
+    "target_step_with_and_without_drafter_ms": "target step in ms, alone and beside a drafter, by rows",
+}
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """One mode at one temperature in one setting."""
+
+    setting: str
+    mode: str
+    shape: str
+    temperature: float
+    tokens_per_s: float
+    tokens_per_s_quartiles: list[float]
+    tokens_per_round: float
+    acceptance: float | None
+    hit_rate: float | None
+    forward_share: float
+    wait_share: float
+    host_share: float
+    requests: int
+
+
+class _Ratio(msgspec.Struct, frozen=True):
+    """SSD against another mode, prompt by prompt."""
+
+    setting: str
+    temperature: float
+    ratio: str
+    median: float
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """What is read of a result file; whatever else it holds is left alone."""
+
+    results: list[_Row]
+    ratios: list[_Ratio]
+    notes: dict[str, dict[str, object]]
+    hardware: dict[str, object]
+    versions: dict[str, str]
+
+
+def read_result(path: Path) -> dict[str, object]:
+    """The JSON of a result file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{path} is not a result of `ssd bench modes`: {error}") from error
+
+
+def markdown_table(result: Mapping[str, object]) -> str:
+    """Tables of all settings, and below them where they were measured."""
+    try:
+        found = msgspec.convert(result, type=_Result)
+    except msgspec.ValidationError as error:
+        raise UserError(f"this is not a result of `ssd bench modes`: {error}") from error
+    ratios = {(each.setting, each.temperature, each.ratio): each.median for each in found.ratios}
+    parts: list[str] = []
+    for setting in dict.fromkeys(row.setting for row in found.results):
+        rows = [row for row in found.results if row.setting == setting]
+        lines = [_line(row, ratios.get((setting, row.temperature, f"ssd/{row.mode}"))) for row in rows]
+        parts.append("\n".join([_MEANING.get(setting, setting), "", _HEAD, "|" + "---|" * 8, *lines]))
+        notes = _notes(found.notes.get(setting, {}))
+        if notes:
+            parts.append(notes)
+    parts.append(_where(found))
+    return "\n\n".join(parts)
+
+
+def replace_block(document: str, table: str) -> str:
+    """The document with the table between its markers."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UserError(f"the document has no block between {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def _line(row: _Row, ratio: float | None) -> str:
+    low, high = row.tokens_per_s_quartiles[0], row.tokens_per_s_quartiles[-1]
+    name = _MODES.get(row.mode, row.mode)
+    shape = row.shape.removeprefix(row.mode).strip()
+    cells = (
+        f"{name} {shape}".strip(),
+        f"{row.temperature:g}",
+        f"{row.tokens_per_s:.1f} ({low:.1f} to {high:.1f})",
+        "" if ratio is None else f"{ratio:.2f}x",
+        f"{row.tokens_per_round:.2f}",
+        _share(row.acceptance),
+        _share(row.hit_rate),
+        f"{row.forward_share:.2f} / {row.wait_share:.2f} / {row.host_share:.2f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _notes(notes: Mapping[str, object]) -> str:
+    """What was seen besides: only what a reader needs to judge the table."""
+    told = [f"{text}: {_plain(notes[name])}" for name, text in _NOTES.items() if name in notes]
+    replaced = [
+        f"T {name.rpartition('_t')[2]}: {_plain(value)}"
+        for name, value in notes.items()
+        if name.startswith("replaced_prompts_share")
+    ]
+    if replaced:
+        told.append(f"share of prompts replaced because their continuation is a loop: {', '.join(replaced)}")
+    return "\n".join(f"- {text}" for text in told)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_plain(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return " and ".join(_plain(each) for each in value)
+    return str(value)
+
+
+def _where(found: _Result) -> str:
+    hardware, versions = found.hardware, found.versions
+    requests = sorted({row.requests for row in found.results})
+    return (
+        f"Measured on {hardware.get('cpu')}, {hardware.get('cores')} cores, "
+        f"{hardware.get('memory_gib')} GiB; Python {versions.get('python')}, torch {versions.get('torch')}. "
+        f"Each line is the median over {' or '.join(map(str, requests))} prompts, all modes interleaved "
+        "prompt by prompt; the factor is the median of the ratios for each prompt."
+    )
