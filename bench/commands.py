@@ -5,9 +5,11 @@ Parses arguments, prints tables and writes result files; everything heavy is imp
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
+from ssd_serve.cluster.process import worker_environment
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
 
 _SETTINGS = ("real", "emulated", "both")
@@ -46,6 +48,7 @@ def _add_modes(commands: Commands) -> None:
 
 
 def _run_modes(args: argparse.Namespace) -> int:
+    os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
     from ssd_serve.bench.both import run_both_settings
 
     result = run_both_settings(

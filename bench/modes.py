@@ -20,7 +20,7 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.request import accept
 
 TARGET_CORE, DRAFT_CORE, BOTH_CORES = "cpu:0", "cpu:1", "cpu:0-1"
-_TUNING_PROMPTS = 4
+_TUNING_PROMPTS, _TUNING_TOKENS = 4, 64
 _DISTURBING = 64
 """Requests that keep the drafter growing while the target is measured beside it."""
 
@@ -82,6 +82,7 @@ class _Bench:
         self._plan = plan
         self._say = say
         self._runner = Runner(plan.tokens)
+        self._tuner = Runner(min(_TUNING_TOKENS, plan.tokens), first=1 << 32)
 
     def choose_prompts(self, pool: Sequence[Prompt], temperature: float) -> tuple[list[Prompt], float]:
         """The first prompts whose plain continuation is no loop; and the share that had to be replaced."""
@@ -103,30 +104,35 @@ class _Bench:
     def tune(self, prompts: Sequence[Prompt], temperature: float) -> list[Way]:
         """Plain decoding, the best chain and the best tree, found on a few of the prompts."""
         width, fan_out = self._rig.settings.draft_width, self._rig.settings.draft_fan_out
-        chains = [Way("sd-chain", steps) for steps in (1, 2, 3, 4, 5, 6, 8)]
-        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 3, 4, 5, 6, 8)]
+        chains = [Way("sd-chain", steps) for steps in (1, 2, 3, 4, 5, 6)]
+        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 3, 4, 5)]
         few = prompts[:_TUNING_PROMPTS]
         return [Way("ar"), self._best(chains, few, temperature), self._best(trees, few, temperature)]
 
     def _best(self, ways: Sequence[Way], prompts: Sequence[Prompt], temperature: float) -> Way:
         engines = {way: self._rig.engine(way) for way in ways}
-        samples = self.interleave(engines, prompts, temperature)
+        samples = self.interleave(engines, prompts, temperature, self._tuner)
         speed = {way: _speed(got) for way, got in samples.items()}
         self._say("  " + ", ".join(f"{way.label}: {value:.1f}" for way, value in speed.items()))
         return max(speed, key=speed.__getitem__)
 
     def interleave(
-        self, engines: dict[Way, Engine], prompts: Sequence[Prompt], temperature: float
+        self,
+        engines: dict[Way, Engine],
+        prompts: Sequence[Prompt],
+        temperature: float,
+        runner: Runner | None = None,
     ) -> dict[Way, list[Sample]]:
         """Every prompt on every engine, the order of engines rotating from prompt to prompt."""
+        run = (runner or self._runner).run
         samples: dict[Way, list[Sample]] = {way: [] for way in engines}
         order = list(engines)
         for engine in engines.values():  # rates, calibration and noise settle on a prompt that is not counted
-            self._runner.run(engine, prompts[0], temperature)
+            run(engine, prompts[0], temperature)
         for index, prompt in enumerate(prompts):
             turn = index % len(order)
             for way in order[turn:] + order[:turn]:
-                samples[way].append(self._runner.run(engines[way], prompt, temperature))
+                samples[way].append(run(engines[way], prompt, temperature))
         return samples
 
     def equal_devices(

@@ -30,9 +30,9 @@ class Sample:
 class Runner:
     """Runs requests one after the other on any engine, with numbers that never repeat."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, first: int = 1) -> None:
         self._max_tokens = max_tokens
-        self._number = 0
+        self._number = first
 
     def run(self, engine: Engine, prompt: Prompt, temperature: float) -> Sample:
         """One request alone on the engine."""

@@ -5,6 +5,7 @@ dies, however it dies, the kernel closes the pipe and the worker leaves.
 """
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -66,12 +67,20 @@ def worker_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "ssd_serve", "worker", *arguments]
 
 
+def worker_environment() -> dict[str, str]:
+    """This process's environment, and huge pages for torch's weights: 5-25 % more bandwidth for one row.
+
+    Torch reads that variable when it is imported, so that it cannot be a setting of the worker's.
+    """
+    return {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
+
+
 def start_worker(name: str, command: Sequence[str], settings: Settings) -> WorkerProcess:
     """Start a worker and hand it its settings as one JSON line. Its stdout goes to our stderr."""
     # Blocked signals stay blocked in the child, so none can end it before it ignores them by itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
     try:
-        popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_STDERR)
+        popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_STDERR, env=worker_environment())
     except OSError as error:
         raise SsdError(f"the process {name} cannot be started: {error.strerror}") from error
     finally:
