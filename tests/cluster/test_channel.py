@@ -20,7 +20,7 @@ Pair = tuple[SocketChannel, SocketChannel]
 
 
 def growth(sequence: int, size: int) -> Growth:
-    return Growth(1, 0, sequence, b"p" * size, b"t", b"l")
+    return Growth(1, 0, sequence, b"p" * size, b"", b"", b"t", b"l")
 
 
 @pytest.fixture
