@@ -17,7 +17,7 @@ help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
-	@echo "make bench     compare plain, synchronous and asynchronous speculation on this machine"
+	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    rewrite the sources as ruff wants them"
 	@echo "make clean     remove $(VENV) and caches"
@@ -54,7 +54,8 @@ format: $(DEVELOPING)
 	$(BIN)/ruff format .
 
 bench: $(SERVING)
-	@exec $(BIN)/ssd bench modes $(ARGS)
+	$(BIN)/ssd bench packed --json bench/results/packed.json
+	$(BIN)/ssd bench modes --json bench/results/modes.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

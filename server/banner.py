@@ -22,6 +22,7 @@ ASSUMED_ACCEPTANCE = 0.7
 """How often the draft's first guess is taken to be right; true of a well-distilled pair."""
 
 _DEEPEST_INLINE = 32
+_SHORT_STEP_MS = 5.0
 
 MODES = {
     "ar": "plain decoding, no draft model",
@@ -123,13 +124,28 @@ def _speed_line(ready: Ready, settings: Settings) -> str:
     plain = f"plain decoding gives at most {found.plain_tokens_per_s:.0f} tokens/s to one request"
     if ready.mode == "ar":
         return plain
-    shared = ready.target_device.startswith("cpu") and settings.emulate is None
-    caution = "; less here, where both share the memory and each verified token costs time" if shared else ""
+    caution = _caution(ready) if settings.emulate is None else ""
     return (
         f"{plain}. With a draft whose first guess is right {ASSUMED_ACCEPTANCE * 10:.0f} times in 10, these "
         f"step times allow up to {found.tokens_a_round:.1f} tokens a round, {found.speed_up:.1f}x{caution}. "
         "That is an estimate; `ssd bench modes` measures."
     )
+
+
+def _caution(ready: Ready) -> str:
+    """Why less is to be expected here than step times alone allow."""
+    reasons: list[str] = []
+    if ready.target_device.startswith("cpu"):
+        reasons.append("each verified token costs time")
+        if ready.mode == "ssd":
+            reasons.append("target and drafter share the memory")
+    if ready.target_step_ms < _SHORT_STEP_MS:
+        reasons.append("steps are so short that the engine's own work counts")
+    return f"; less here, where {_listed(reasons)}" if reasons else ""
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def commands(settings: Settings, url: str) -> list[str]:

@@ -51,6 +51,13 @@ def test_emulated_step_times_are_called_so() -> None:
     assert "emulated" in text
 
 
+def test_it_says_why_to_expect_less_and_only_what_is_true() -> None:
+    assert "less here, where each verified token costs time and target and drafter share" in screen(READY)
+    assert "so short" in screen(changed(target_step_ms=1.5))
+    on_gpus = screen(changed(target_device="cuda:0", draft_device="cuda:1"))
+    assert "less here" not in on_gpus
+
+
 def test_the_estimate_follows_the_step_times() -> None:
     fast, slow = estimate(READY), estimate(changed(draft_step_ms=10.0))
     inline = estimate(changed(mode="sd"))
