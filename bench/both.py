@@ -6,10 +6,11 @@ from pathlib import Path
 
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.modes import Plan, run_modes
-from ssd_serve.bench.prompts import held_out_prompts
-from ssd_serve.bench.rig import Rig
+from ssd_serve.bench.prompts import MOST_REPEATED, Chosen, Prompt, held_out_prompts, repeated_share
+from ssd_serve.bench.rig import Rig, Way
+from ssd_serve.bench.sample import Runner
+from ssd_serve.errors import UserError
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
@@ -32,22 +33,46 @@ def run_both_settings(
     results: list[object] = []
     ratios: list[object] = []
     notes: dict[str, object] = {}
-    target = resolve_model(EMBEDDED, "target")
-    pool = held_out_prompts(target, Tokenizer(target))
+    say("choosing prompts")
+    chosen = _choose(temperatures, prompts, tokens, say)
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         for setting in which:
-            chosen = settings.model_copy(update={"mode": Mode.SSD, "prefix_cache": False})
+            own = settings.model_copy(update={"mode": Mode.SSD, "prefix_cache": False})
             if setting == "emulated":
-                chosen = chosen.model_copy(update={"emulate": table})
+                own = own.model_copy(update={"emulate": table})
             elif settings.target == EMBEDDED:
                 say("writing the ballast pair")
-                chosen = chosen.model_copy(update=_ballast(Path(folder)))
-            plan = Plan(setting, temperatures, prompts, tokens, equal_devices and setting == "real")
-            found = run_modes(Rig(chosen), plan, pool, say)
+                own = own.model_copy(update=_ballast(Path(folder)))
+            plan = Plan(setting, tokens, equal_devices and setting == "real")
+            found = run_modes(Rig(own), plan, chosen, say)
             results += found.results
             ratios += found.ratios
             notes[setting] = found.notes
     return {"results": results, "ratios": ratios, "notes": notes, **merged}
+
+
+def _choose(
+    temperatures: Sequence[float], count: int, tokens: int, say: Callable[[str], None]
+) -> dict[float, Chosen]:
+    """Prompts whose plain continuation by the embedded target is no loop; the ballast pair's is the same."""
+    rig = Rig(Settings(mode=Mode.AR, draft=EMBEDDED, log_level="warning"))
+    pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
+    engine, runner = rig.engine(Way("ar")), Runner(tokens)
+    chosen: dict[float, Chosen] = {}
+    for temperature in temperatures:
+        kept: list[Prompt] = []
+        tried = 0
+        for prompt in pool:
+            tried += 1
+            if repeated_share(runner.run(engine, prompt, temperature).tokens) <= MOST_REPEATED:
+                kept.append(prompt)
+            if len(kept) == count:
+                break
+        say(f"temperature {temperature:g}: {len(kept)} of {tried} continuations are no loops")
+        if not kept:
+            raise UserError(f"every continuation at temperature {temperature:g} is a loop")
+        chosen[temperature] = Chosen(tuple(kept), 1 - len(kept) / tried)
+    return chosen
 
 
 def _ballast(folder: Path) -> dict[str, str]:

@@ -5,10 +5,10 @@ everything else real; always labelled so). Knows what is compared; the rig knows
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, repeated_share
+from ssd_serve.bench.prompts import Chosen, Prompt, repeated_share
 from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
 from ssd_serve.bench.sample import Runner, Sample
 from ssd_serve.memory import settle_memory
@@ -30,8 +30,6 @@ class Plan:
     """What to run."""
 
     setting: str
-    temperatures: tuple[float, ...]
-    prompts: int
     tokens: int
     equal_devices: bool
 
@@ -45,8 +43,8 @@ class Outcome:
     notes: dict[str, object]
 
 
-def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str], None]) -> Outcome:
-    """One setting, all modes and temperatures."""
+def run_modes(rig: Rig, plan: Plan, chosen: Mapping[float, Chosen], say: Callable[[str], None]) -> Outcome:
+    """One setting, all modes, and the temperatures of `chosen` with their prompts."""
     use_cores(TARGET_CORE)
     settle_memory()
     ssd = rig.engine(Way("ssd"))
@@ -55,8 +53,8 @@ def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str],
         results: list[dict[str, object]] = []
         ratios: list[dict[str, object]] = []
         notes: dict[str, object] = {}
-        for temperature in plan.temperatures:
-            prompts, replaced = bench.choose_prompts(pool, temperature)
+        for temperature, (prompts, replaced) in ((t, (c.prompts, c.replaced)) for t, c in chosen.items()):
+            say(f"{plan.setting}, temperature {temperature:g}: tuning chain and tree")
             ways = bench.tune(prompts, temperature)
             engines = {way: rig.engine(way) for way in ways} | {Way("ssd"): ssd}
             samples = bench.interleave(engines, prompts, temperature)
@@ -64,7 +62,7 @@ def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str],
             ratios += _ratios(plan.setting, temperature, samples)
             notes[f"replaced_prompts_share_t{temperature:g}"] = replaced
             if plan.equal_devices:
-                results += bench.equal_devices(prompts, temperature, ways)
+                results += bench.equal_devices(prompts[::2], temperature, ways)
         notes["target_step_ms"] = _step_times(rig.cost)
         notes["draft_step_ms"] = 1e3 * rig.draft_step_s
         notes["draft_step_ms_remote"] = 1e3 * ssd.drafters.step_s
@@ -72,7 +70,9 @@ def run_modes(rig: Rig, plan: Plan, pool: Sequence[Prompt], say: Callable[[str],
             notes["target_overrun_share"] = rig.target.overruns / max(1, rig.target.forwards)
             notes["target_forwards"] = rig.target.forwards
         else:
-            notes["target_step_with_and_without_drafter_ms"] = bench.disturbance(ssd, pool[0])
+            notes["target_step_with_and_without_drafter_ms"] = bench.disturbance(
+                ssd, next(iter(chosen.values())).prompts[0]
+            )
     return Outcome(results, ratios, notes)
 
 
@@ -83,23 +83,6 @@ class _Bench:
         self._say = say
         self._runner = Runner(plan.tokens)
         self._tuner = Runner(min(_TUNING_TOKENS, plan.tokens), first=1 << 32)
-
-    def choose_prompts(self, pool: Sequence[Prompt], temperature: float) -> tuple[list[Prompt], float]:
-        """The first prompts whose plain continuation is no loop; and the share that had to be replaced."""
-        engine = self._rig.engine(Way("ar"), model=self._rig.real, cost=CostTable())
-        chosen: list[Prompt] = []
-        seen = 0
-        for prompt in pool:
-            seen += 1
-            sample = self._runner.run(engine, prompt, temperature)
-            if repeated_share(sample.tokens) <= MOST_REPEATED:
-                chosen.append(prompt)
-            if len(chosen) == self._plan.prompts:
-                break
-        self._say(
-            f"{self._plan.setting}, temperature {temperature:g}: {len(chosen)} of {seen} prompts are no loops"
-        )
-        return chosen, 1 - len(chosen) / seen
 
     def tune(self, prompts: Sequence[Prompt], temperature: float) -> list[Way]:
         """Plain decoding, the best chain and the best tree, found on a few of the prompts."""
@@ -206,6 +189,7 @@ def _result(setting: str, way: Way, temperature: float, samples: Sequence[Sample
         "wait_share": round(sum(sample.wait_s for sample in samples) / wall, 4),
         "host_share": round(sum(sample.host_s for sample in samples) / wall, 4),
         "host_ms_per_round": round(1e3 * sum(sample.host_s for sample in samples) / rounds, 3),
+        "repeated_8grams": round(statistics.mean(repeated_share(sample.tokens) for sample in samples), 3),
         "requests": len(samples),
     }
 

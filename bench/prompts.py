@@ -11,6 +11,7 @@ from ssd_serve.recipes.corpus import standard_library
 from ssd_serve.recipes.evaluation import held_out_files
 
 _SHORTEST, _LONGEST = 96, 320
+_PER_FILE = 8
 _NGRAM = 8
 MOST_REPEATED = 0.3
 """A continuation that repeats more of its 8-grams than this is a loop, which any drafter guesses."""
@@ -25,19 +26,36 @@ class Prompt:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The prompts of one temperature, and which share of those tried was replaced because it looped."""
+
+    prompts: tuple[Prompt, ...]
+    replaced: float
+
+
 def held_out_prompts(target: Path, tokenizer: Tokenizer) -> list[Prompt]:
-    """One prompt a held-out file that is long enough, in an order fixed by a hash of the path."""
+    """Prefixes of held-out files, the first prompt of every file before the second of any.
+
+    Lengths, order and seeds come from hashes of the paths.
+    """
     files = held_out_files(target, standard_library()).files
-    prompts: list[Prompt] = []
-    for file in files:
-        digest = hashlib.sha256(f"prompt:{file.path}".encode()).digest()
-        length = _SHORTEST + int.from_bytes(digest[:4], "big") % (_LONGEST - _SHORTEST)
-        tokens = tokenizer.encode(file.text)
-        if len(tokens) >= 2 * length:
-            prompts.append(Prompt(file.path, tuple(tokens[:length]), int.from_bytes(digest[4:8], "big")))
-    if not prompts:
+    texts = [(file.path, tokenizer.encode(file.text)) for file in files]
+    pool: list[Prompt] = []
+    for turn in range(_PER_FILE):
+        prompts = [_prompt(path, tokens, turn) for path, tokens in texts]
+        pool += sorted((prompt for prompt in prompts if prompt), key=lambda prompt: prompt.seed)
+    if not pool:
         raise UserError("no held-out file of the embedded pair is in this Python's standard library")
-    return sorted(prompts, key=lambda prompt: prompt.seed)
+    return pool
+
+
+def _prompt(path: str, tokens: Sequence[int], turn: int) -> Prompt | None:
+    digest = hashlib.sha256(f"prompt:{path}:{turn}".encode()).digest()
+    length = _SHORTEST + int.from_bytes(digest[:4], "big") % (_LONGEST - _SHORTEST)
+    if len(tokens) < 2 * length:
+        return None
+    return Prompt(path, tuple(tokens[:length]), int.from_bytes(digest[4:8], "big"))
 
 
 def repeated_share(tokens: Sequence[int]) -> float:

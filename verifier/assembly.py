@@ -14,6 +14,7 @@ from ssd_serve.errors import MemoryShortError
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import Logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.models.config import model_name
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model, ModelFacts
@@ -57,7 +58,7 @@ def assemble_verifier(
     device = settings.target_device or "cpu"
     path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
     slots = _slots(settings, model_sizes(path, device=device, dtype=settings.dtype), device)
-    say(f"loading the target {path.name} on {device}")
+    say(f"loading the target {model_name(path)} on {device}")
     model: Model = load_model(
         path, device=device, dtype=settings.dtype, slots=slots, context=settings.context
     )

@@ -158,10 +158,11 @@ class Engine:
             started = self._clock()
             self.drafters.wait(2 * max(outlook.step_s, 1e-3))
             self.drafters.drain(self._active)
-            self.clocked.wait_s += self._clock() - started
+            waited_s = self._clock() - started
+            self.clocked.wait_s += waited_s
             before = outlook
             outlook, ranked = self._outlook(parts, before.steps + 1)
-            self._policy.learn(before, outlook)
+            self._policy.learn(before, outlook, waited_s)
         return self._place(parts, ranked[: outlook.choice.nodes])
 
     def _outlook(self, parts: Sequence[Part], steps: int) -> tuple[Outlook, list[tuple[float, int, Node]]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ssd_serve.verifier.budget import Choice, GrowthGain
 
-ASYNCHRONOUS_PRICE = 1.5
+ASYNCHRONOUS_PRICE = 1.2
 """`WhenItPays.price` for drafters that go on growing during the forward."""
 
 
@@ -37,8 +37,8 @@ class GrowPolicy(Protocol):
         """Whether to wait."""
         ...
 
-    def learn(self, before: Outlook, after: Outlook) -> None:
-        """One step was awaited."""
+    def learn(self, before: Outlook, after: Outlook, waited_s: float) -> None:
+        """Something arrived after `waited_s` seconds."""
         ...
 
 
@@ -47,7 +47,7 @@ class WhenItPays:
 
     `price` multiplies that worth. A synchronous drafter stands still while the target works: 1. A drafter of
     its own would have grown the same leaves during the forward, and where the text passes through them the
-    next round finds them ready: waiting buys only a part of what it adds (1.5 was best on simulated devices).
+    next round finds them ready: waiting buys only a part of what it adds (1.2 was best in simulated time).
     """
 
     def __init__(self, price: float = 1.0, most_steps: int = 16) -> None:
@@ -65,9 +65,10 @@ class WhenItPays:
             self._gain.forget()
         return pays
 
-    def learn(self, before: Outlook, after: Outlook) -> None:
-        """Adjust the share of the leaves' reach that becomes expected tokens."""
-        self._gain.observe(float(before.leaves.sum()), after.choice.tokens - before.choice.tokens)
+    def learn(self, before: Outlook, after: Outlook, waited_s: float) -> None:
+        """Adjust the share of the leaves' reach that a whole step turns into expected tokens."""
+        steps = min(2.0, max(0.3, waited_s / before.step_s))  # what arrives may have been half done already
+        self._gain.observe(steps * float(before.leaves.sum()), after.choice.tokens - before.choice.tokens)
 
 
 class Never:
@@ -78,7 +79,7 @@ class Never:
         del outlook
         return False
 
-    def learn(self, before: Outlook, after: Outlook) -> None:
+    def learn(self, before: Outlook, after: Outlook, waited_s: float) -> None:
         """Nothing to learn."""
 
 
@@ -92,5 +93,5 @@ class Steps:
         """Whether the fixed number is not reached yet and anything can still grow."""
         return outlook.steps < self._steps and len(outlook.leaves) > 0
 
-    def learn(self, before: Outlook, after: Outlook) -> None:
+    def learn(self, before: Outlook, after: Outlook, waited_s: float) -> None:
         """Nothing to learn."""
