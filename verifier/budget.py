@@ -80,7 +80,7 @@ class GrowthGain:
         return self.share * float(leaf_reaches.sum())
 
     def forget(self) -> None:
-        """Nothing was awaited: drift back to the prior, so that one bad time does not end waiting for ever."""
+        """Nothing was awaited: drift to the prior, so that one bad time does not end waiting for ever."""
         self.share += 0.02 * (self._prior - self.share)
 
     def observe(self, leaf_reach: float, added: float) -> None:
