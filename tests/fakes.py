@@ -1,4 +1,4 @@
-"""Deterministic stand-ins: a model whose logits are a function of the tokens that its rows really attend to."""
+"""Deterministic stand-ins: a model whose logits are a function of the tokens that its rows attend to."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -40,8 +40,8 @@ EOS = 0
 class FakeModel:
     """Logits depend on the last `memory` tokens of exactly the context that a row attends to.
 
-    A row whose context is not a gapless text 0..n (a wrong slot, a missing ancestor) raises: slot errors cannot
-    hide. `blur` mixes in other logits, so that a draft built with it guesses well but not always.
+    A row whose context is not a gapless text 0..n (a wrong slot, a missing ancestor) raises: slot errors
+    cannot hide. `blur` mixes in other logits, so that a draft built with it guesses well but not always.
     """
 
     def __init__(self, slots: int, blur: float = 0.0, memory: int = 3) -> None:
@@ -51,6 +51,8 @@ class FakeModel:
         self._written: dict[int, tuple[int, int]] = {}
         self.forwards = 0
         self.rows = 0
+        self.positions: list[int] = []
+        """Of every row so far."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -59,6 +61,7 @@ class FakeModel:
     def forward(self, batch: Batch) -> ForwardResult:
         self.forwards += 1
         self.rows += batch.rows
+        self.positions.extend(batch.positions.tolist())
         for slot, token, position in zip(batch.write_slots, batch.tokens, batch.positions, strict=True):
             self._written[int(slot)] = (int(token), int(position))
         contexts = [self._context(batch, int(row)) for row in batch.rows_wanted]
@@ -118,6 +121,7 @@ class Case:
     budget: int | None = None
     prefix: bool = True
     max_running: int = 16
+    max_waiting: int = 1000
     prefill_chunk: int = 32
     draft_slots: int = 4096
     growth: GrowthLimits = GROWTH
@@ -125,7 +129,7 @@ class Case:
 
 
 class ScriptedSource:
-    """A draft source without a model: the candidates of a node follow from its name. Remembers what it made."""
+    """A draft source without a model: a node's candidates follow from its name. Remembers what it made."""
 
     def __init__(self) -> None:
         self.made: dict[int, list[int]] = {}
@@ -169,7 +173,7 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
     model = FakeModel(case.slots)
     pool = SlotPool(case.slots)
     scheduler = Scheduler(
-        pool, PrefixCache(pool) if case.prefix else None, Limits(case.max_running, 1000, case.prefill_chunk)
+        pool, PrefixCache(pool) if case.prefix else None, Limits(case.max_running, case.max_waiting, case.prefill_chunk)
     )
     bounds = Bounds(4096, VOCABULARY, (EOS,), case.budget, case.growth.nodes, case.growth.width)
     cost = CostTable()

@@ -1,0 +1,265 @@
+"""The verifier's side of its drafters: joins, queues, epochs, silence."""
+
+import pytest
+from msgspec.structs import replace
+
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.errors import PairMismatchError
+from ssd_serve.messages import (
+    Close,
+    Growth,
+    Heartbeat,
+    Hello,
+    Message,
+    Open,
+    Outcome,
+    Refusal,
+    Resync,
+    SamplingParameters,
+    Submit,
+)
+from ssd_serve.verifier.drafters import Drafters, check_hello
+from ssd_serve.verifier.request import Request, accept
+from tests.fakes import HELLO, VOCABULARY
+
+
+class Clock:
+    """A time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class House:
+    """Drafters under test, some requests, and the far ends of the channels."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.drafters = Drafters(HELLO, self.clock)
+        self.requests = {number: make_request(number) for number in range(2)}
+
+    def join(self, hello: Hello = HELLO, capacity: int = 100, synchronous: bool = False) -> MemoryChannel:
+        mine, its = memory_pair(capacity=capacity)
+        self.drafters.connect(mine, synchronous)
+        its.send(hello)
+        self.drain()
+        return its
+
+    def drain(self) -> int:
+        return self.drafters.drain(self.requests)
+
+    def commit(self, number: int, *tokens: int) -> None:
+        request = self.requests[number]
+        request.tokens.extend(tokens)
+        assert request.replica is not None
+        request.replica.advance(tokens)
+        self.drafters.outcome(request, tokens, request.replica.tree.root.name)
+
+
+def make_request(number: int) -> Request:
+    submit = Submit(number, (1, 2, 3), SamplingParameters(max_tokens=50), 7)
+    return accept(submit, (0,), None, 64, VOCABULARY)
+
+
+def of(kind: type[Message], messages: list[Message]) -> list[Message]:
+    return [message for message in messages if isinstance(message, kind)]
+
+
+def growth(request: Request, sequence: int = 0, epoch: int | None = None) -> Growth:
+    assert request.replica is not None
+    expansion = Expansion(request.replica.tree.root.name, ROOT_STEP, [1, 2], [-0.5, -1.0])
+    return pack(request.number, epoch or request.epoch, sequence, [expansion], "d0", snapshot=False)
+
+
+def test_who_joins_is_told_of_every_running_request() -> None:
+    house = House()
+    its = house.join()
+    heard = its.receive()
+    assert heard[0] == HELLO
+    assert [message.request for message in heard[1:] if isinstance(message, Open)] == [0, 1]
+    assert house.drafters.alive == 1
+    assert house.drafters.step_s == pytest.approx(HELLO.step_ms / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"protocol": 999}, "protocol versions"),
+        ({"noise": "other"}, "noise schemes"),
+        ({"tokenizer": "other"}, "tokenizer differs"),
+    ],
+)
+def test_a_mismatch_is_refused_clearly(change: dict[str, object], word: str) -> None:
+    theirs = replace(HELLO, **change)
+    with pytest.raises(PairMismatchError, match=word):
+        check_hello(HELLO, theirs)
+    house = House()
+    its = house.join(theirs)
+    refusals = of(Refusal, its.receive())
+    assert len(refusals) == 1
+    assert isinstance(refusals[0], Refusal)
+    assert word in refusals[0].message
+    assert its.closed
+    assert house.drafters.alive == 0
+    assert house.drafters.channels == []
+
+
+def test_growth_is_drained_into_the_replica_of_its_epoch() -> None:
+    house = House()
+    its = house.join()
+    request = house.requests[0]
+    assert request.replica is not None
+    its.send(growth(request, epoch=request.epoch + 1))
+    house.drain()
+    assert len(request.replica.tree) == 0
+    its.send(growth(request))
+    its.send(replace(growth(request), request=99))
+    assert house.drain() == 2
+    assert len(request.replica.tree) == 2
+
+
+def test_nobody_is_heard_before_the_check() -> None:
+    house = House()
+    mine, its = memory_pair()
+    house.drafters.connect(mine)
+    for request in house.requests.values():
+        house.drafters.open(request)
+    its.send(growth(house.requests[0]))
+    its.send(Resync(0, house.requests[0].epoch))
+    house.drain()
+    replica = house.requests[0].replica
+    assert replica is not None
+    assert len(replica.tree) == 0
+    assert its.receive() == []
+
+
+def test_a_gap_in_growth_is_answered_by_asking_for_a_snapshot() -> None:
+    house = House()
+    its = house.join()
+    its.receive()
+    its.send(growth(house.requests[0], sequence=3))
+    house.drain()
+    assert its.receive() == [Resync(0, house.requests[0].epoch)]
+
+
+def test_a_resync_is_answered_by_a_new_epoch_with_the_tokens_so_far_once() -> None:
+    house = House()
+    its = house.join()
+    its.receive()
+    house.commit(0, 8, 9)
+    epoch = house.requests[0].epoch
+    its.receive()
+    its.send(Resync(0, epoch))
+    its.send(Resync(0, epoch))
+    house.drain()
+    (opened,) = its.receive()
+    assert isinstance(opened, Open)
+    assert (opened.epoch, opened.prompt, opened.output) == (epoch + 1, (1, 2, 3), (8, 9))
+
+
+def test_an_outcome_says_where_it_stands() -> None:
+    house = House()
+    its = house.join()
+    its.receive()
+    house.commit(1, 8, 9)
+    (outcome,) = its.receive()
+    replica = house.requests[1].replica
+    assert replica is not None
+    assert outcome == Outcome(1, house.requests[1].epoch, 3, (8, 9), replica.tree.root.name)
+
+
+def test_behind_a_full_queue_waits_one_open() -> None:
+    house = House()
+    its = house.join(capacity=4)  # its hello's answer and two openings stand in it
+    for token in range(1, 9):
+        house.commit(0, token)
+    assert len(of(Outcome, its.receive())) == 1
+    house.drain()
+    opened = of(Open, its.receive())
+    assert len(opened) == 1
+    assert isinstance(opened[0], Open)
+    assert opened[0].output == tuple(range(1, 9))
+    assert opened[0].epoch == house.requests[0].epoch
+    house.commit(0, 20)
+    assert len(of(Outcome, its.receive())) == 1
+
+
+def test_a_full_queue_of_one_drafter_does_not_reach_the_other() -> None:
+    house = House()
+    stuck, well = house.join(capacity=3), house.join()
+    well.receive()
+    house.commit(0, 5)
+    assert len(of(Outcome, well.receive())) == 1
+    assert of(Outcome, stuck.receive()) == []
+
+
+def test_a_close_that_did_not_fit_is_said_later() -> None:
+    house = House()
+    its = house.join(capacity=3)
+    request = house.requests.pop(0)
+    house.drafters.close(request)
+    assert of(Close, its.receive()) == []
+    house.drain()
+    assert its.receive() == [Close(0, request.epoch)]
+    house.drain()
+    assert its.receive() == []
+
+
+def test_a_silent_drafter_is_not_waited_for() -> None:
+    house = House()
+    its = house.join()
+    house.clock.now += 1.0
+    house.commit(0, 5)
+    assert house.drafters.worth_waiting()
+    house.clock.now += 0.022
+    assert house.drafters.worth_waiting()
+    house.clock.now += 0.002  # 3 of its steps of 1 ms + 20 ms
+    assert not house.drafters.worth_waiting()
+    its.send(Heartbeat(step_ms=5.0))
+    house.drain()
+    assert house.drafters.worth_waiting()
+    assert house.drafters.step_s == pytest.approx(0.005)
+
+
+def test_asking_again_does_not_excuse_silence() -> None:
+    house = House()
+    house.join()
+    for token in range(1, 5):
+        house.clock.now += 0.01
+        house.commit(0, token)
+    assert not house.drafters.worth_waiting()
+
+
+def test_a_synchronous_drafter_is_never_silent_and_nobody_is_not_waited_for() -> None:
+    house = House()
+    assert not house.drafters.worth_waiting()
+    house.join(synchronous=True)
+    house.commit(0, 5)
+    house.clock.now += 1000.0
+    assert house.drafters.worth_waiting()
+
+
+def test_who_talks_nonsense_or_leaves_is_forgotten() -> None:
+    house = House()
+    first, second, third = house.join(), house.join(), house.join()
+    first.send_raw(b"\xff" * 64)
+    second.close()
+    third.send(Refusal("I leave"))
+    house.drain()
+    assert house.drafters.channels == []
+    assert house.drafters.alive == 0
+    house.commit(0, 5)
+
+
+def test_heartbeats_come_when_due() -> None:
+    house = House()
+    its = house.join()
+    its.receive()
+    for _ in range(5):
+        house.drafters.beat()
+        house.clock.now += 1.0
+    assert its.receive() == [Heartbeat()] * 3

@@ -1,0 +1,182 @@
+"""The engine's promises to its front end: refusals, ends, bounds, aborts."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.messages import Committed, Finished, SamplingParameters, Submit, VerifierReport
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.growing import Steps
+from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
+
+GREEDY = SamplingParameters(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+def speculating(case: Case | None = None) -> tuple[Engine, FakeModel]:
+    case = case or Case(slots=4096, policy=lambda: Steps(3), blur=0.0)
+    engine, model = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+    return engine, model
+
+
+def plain() -> Engine:
+    return make_engine(Case(drafter="none", slots=4096))[0]
+
+
+def finished(reports: Sequence[VerifierReport]) -> list[Finished]:
+    return [report for report in reports if isinstance(report, Finished)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameters", "field", "word"),
+    [
+        ((), GREEDY, "prompt", "empty"),
+        ((1, VOCABULARY), GREEDY, "prompt", "token ids"),
+        ((-1,), GREEDY, "prompt", "token ids"),
+        ((1,) * 90, GREEDY, "max_tokens", "exceed the context of 99 tokens"),
+        ((1,), SamplingParameters(max_tokens=0), "max_tokens", "at least 1"),
+    ],
+)
+def test_impossible_requests_are_refused_with_the_field(
+    prompt: tuple[int, ...], parameters: SamplingParameters, field: str, word: str
+) -> None:
+    engine, _ = make_engine(Case(slots=100))
+    refused = engine.submit(Submit(1, prompt, parameters, 0))
+    assert refused is not None
+    assert refused.field == field
+    assert word in refused.message
+    assert not engine.busy
+
+
+def test_a_number_in_use_and_a_full_queue_are_refused() -> None:
+    engine, _ = make_engine(Case(max_running=1, max_waiting=1, slots=4096))
+    assert engine.submit(Submit(1, (1,), GREEDY, 0)) is None
+    engine.step()
+    again = engine.submit(Submit(1, (1,), GREEDY, 0))
+    assert again is not None
+    assert again.field == "request"
+    assert engine.submit(Submit(2, (1,), GREEDY, 0)) is None
+    full = engine.submit(Submit(3, (1,), GREEDY, 0))
+    assert full is not None
+    assert full.retry_after_s > 0
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_an_abort_frees_everything_at_once(steps: int) -> None:
+    engine, _ = speculating(Case(slots=4096, prefix=False, policy=lambda: Steps(3)))
+    for submit in mixed_requests(3):
+        engine.submit(submit)
+    for _ in range(steps):
+        engine.step()
+    for number in range(3):
+        engine.abort(number)
+        engine.abort(number)
+    assert not engine.busy
+    assert engine.scheduler.pool.used == 0
+    assert engine.step() == []
+
+
+def test_the_others_do_not_notice_an_abort() -> None:
+    expected = run(plain(), mixed_requests(4))
+    engine, _ = speculating()
+    aborted = run(engine, mixed_requests(4), lambda step: engine.abort(1) if step == 5 else None)
+    assert 1 not in aborted
+    assert all(aborted[number].tokens == expected[number].tokens for number in (0, 2, 3))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
+def test_no_row_beyond_max_tokens(max_tokens: int) -> None:
+    engine, model = speculating()
+    parameters = SamplingParameters(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    output = run(engine, [Submit(1, (3, 4), parameters, 0)])[1]
+    assert len(output.tokens) == max_tokens
+    assert output.reason == "length"
+    assert max(model.positions) == 2 + max_tokens - 2
+
+
+def test_no_row_beyond_the_context() -> None:
+    engine, model = speculating(Case(slots=30, policy=lambda: Steps(3), blur=0.0))
+    output = run(engine, [Submit(1, (3, 4), SamplingParameters(max_tokens=27, ignore_eos=True), 0)])[1]
+    assert len(output.tokens) == 27
+    assert max(model.positions) < 30
+
+
+@pytest.mark.parametrize("index", [0, 1, 5, 11])
+def test_a_stop_id_ends_the_text_wherever_in_a_round_it_comes(index: int) -> None:
+    submit = Submit(1, (3, 4), GREEDY, 0)
+    text = run(plain(), [submit])[1].tokens
+    stop = text[index]
+    stopping = SamplingParameters(temperature=0.0, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    engine, _ = speculating()
+    output = run(engine, [Submit(1, (3, 4), stopping, 0)])[1]
+    assert output.tokens == text[: text.index(stop) + 1]
+    assert output.reason == "stop"
+    assert engine.scheduler.prefix is not None
+    assert engine.scheduler.pool.used == engine.scheduler.prefix.size
+
+
+def test_the_end_of_text_ends_it_unless_it_is_ignored_or_too_early() -> None:
+    towards_end = {EOS: 100.0}
+    for parameters, length in (
+        (SamplingParameters(logit_bias=towards_end, max_tokens=9), 1),
+        (SamplingParameters(logit_bias=towards_end, max_tokens=9, ignore_eos=True), 9),
+        (SamplingParameters(logit_bias=towards_end, max_tokens=9, min_tokens=4), 5),
+    ):
+        engine, _ = speculating()
+        output = run(engine, [Submit(1, (3, 4), parameters, 0)])[1]
+        assert len(output.tokens) == length
+        assert output.reason == ("length" if length == 9 else "stop")
+
+
+def test_what_is_committed_adds_up_and_the_stop_token_is_named() -> None:
+    engine, _ = speculating()
+    parameters = SamplingParameters(logit_bias={EOS: 100.0}, max_tokens=9, min_tokens=3)
+    engine.submit(Submit(1, (3, 4), parameters, 0))
+    tokens: list[int] = []
+    ended: list[Finished] = []
+    while engine.busy:
+        reports = engine.step()
+        ended += finished(reports)
+        tokens += [token for each in reports if isinstance(each, Committed) for token in each.tokens]
+    assert [each.stop_token for each in ended] == [EOS]
+    assert ended[0].figures.tokens == len(tokens) == 4
+
+
+def test_the_front_end_can_finish_a_request() -> None:
+    engine, _ = speculating()
+    engine.submit(Submit(1, (3, 4), GREEDY, 0))
+    for _ in range(3):
+        engine.step()
+    ended = engine.finish(1)
+    assert ended is not None
+    assert ended.reason == "stop"
+    assert ended.figures.tokens > 0
+    assert engine.finish(1) is None
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 32])
+def test_chunks_and_reused_prefixes_give_the_same_tokens(chunk: int) -> None:
+    start = tuple(range(1, 24))
+    submits = [
+        Submit(number, (*start, *range(1, 2 + number)), SamplingParameters(max_tokens=8), 40 + number)
+        for number in range(5)
+    ]
+    expected = run(make_engine(Case(drafter="none", prefix=False, slots=4096, prefill_chunk=64))[0], submits)
+    engine, _ = speculating(Case(slots=4096, prefill_chunk=chunk, max_running=2, policy=lambda: Steps(2)))
+    outputs = run(engine, submits)
+    assert {n: o.tokens for n, o in outputs.items()} == {n: o.tokens for n, o in expected.items()}
+    assert sum(output.figures.cached_prompt_tokens for output in outputs.values()) >= 2 * len(start)
+
+
+def test_hits_and_readiness_are_counted() -> None:
+    engine, _ = speculating(
+        Case(slots=4096, policy=lambda: Steps(4), blur=0.0, growth=GrowthLimits(4, 3, 8, 96))
+    )
+    figures = run(engine, [Submit(1, (3, 4), GREEDY, 0)])[1].figures
+    assert figures.hits + figures.misses == figures.rounds
+    assert figures.accepted > 0
+    assert figures.tokens == 20 == figures.rounds + figures.accepted + 1
+    assert figures.drafted >= figures.accepted
