@@ -78,8 +78,9 @@ def _tokens_of_chain(guesses: float, acceptance: float) -> float:
     return (1.0 - math.pow(acceptance, guesses + 1)) / (1.0 - acceptance)
 
 
-def show_banner(console: Console, ready: Ready, settings: Settings, url: str) -> None:
-    """Print the screen. `url` is where people reach the server; the console decides about colours."""
+def show_banner(console: Console, ready: Ready, settings: Settings, url: str, program: str = "ssd") -> None:
+    """Print the screen. `url` is where people reach the server, `program` how they call the command line; the
+    console decides about colours."""
     console.print()
     console.print(Text.assemble(("ssd-serve", "bold"), f" {__version__} is ready at ", (url, "bold cyan")))
     console.print()
@@ -91,7 +92,7 @@ def show_banner(console: Console, ready: Ready, settings: Settings, url: str) ->
     console.print(Padding(table, (0, 2)))
     console.print()
     console.print("Try it:", style="bold")
-    for line in commands(settings, url):
+    for line in commands(settings, url, program):
         # Wrapped lines could not be copied.
         console.print("  " + line, soft_wrap=True, highlight=False, markup=False)
     console.print()
@@ -148,7 +149,7 @@ def _listed(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def commands(settings: Settings, url: str) -> list[str]:
+def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
     """Lines to copy."""
     name = model_name(settings)
     prompt = "def fibonacci(n):" if settings.target == EMBEDDED else "Once upon a time"
@@ -157,9 +158,9 @@ def commands(settings: Settings, url: str) -> list[str]:
     client_key = "the key" if settings.api_key else "none"
     return [
         f"curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
-        f"ssd generate {shlex.quote(prompt)}",
-        f'python: OpenAI(base_url="{url}/v1", api_key="{client_key}").completions.create('
-        f'model="{name}", prompt="{prompt}")',
-        f"{url}/metrics   (Prometheus)      {url}/health",
+        f"{shlex.quote(program)} generate {shlex.quote(prompt)}      (without this server)",
+        f'OpenAI(base_url="{url}/v1", api_key="{client_key}")      (Python, after pip install openai)',
+        f"{url}/metrics      (Prometheus; also /health, /version, /v1/models)",
+        f"{shlex.quote(program)} settings      (what can be set; README.md says more)",
         "Ctrl-C stops the server.",
     ]

@@ -5,9 +5,13 @@ Knows who has to start in which order; the parts know their work.
 
 import asyncio
 import ipaddress
+import os
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -125,13 +129,21 @@ async def _watch(
         if not announced and client.ready is not None:
             announced = True
             line.clear()
-            show_banner(Console(), client.ready, engine.settings, address(sock))
+            show_banner(Console(), client.ready, engine.settings, address(sock), program_name())
         elif not announced:
             line.show(client.progress)
         await asyncio.sleep(_LOOK_EVERY_S)
     line.clear()
     await asyncio.sleep(_FAREWELL_S)
     server.stop()
+
+
+def program_name() -> str:
+    """How to call the command line that this process came from: `ssd` where a shell finds it."""
+    here = Path(sys.argv[0])
+    if here.name != "ssd" or shutil.which("ssd") == str(here):
+        return "ssd"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
 
 
 def address(sock: socket.socket) -> str:

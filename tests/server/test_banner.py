@@ -76,6 +76,11 @@ def test_a_slow_draft_is_never_estimated_to_help_inline() -> None:
     assert found.speed_up == 1.0
 
 
+def test_commands_are_called_as_this_shell_finds_them() -> None:
+    lines = commands(Settings(), URL, ".venv/bin/ssd")
+    assert any(line.startswith(".venv/bin/ssd generate 'def fibonacci(n):'") for line in lines)
+
+
 def test_the_curl_line_can_be_copied() -> None:
     words = shlex.split(commands(Settings(), URL)[0])
     assert words[:2] == ["curl", "-N"]
