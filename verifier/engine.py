@@ -19,6 +19,7 @@ from ssd_serve.verifier.budget import Rate, choose
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.growing import GrowPolicy, Outlook
+from ssd_serve.verifier.ranking import RankedNode, rank
 from ssd_serve.verifier.request import Request, Tally, accept
 from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
 from ssd_serve.verifier.scheduler import Part, Scheduler
@@ -165,56 +166,22 @@ class Engine:
             self._policy.learn(before, outlook, waited_s)
         return self._place(parts, ranked[: outlook.choice.nodes])
 
-    def _outlook(self, parts: Sequence[Part], steps: int) -> tuple[Outlook, list[tuple[float, int, Node]]]:
-        """The round as it would be now, and its candidate nodes (reach, part, node), best first."""
-        ranked: list[tuple[float, int, Node]] = []
-        leaves: list[float] = []
-        decoding = self._decoding(parts)
-        most = self._most_nodes()
-        if self.drafters.alive and most:
-            for index, part in enumerate(parts):
-                if part.request.decoding and part.request.replica is not None:
-                    self._rank(index, part.request, most, ranked, leaves)
-        ranked.sort(key=lambda item: -item[0])
-        reaches = np.array([item[0] for item in ranked[:most]])
+    def _outlook(self, parts: Sequence[Part], steps: int) -> tuple[Outlook, list[RankedNode]]:
+        """The round as it would be now, and its candidate nodes."""
+        bounds, decoding = self._bounds, self._decoding(parts)
+        most = _CANDIDATES if bounds.budget is None else bounds.budget
+        ranked, leaves = rank(parts, most if self.drafters.alive else 0, bounds.context, bounds.draft_width)
+        reaches = np.array([item[0] for item in ranked])
         rate = self._rate.value(decoding)
         other_rows = sum(len(part.slots) for part in parts) - decoding
         choice = choose(reaches, decoding, other_rows, self.cost.curve(), rate)
-        best_leaves = np.sort(np.array(leaves))[::-1][: self._bounds.draft_width]
-        return Outlook(choice, best_leaves, rate, self.drafters.step_s, steps), ranked
-
-    def _rank(
-        self,
-        index: int,
-        request: Request,
-        most: int,
-        ranked: list[tuple[float, int, Node]],
-        leaves: list[float],
-    ) -> None:
-        """Collect one request's candidate nodes, and the reach of the leaves that could still grow."""
-        replica = request.replica
-        if replica is None:
-            return
-        tree = replica.tree
-        deepest = min(request.left - 1, self._bounds.context - len(request.tokens))
-        nodes = tree.best(most, deepest)
-        if not tree.root.expanded and deepest > 0:
-            leaves.append(1.0)
-        for node in nodes:
-            reach = tree.reach(node)
-            ranked.append((reach, index, node))
-            if not node.expanded and tree.depth(node) < deepest and node.token not in request.ends:
-                leaves.append(reach)
-
-    def _most_nodes(self) -> int:
-        budget = self._bounds.budget
-        return _CANDIDATES if budget is None else budget
+        return Outlook(choice, leaves, rate, self.drafters.step_s, steps), ranked
 
     @staticmethod
     def _decoding(parts: Sequence[Part]) -> int:
         return sum(part.request.decoding for part in parts)
 
-    def _place(self, parts: Sequence[Part], chosen: Sequence[tuple[float, int, Node]]) -> list[Work]:
+    def _place(self, parts: Sequence[Part], chosen: Sequence[RankedNode]) -> list[Work]:
         """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
         first."""
         nodes: list[list[Node]] = [[] for _ in parts]
