@@ -37,9 +37,6 @@ def _add_modes(commands: Commands) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table of the emulated setting")
     parser.add_argument(
-        "--pair", type=Path, nargs=2, metavar=("TARGET", "DRAFT"), help="pair of the emulated setting"
-    )
-    parser.add_argument(
         "--no-equal-devices", action="store_true", help="leave out the baselines on both cores"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")

@@ -22,6 +22,7 @@ def add_commands(subparsers: Commands) -> None:
     commands = recipe.add_subparsers(required=True, metavar="RECIPE")
     add_train_pair(commands)
     add_ballast(commands)
+    add_blur(commands)
     add_evaluate_pair(commands)
 
 
@@ -62,6 +63,16 @@ def add_ballast(commands: Commands) -> None:
     parser.add_argument("--heads", type=int, help="query heads (default: as many as fill the hidden size)")
     parser.add_argument("--intermediate", type=int, help="MLP size (default: 2.75 times the hidden size)")
     parser.set_defaults(run=run_ballast)
+
+
+def add_blur(commands: Commands) -> None:
+    """`ssd recipe blur`."""
+    parser = commands.add_parser("blur", help="copy a checkpoint with noise: a draft as good as wanted")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("destination", type=Path)
+    parser.add_argument("--noise", type=float, default=0.1, help="relative to each matrix's deviation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=run_blur)
 
 
 def add_evaluate_pair(commands: Commands) -> None:
@@ -128,6 +139,14 @@ def deadline(now: float, minutes: float | None, until: str | None) -> float:
     today = time.localtime(now)
     end = time.mktime((*today[:3], clock.tm_hour, clock.tm_min, 0, *today[6:]))
     return end if end > now else end + 86_400.0
+
+
+def run_blur(args: argparse.Namespace) -> int:
+    """Write the noisy copy."""
+    from ssd_serve.recipes.blur import blur
+
+    blur(args.source, args.destination, args.noise, args.seed)
+    return 0
 
 
 def run_ballast(args: argparse.Namespace) -> int:
