@@ -116,6 +116,7 @@ class Drafters:
                 link.channel.flush()
                 link.channel.close()
             if link.channel.closed:
+                link.channel.close()  # our own end too
                 self._links.remove(link)
                 self._log.warning("drafter left", name=link.name)
             elif link.behind or link.unclosed:
