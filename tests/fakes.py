@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
+from ssd_serve.bench.lossless_rig import FixedCost
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.core import DrafterCore
@@ -26,7 +28,6 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.models.interface import ForwardResult, ModelFacts
-from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.growing import GrowPolicy, WhenItPays
@@ -173,14 +174,15 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
     model = FakeModel(case.slots)
     pool = SlotPool(case.slots)
     scheduler = Scheduler(
-        pool, PrefixCache(pool) if case.prefix else None, Limits(case.max_running, case.max_waiting, case.prefill_chunk)
+        pool,
+        PrefixCache(pool) if case.prefix else None,
+        Limits(case.max_running, case.max_waiting, case.prefill_chunk),
     )
     bounds = Bounds(4096, VOCABULARY, (EOS,), case.budget, case.growth.nodes, case.growth.width)
-    cost = CostTable()
-    for rows, seconds in ((1, 0.010), (64, 0.012)):
-        cost.observe(rows, seconds)
     rounds = Rounds(model, NoiseRows(VOCABULARY, 4096), (EOS,))
-    return Engine(rounds, scheduler, Drafters(HELLO), cost, case.policy(), bounds), model
+    # Time stands still for drafters, and costs are fixed: no test depends on how busy the machine is.
+    drafters = Drafters(HELLO, clock=lambda: 0.0)
+    return Engine(rounds, scheduler, drafters, FixedCost(), case.policy(), bounds), model
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,7 @@ def mixed_requests(count: int, max_tokens: int = 40) -> list[Submit]:
     source = np.random.default_rng(7)
     submits: list[Submit] = []
     for number in range(count):
-        base = variants[number % len(variants)]
-        fields = {name: getattr(base, name) for name in base.__struct_fields__} | {
-            "max_tokens": max_tokens - number % 5
-        }
+        parameters = replace(variants[number % len(variants)], max_tokens=max_tokens - number % 5)
         prompt = tuple(int(t) for t in source.integers(1, VOCABULARY, size=3 + 7 * (number % 6)))
-        submits.append(Submit(number, prompt, SamplingParameters(**fields), 1000 + number))
+        submits.append(Submit(number, prompt, parameters, 1000 + number))
     return submits

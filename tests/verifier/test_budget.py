@@ -19,7 +19,7 @@ def value(tokens: float, seconds: float, rate: float) -> float:
 def test_it_chooses_what_trying_everything_chooses(
     reaches: list[float], steps: list[float], roots: int, other_rows: int, rate: float
 ) -> None:
-    curve = np.concatenate(([0.0], np.cumsum([0.01, *steps])))
+    curve = np.array([0.0, *np.cumsum([0.01, *steps])], dtype=np.float64)
     choice = choose(np.array(reaches), roots, other_rows, curve, rate)
     base, last = roots + other_rows, len(curve) - 1
     possible: list[float] = []
@@ -38,7 +38,7 @@ def test_free_rows_are_all_taken_and_dear_ones_not() -> None:
     flat, steep = np.full(50, 0.02), np.linspace(0.02, 1.0, 50)
     assert choose(reaches, 1, 0, flat, 50.0).nodes == 4
     assert choose(reaches, 1, 0, steep, 50.0).nodes == 0
-    middle = 0.02 + np.arange(50) * 0.004  # a row is worth 0.2 tokens at 50 tokens a second
+    middle = np.linspace(0.02, 0.22, 51)  # a row is worth 0.2 tokens at 50 tokens a second
     assert choose(reaches, 1, 0, middle, 50.0).nodes == 2
 
 

@@ -12,7 +12,7 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Growth, Heartbeat, Hello, Open, Outcome
 from ssd_serve.seeds import root_name
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import Never, Steps, WhenItPays
+from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 
 
@@ -31,16 +31,18 @@ def same(left: dict[int, Output], right: dict[int, Output]) -> bool:
 @pytest.mark.parametrize("policy", [Never, WhenItPays, lambda: Steps(3)])
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_inline_speculation_gives_the_plain_text(
-    budget: int | None, policy: Callable[[], Never], count: int
+    budget: int | None, policy: Callable[[], GrowPolicy], count: int
 ) -> None:
     case = Case(budget=budget, policy=policy, slots=4096)
-    engine, model = make_engine(case)
+    engine, _ = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(count))
     expected = plain(count)
     assert same(outputs, expected)
     accepted = sum(output.figures.accepted for output in outputs.values())
-    assert (accepted > 0) == (budget != 0 and policy is not Never)
+    if policy is not WhenItPays:  # whether waiting pays is a matter of this machine's speed
+        assert (accepted > 0) == (budget != 0 and policy is not Never)
+    assert engine.scheduler.prefix is not None
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
 
 
@@ -55,7 +57,7 @@ def test_chain_drafts_are_chains() -> None:
 
 def test_a_good_draft_is_accepted_often() -> None:
     case = Case(blur=0.0, policy=lambda: Steps(4))
-    engine, model = make_engine(case)
+    engine, _ = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(3))
     figures = outputs[2].figures
@@ -115,7 +117,7 @@ FAULTS = {
 @pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_message_faults_change_nothing(faults: str, seed: int) -> None:
-    case = Case(slots=4096)
+    case = Case(slots=4096, policy=lambda: Steps(3))
     engine, _ = make_engine(case)
     remote = Remote(engine, case, FAULTS[faults], seed)
     outputs = run(engine, mixed_requests(8), lambda step: remote.work())
@@ -143,7 +145,7 @@ def test_a_drafter_that_dies_is_done_without_and_a_new_one_rejoins() -> None:
 
 
 class Garbage:
-    """Answers every outcome with random edges: some below real nodes, with impossible probabilities and tokens."""
+    """Answers every outcome with nonsense: invented children, impossible probabilities and tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.mine, self.its = memory_pair(faultless, faultless)
@@ -152,7 +154,7 @@ class Garbage:
         engine.drafters.connect(self.mine)
 
     def work(self) -> None:
-
+        """Nonsense about every root."""
         for message in self.its.receive():
             if isinstance(message, Outcome):
                 root, epoch = message.root, message.epoch
@@ -167,17 +169,20 @@ class Garbage:
                 Expansion(
                     root, ROOT_STEP, list(range(1, 39, 3)), [1e9 if t % 2 else -1.0 for t in range(1, 39, 3)]
                 ),
-                Expansion(root, 4, [2, 2, 5], [0.0, float("-inf"), 3.0]),
+                Expansion(root, 4, [2, 2, 5], [0.0, -3e38, 3.0]),
                 Expansion(root ^ 5, 3, [1], [0.0]),
             ]
+            infinite = [Expansion(root, ROOT_STEP, [2, 3], [float("-inf"), float("nan")])]
             impossible = [Expansion(root, ROOT_STEP, [-2, VOCABULARY], [0.0, 0.0])]
             self.its.send(pack(message.request, epoch, 0, wild, "garbage", snapshot=False))
             self.its.send(pack(message.request, epoch, 1, impossible, "garbage", snapshot=False))
+            self.its.send(pack(message.request, epoch, 2, infinite, "garbage", snapshot=False))
             self.its.send(Growth(message.request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
 
 
 def test_garbage_is_harmless() -> None:
     engine, _ = make_engine(Case(slots=4096))
     garbage = Garbage(engine)
-    assert same(run(engine, mixed_requests(6), lambda step: garbage.work()), plain(6))
-    del garbage
+    outputs = run(engine, mixed_requests(6), lambda step: garbage.work())
+    assert same(outputs, plain(6))
+    assert sum(output.figures.drafted for output in outputs.values()) > 0

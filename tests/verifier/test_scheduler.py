@@ -130,6 +130,7 @@ def test_a_prompt_is_read_in_chunks_and_decoding_goes_on_beside_it() -> None:
         scheduler.submit(request)
     scheduler.admit()
     lengths: list[list[int]] = []
+    finals: list[bool] = []
     for _ in range(3):
         parts, _ = scheduler.plan()
         lengths.append([len(part.slots) for part in parts])

@@ -1,0 +1,60 @@
+"""The inline drafter: one draft step whenever the verifier waits."""
+
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.messages import Growth, Heartbeat, Open, Outcome, Resync, SamplingParameters
+from tests.fakes import EOS, HELLO, ScriptedSource
+
+LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
+OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0)
+
+
+def make() -> InlineChannel:
+    return InlineChannel(DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "inline"), HELLO)
+
+
+def test_it_greets_first() -> None:
+    channel = make()
+    assert channel.receive() == [HELLO]
+    assert channel.receive() == []
+
+
+def test_one_wait_is_one_step_until_nothing_is_worth_it() -> None:
+    channel = make()
+    channel.receive()
+    channel.send(OPEN)
+    steps = 0
+    while channel.wait(0.001):
+        growth, beat = channel.receive()
+        assert isinstance(growth, Growth)
+        assert growth.sequence == steps
+        assert isinstance(beat, Heartbeat)
+        assert beat.step_ms > 0
+        steps += 1
+    assert steps == channel.steps > 1
+    assert channel.receive() == []
+
+
+def test_what_waits_already_is_not_waited_for() -> None:
+    channel = make()
+    channel.send(OPEN)
+    assert channel.wait(0.001)
+    assert channel.steps == 0
+
+
+def test_messages_are_handled_at_once() -> None:
+    channel = make()
+    channel.receive()
+    channel.send(Outcome(1, 1, 2, (4,), 0))
+    assert channel.receive() == [Resync(1, 1)]
+    assert channel.pending == 0
+    assert channel.flush()
+    assert channel.fileno() < 0
+
+
+def test_a_closed_channel_takes_nothing() -> None:
+    channel = make()
+    channel.close()
+    assert channel.closed
+    assert not channel.send(OPEN)

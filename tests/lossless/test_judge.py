@@ -1,0 +1,58 @@
+"""The judge of first differences: a float64 decoder of its own, and the gap between two tokens' scores."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ssd_serve.bench.float64 import Float64Decoder
+from ssd_serve.bench.lossless import Judge, compared, first_difference, requests
+from ssd_serve.bench.lossless_rig import Case, Outputs, Pair, run_case
+from ssd_serve.bench.random_pair import RANDOM_PAIRS, write_random_pair
+from ssd_serve.kernels.batch import RequestRows, build_batch
+
+
+@pytest.fixture(params=RANDOM_PAIRS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    name: str = request.param
+    return Pair(name, *write_random_pair(name, tmp_path))
+
+
+def test_it_computes_the_same_function_as_the_engines_decoder(pair: Pair) -> None:
+    tokens = [(7 * place + 3) % pair.vocabulary for place in range(40)]
+    rows = RequestRows(tokens, range(40), range(40), np.zeros(0, dtype=np.int32), [39])
+    engines = pair.target.forward(build_batch([rows])).logits[0].double()
+    judges = Float64Decoder(pair.folder).last_logits(tokens)
+    assert judges.dtype == torch.float64
+    assert torch.allclose(engines, judges, atol=1e-4)
+
+
+def test_a_wrong_token_is_no_near_tie(pair: Pair) -> None:
+    submits = requests(pair.vocabulary, 10)[:8]
+    plain = run_case(pair, Case("ar", 1), submits)
+    judge = Judge(pair)
+    assert judge.differences(submits, plain, plain) == []
+    wrong = {
+        number: (*tokens[:4], (tokens[4] + 1) % pair.vocabulary, *tokens[5:])
+        for number, tokens in plain.tokens.items()
+    }
+    differences = judge.differences(submits, plain, Outputs(wrong, 0, 0))
+    assert [(each.request, each.index) for each in differences] == [(number, 4) for number in range(8)]
+    assert not any(each.near_tie for each in differences)
+    assert compared(submits, plain, differences) == 5 * 8
+
+
+def test_a_text_that_ends_early_is_no_near_tie(pair: Pair) -> None:
+    submits = requests(pair.vocabulary, 6)[:1]
+    plain = run_case(pair, Case("ar", 1), submits)
+    short = Outputs({0: plain.tokens[0][:-1]}, 0, 0)
+    (difference,) = Judge(pair).differences(submits, plain, short)
+    assert not difference.near_tie
+
+
+def test_the_first_difference() -> None:
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 9, 3)) == 1
+    assert first_difference((1, 2, 3), (1, 2)) == 2
+    assert first_difference((), ()) is None
