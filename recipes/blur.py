@@ -1,7 +1,7 @@
 """A draft as good as wanted: a copy of the target whose weights carry seeded noise.
 
-For benchmarks that ask what an engine gives with a better draft than there is; such a draft is as large as its
-target, so that it means something on emulated devices only. Knows checkpoints, not how drafts are judged.
+For benchmarks that ask what an engine gives with a better draft than there is; such a draft is as large as
+its target, so that it means something on emulated devices only. Knows checkpoints, not how drafts are judged.
 """
 
 from pathlib import Path
