@@ -78,9 +78,14 @@ class FakeModel:
         prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
         tree = batch.tree_slots[batch.tree_offsets[request] : batch.tree_offsets[request + 1]]
         slots = [int(slot) for slot in prefix]
+        if [self._written[slot][1] for slot in slots] != list(range(len(slots))):
+            raise AssertionError("the committed prefix is not in order of position")
         for index, slot in enumerate(tree):
             if (int(batch.ancestry[row, index // 64]) >> (index % 64)) & 1:
                 slots.append(int(slot))
+                positions = batch.tree_positions[batch.tree_offsets[request] :]
+                if self._written[slots[-1]][1] != positions[index]:
+                    raise AssertionError("a tree slot is said to hold another position than it does")
         entries = sorted(self._written[slot][::-1] for slot in slots)
         if [position for position, _ in entries] != list(range(int(batch.positions[row]) + 1)):
             raise AssertionError(
