@@ -20,7 +20,7 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.request import accept
 
 TARGET_CORE, DRAFT_CORE, BOTH_CORES = "cpu:0", "cpu:1", "cpu:0-1"
-_TUNING_PROMPTS, _TUNING_TOKENS = 4, 64
+_TUNING_PROMPTS, _TUNING_TOKENS = 3, 64
 _DISTURBING = 64
 """Requests that keep the drafter growing while the target is measured beside it."""
 
@@ -62,7 +62,7 @@ def run_modes(rig: Rig, plan: Plan, chosen: Mapping[float, Chosen], say: Callabl
             ratios += _ratios(plan.setting, temperature, samples)
             notes[f"replaced_prompts_share_t{temperature:g}"] = replaced
             if plan.equal_devices:
-                results += bench.equal_devices(prompts[::2], temperature, ways)
+                results += bench.equal_devices(prompts[::3], temperature, ways)
         notes["target_step_ms"] = _step_times(rig.cost)
         notes["draft_step_ms"] = 1e3 * rig.draft_step_s
         notes["draft_step_ms_remote"] = 1e3 * ssd.drafters.step_s
@@ -87,8 +87,8 @@ class _Bench:
     def tune(self, prompts: Sequence[Prompt], temperature: float) -> list[Way]:
         """Plain decoding, the best chain and the best tree, found on a few of the prompts."""
         width, fan_out = self._rig.settings.draft_width, self._rig.settings.draft_fan_out
-        chains = [Way("sd-chain", steps) for steps in (1, 2, 3, 4, 5, 6)]
-        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 3, 4, 5)]
+        chains = [Way("sd-chain", steps) for steps in (1, 2, 3, 4, 5)]
+        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 3, 4)]
         few = prompts[:_TUNING_PROMPTS]
         return [Way("ar"), self._best(chains, few, temperature), self._best(trees, few, temperature)]
 
