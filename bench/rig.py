@@ -24,6 +24,7 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
@@ -118,7 +119,14 @@ class Rig:
             SlotPool(_SLOTS), None, Limits(settings.max_running, 1024, settings.prefill_chunk)
         )
         rounds = Rounds(target, self._noise, facts.eos_token_ids)
-        engine = Engine(rounds, scheduler, Drafters(self.hello), cost or self.cost, policy, bounds)
+        engine = Engine(
+            rounds,
+            scheduler,
+            Drafters(self.hello, log=get_logger("bench", "warning")),
+            cost or self.cost,
+            policy,
+            bounds,
+        )
         if way.mode.startswith("sd-"):
             engine.drafters.connect(InlineChannel(self._core(way), self.hello), synchronous=True)
             engine.drafters.drain({})
