@@ -139,6 +139,8 @@ class ScriptedSource:
 
     def __init__(self) -> None:
         self.made: dict[int, list[int]] = {}
+        self.candidates: list[int] = []
+        """The candidates of every node, where they are given."""
         self.committed: dict[int, list[int]] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
@@ -151,7 +153,7 @@ class ScriptedSource:
     def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
         found: list[Candidates | None] = []
         for pick in picks:
-            tokens = self.made[pick.node] = self.tokens_of(pick.node)
+            tokens = self.made[pick.node] = self.candidates or self.tokens_of(pick.node)
             scores = -0.3 - np.arange(len(tokens), dtype=np.float32) * (1 + pick.node % 3)
             found.append(Candidates(np.array(tokens, dtype=np.int32), scores, scores, -1.0))
         return found

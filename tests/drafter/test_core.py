@@ -153,6 +153,23 @@ def test_nothing_grows_beyond_the_last_token() -> None:
         assert len(source.made) == expansions
 
 
+def test_what_was_put_out_before_counts_towards_the_last_token() -> None:
+    core, source = make()
+    core.handle(opening(output=(4, 8), max_tokens=4))
+    grown(core)
+    assert len(source.made) == 1
+
+
+def test_nothing_grows_below_ends() -> None:
+    for stops, ignore_eos, expansions in (((), True, 3), ((), False, 2), ((7, 14), True, 1)):
+        core, source = make()
+        source.candidates = [EOS, 7, 14]
+        parameters = SamplingParameters(max_tokens=3, stop_token_ids=stops, ignore_eos=ignore_eos)
+        core.handle(Open(1, 1, PROMPT, (), parameters, 9))
+        grown(core)
+        assert len(source.made) == 1 + expansions
+
+
 def test_nothing_grows_beyond_what_the_draft_model_has_positions_for() -> None:
     for context, expansions in ((2, 0), (3, 1), (4, 4)):
         core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, context=context))

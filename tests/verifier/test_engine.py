@@ -3,10 +3,20 @@
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
+from ssd_serve.cluster.memory_channel import memory_pair
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Committed, Finished, SamplingParameters, Submit, VerifierReport
+from ssd_serve.messages import (
+    Committed,
+    Finished,
+    Open,
+    Outcome,
+    SamplingParameters,
+    Submit,
+    VerifierReport,
+)
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import Steps
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
@@ -94,6 +104,32 @@ def test_no_row_beyond_max_tokens(max_tokens: int) -> None:
     assert len(output.tokens) == max_tokens
     assert output.reason == "length"
     assert max(model.positions) == 2 + max_tokens - 2
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_a_drafter_that_knows_no_bounds_does_not_move_them(max_tokens: int) -> None:
+    case = Case(slots=4096, policy=lambda: Steps(6), blur=0.0)
+    engine, model = make_engine(case)
+    core = make_core(case)
+    mine, its = memory_pair()
+    its.send(HELLO)
+
+    def work() -> None:
+        for message in its.receive():
+            if isinstance(message, Open):
+                core.handle(replace(message, parameters=replace(message.parameters, max_tokens=1000)))
+            elif isinstance(message, Outcome):
+                core.handle(message)
+        for growth in core.step():
+            its.send(growth)
+
+    mine.on_wait = work
+    engine.drafters.connect(mine)
+    parameters = SamplingParameters(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    output = run(engine, [Submit(1, (3, 4), parameters, 0)])[1]
+    assert len(output.tokens) == max_tokens
+    assert max(model.positions) == 2 + max_tokens - 2
+    assert (output.figures.accepted > 0) == (max_tokens > 2)
 
 
 def test_no_row_beyond_the_context() -> None:
