@@ -11,12 +11,13 @@ import msgspec
 from ssd_serve.errors import UserError
 
 BEGIN, END = "<!-- modes:begin -->", "<!-- modes:end -->"
+_ALL_CORES = "-both-cores"
 
 _MEANING = {
     "real": "**Real devices**: the embedded pair with ballast (the same function at a larger cost), target "
     "and drafter on one core each.",
     "real-both-cores": "**Real, equal devices**: the same baselines when the target has both cores, as many "
-    "as SSD has.",
+    "as SSD has. The factor compares the medians above.",
     "emulated": "**Emulated devices**: the embedded pair; engine, processes and messages are real, but each "
     "forward is stretched by sleeping to the step time of a device table (70B/1B on MI300X). Not a "
     "measurement of those devices.",
@@ -85,11 +86,10 @@ def markdown_table(result: Mapping[str, object]) -> str:
         found = msgspec.convert(result, type=_Result)
     except msgspec.ValidationError as error:
         raise UserError(f"this is not a result of `ssd bench modes`: {error}") from error
-    ratios = {(each.setting, each.temperature, each.ratio): each.median for each in found.ratios}
     parts: list[str] = []
     for setting in dict.fromkeys(row.setting for row in found.results):
         rows = [row for row in found.results if row.setting == setting]
-        lines = [_line(row, ratios.get((setting, row.temperature, f"ssd/{row.mode}"))) for row in rows]
+        lines = [_line(row, _factor(found, row)) for row in rows]
         parts.append("\n".join([_MEANING.get(setting, setting), "", _HEAD, "|" + "---|" * 8, *lines]))
         notes = _notes(found.notes.get(setting, {}))
         if notes:
@@ -105,6 +105,21 @@ def replace_block(document: str, table: str) -> str:
     if not begin or not end:
         raise UserError(f"the document has no block between {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def _factor(found: _Result, row: _Row) -> float | None:
+    """How much faster SSD is: the measured ratio, or where the mode had all devices, that of the medians."""
+    for each in found.ratios:
+        if (each.setting, each.temperature, each.ratio) == (row.setting, row.temperature, f"ssd/{row.mode}"):
+            return each.median
+    for other in found.results:
+        if (f"{other.setting}{_ALL_CORES}", other.temperature, other.mode) == (
+            row.setting,
+            row.temperature,
+            "ssd",
+        ):
+            return other.tokens_per_s / row.tokens_per_s
+    return None
 
 
 def _line(row: _Row, ratio: float | None) -> str:

@@ -30,8 +30,14 @@ def row(mode: str, speed: float, **fields: object) -> dict[str, object]:
     }
 
 
+EQUAL = row("ar", 80.0, setting="real-both-cores", acceptance=None, hit_rate=None)
 RESULT: dict[str, object] = {
-    "results": [row("ar", 50.0, acceptance=None, hit_rate=None), row("sd-chain", 80.0), row("ssd", 120.0)],
+    "results": [
+        row("ar", 50.0, acceptance=None, hit_rate=None),
+        row("sd-chain", 80.0),
+        row("ssd", 120.0),
+        EQUAL,
+    ],
     "ratios": [
         {
             "setting": "real",
@@ -50,6 +56,7 @@ RESULT: dict[str, object] = {
 def test_every_mode_has_its_line() -> None:
     lines = markdown_table(RESULT).splitlines()
     assert "| plain (ar) | 0 | 50.0 (49.0 to 51.0) | 2.40x | 2.50 |  |  | 0.90 / 0.06 / 0.04 |" in lines
+    assert "| plain (ar) | 0 | 80.0 (79.0 to 81.0) | 1.50x | 2.50 |  |  | 0.90 / 0.06 / 0.04 |" in lines
     assert any(line.startswith("| chain (sd) 3 | 0 |") for line in lines)
     assert "0.125" in next(line for line in lines if line.startswith("- share of prompts"))
     assert "A processor, 2 cores" in lines[-1]

@@ -42,6 +42,7 @@ def serving(pair: tuple[Path, Path], folder: Path) -> Generator[Server]:
         "SSD_PORT": str(port),
         "SSD_RUN_DIR": str(folder / "run"),
         "SSD_BUDGET": "8",
+        "SSD_DTYPE": "fp32",
     }
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -108,6 +109,8 @@ def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path],
         assert set(workers) == {"ssd: verifier", "ssd: drafter-0"}
         text = complete(url)
         assert figures_after_a_stop_string(url, text) is not None
+        workers["ssd: drafter-0"].suspend()
+        assert complete(url) == text
         workers["ssd: drafter-0"].kill()
         assert complete(url) == text
         deadline = time.monotonic() + 30
