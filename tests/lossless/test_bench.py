@@ -28,7 +28,8 @@ def test_a_small_product_is_lossless_and_says_so() -> None:
 
 
 def test_speculation_that_never_happens_proves_nothing() -> None:
-    totals = dict.fromkeys(("cases", "tokens", "accepted", "divergences", "near_ties", "idle_cases"), 0)
+    keys = ("cases", "tokens", "accepted", "divergences", "near_ties", "idle_cases")
+    totals: dict[str, int] = dict.fromkeys(keys, 0)
     row: dict[str, object] = {"mode": "ssd", "budget": 4, "drafter": "sane", "accepted": 0, "tokens": 5}
     idle = {**row, "divergences": 0, "near_ties": 0}
     for case in (idle, {**idle, "drafter": "garbage"}, {**idle, "budget": 0}, {**idle, "accepted": 3}):
