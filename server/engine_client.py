@@ -116,8 +116,8 @@ class EngineClient:
 
     def stop(self) -> None:
         """Abort what runs, close the channel, and tell every submitter. The engine takes it as the end."""
-        for request in list(self._submitters):
-            self.abort(request)
+        for request in self._submitters:
+            self._send_surely(Abort(request=request))
         self._die("the server is shutting down")
 
     def submit(

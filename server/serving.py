@@ -4,9 +4,11 @@ Knows uvicorn and signals; the application is built elsewhere.
 """
 
 import asyncio
+import math
 import signal
 import socket
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,14 +22,26 @@ from ssd_serve.server.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOOK_EVERY_S = 0.1
+_LAST_WORDS_S = 2
+"""Time for clients to take the answer that their requests were ended with."""
+SAME_SIGNAL_S = 1.0
+"""A signal to a process group arrives twice where a parent in the group (make, a shell) passes it on."""
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn, except that a handled signal is not raised again: the caller still has to tidy up."""
 
-    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gate: Gate, end: Callable[[], None], patience_s: float
+    ) -> None:
+        """`end` ends all requests with an error; it is called when they had `patience_s` to end well."""
         super().__init__(config)
         self._gate = gate
+        self._end = end
+        self._patience_s = patience_s
+        self._told_at = 0.0
+        self._hurry = False
 
     def stop(self) -> None:
         """Take no more requests, let running ones end within the time limit, then return from `serve`."""
@@ -35,11 +49,27 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second signal does not wait any longer."""
+        """A later second signal does not wait any longer."""
         del sig, frame
-        if self.should_exit:
-            self.force_exit = True
+        now = time.monotonic()
+        if not self.should_exit:
+            self._told_at = now
+        elif now - self._told_at > SAME_SIGNAL_S:
+            self._hurry = True
         self.stop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end, then end them with an answer; uvicorn would only cut them off."""
+        ending = asyncio.create_task(self._end_what_runs())
+        await super().shutdown(sockets)
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+
+    async def _end_what_runs(self) -> None:
+        deadline = time.monotonic() + self._patience_s
+        while time.monotonic() < deadline and not self._hurry:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self._end()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -72,9 +102,9 @@ def build_server(
         server_header=False,
         lifespan="on",
         ws="none",
-        timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
+        timeout_graceful_shutdown=math.ceil(limits.shutdown_s) + _LAST_WORDS_S,
     )
-    return HttpServer(config, gate)
+    return HttpServer(config, gate, engine_client.stop, limits.shutdown_s)
 
 
 def serve(
