@@ -9,11 +9,11 @@ from ssd_serve.bench.modes import Plan, run_modes
 from ssd_serve.bench.prompts import MOST_REPEATED, Chosen, Prompt, held_out_prompts, repeated_share
 from ssd_serve.bench.rig import Rig, Way
 from ssd_serve.bench.sample import Runner
-from ssd_serve.errors import UserError
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
+_AT_ONCE, _MOST_TRIED = 16, 240
 BALLAST_HIDDEN, TARGET_LAYERS, DRAFT_LAYERS = 1024, 16, 2
 
 
@@ -54,24 +54,28 @@ def run_both_settings(
 def _choose(
     temperatures: Sequence[float], count: int, tokens: int, say: Callable[[str], None]
 ) -> dict[float, Chosen]:
-    """Prompts whose plain continuation by the embedded target is no loop; the ballast pair's is the same."""
+    """Prompts whose plain continuation by the embedded target is no loop; the ballast pair's is the same.
+
+    Where too few are found, the least repetitive ones fill up, and the result says how many.
+    """
     rig = Rig(Settings(mode=Mode.AR, draft=EMBEDDED, log_level="warning"))
     pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
     engine, runner = rig.engine(Way("ar")), Runner(tokens)
     chosen: dict[float, Chosen] = {}
     for temperature in temperatures:
-        kept: list[Prompt] = []
-        tried = 0
-        for prompt in pool:
-            tried += 1
-            if repeated_share(runner.run(engine, prompt, temperature).tokens) <= MOST_REPEATED:
-                kept.append(prompt)
-            if len(kept) == count:
+        tried: list[tuple[float, Prompt]] = []
+        fine = 0
+        for start in range(0, min(len(pool), _MOST_TRIED), _AT_ONCE):
+            some = pool[start : start + _AT_ONCE]
+            texts = runner.run_together(engine, some, temperature)
+            tried += [(repeated_share(text), prompt) for text, prompt in zip(texts, some, strict=True)]
+            fine = sum(share <= MOST_REPEATED for share, _ in tried)
+            if fine >= count:
                 break
-        say(f"temperature {temperature:g}: {len(kept)} of {tried} continuations are no loops")
-        if not kept:
-            raise UserError(f"every continuation at temperature {temperature:g} is a loop")
-        chosen[temperature] = Chosen(tuple(kept), 1 - len(kept) / tried)
+        kept = sorted(tried, key=lambda item: max(item[0], MOST_REPEATED))[:count]
+        say(f"temperature {temperature:g}: {fine} of {len(tried)} continuations are no loops")
+        loops = sum(share > MOST_REPEATED for share, _ in kept)
+        chosen[temperature] = Chosen(tuple(prompt for _, prompt in kept), 1 - fine / len(tried), loops)
     return chosen
 
 

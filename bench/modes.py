@@ -53,14 +53,16 @@ def run_modes(rig: Rig, plan: Plan, chosen: Mapping[float, Chosen], say: Callabl
         results: list[dict[str, object]] = []
         ratios: list[dict[str, object]] = []
         notes: dict[str, object] = {}
-        for temperature, (prompts, replaced) in ((t, (c.prompts, c.replaced)) for t, c in chosen.items()):
+        for temperature, choice in chosen.items():
+            prompts = choice.prompts
             say(f"{plan.setting}, temperature {temperature:g}: tuning chain and tree")
             ways = bench.tune(prompts, temperature)
             engines = {way: rig.engine(way) for way in ways} | {Way("ssd"): ssd}
             samples = bench.interleave(engines, prompts, temperature)
             results += [_result(plan.setting, way, temperature, got) for way, got in samples.items()]
             ratios += _ratios(plan.setting, temperature, samples)
-            notes[f"replaced_prompts_share_t{temperature:g}"] = replaced
+            notes[f"replaced_prompts_share_t{temperature:g}"] = choice.replaced
+            notes[f"loops_kept_t{temperature:g}"] = choice.loops_kept
             if plan.equal_devices:
                 results += bench.equal_devices(prompts[::3], temperature, ways)
         notes["target_step_ms"] = _step_times(rig.cost)

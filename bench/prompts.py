@@ -10,7 +10,7 @@ from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.recipes.corpus import standard_library
 from ssd_serve.recipes.evaluation import held_out_files
 
-_SHORTEST, _LONGEST = 96, 320
+_SHORTEST, _LONGEST = 96, 1000
 _PER_FILE = 8
 _NGRAM = 8
 MOST_REPEATED = 0.3
@@ -28,10 +28,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The prompts of one temperature, and which share of those tried was replaced because it looped."""
+    """Prompts of one temperature, the share of those tried that looped, and how many loops had to be kept."""
 
     prompts: tuple[Prompt, ...]
     replaced: float
+    loops_kept: int
 
 
 def held_out_prompts(target: Path, tokenizer: Tokenizer) -> list[Prompt]:

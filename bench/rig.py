@@ -36,12 +36,12 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.growing import ASYNCHRONOUS_PRICE, GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-_SLOTS = 4096
+_SLOTS = 20480
 _JOIN_S = 60.0
 
 
@@ -102,8 +102,7 @@ class Rig:
     def engine(self, way: Way, cost: CostTable | None = None, model: Model | None = None) -> Engine:
         """A fresh engine over the shared target. `ssd` still needs its drafter connected."""
         settings, target = self.settings, model or self.target
-        price = ASYNCHRONOUS_PRICE if way.mode == "ssd" else 1.0
-        policy: GrowPolicy = Steps(way.steps) if way.steps else WhenItPays(price)
+        policy: GrowPolicy = Steps(way.steps) if way.steps else WhenItPays(way.mode == "ssd")
         if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
             policy = Never()
         facts = target.facts

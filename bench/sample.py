@@ -1,6 +1,7 @@
 """One request on one engine, timed from its first token on: the prompt is not part of decoding speed."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssd_serve.bench.prompts import Prompt
@@ -34,13 +35,21 @@ class Runner:
         self._max_tokens = max_tokens
         self._number = first
 
+    def run_together(
+        self, engine: Engine, prompts: Sequence[Prompt], temperature: float
+    ) -> list[tuple[int, ...]]:
+        """The continuations of several prompts in one batch, untimed."""
+        numbers = [self._submit(engine, prompt, temperature) for prompt in prompts]
+        texts: dict[int, tuple[int, ...]] = dict.fromkeys(numbers, ())
+        while engine.busy:
+            for report in engine.step():
+                if isinstance(report, Committed):
+                    texts[report.request] += report.tokens
+        return [texts[number] for number in numbers]
+
     def run(self, engine: Engine, prompt: Prompt, temperature: float) -> Sample:
         """One request alone on the engine."""
-        self._number += 1
-        parameters = SamplingParameters(temperature=temperature, max_tokens=self._max_tokens, ignore_eos=True)
-        refused = engine.submit(Submit(self._number, prompt.tokens, parameters, prompt.seed))
-        if refused is not None:
-            raise SsdError(f"the benchmark's own request was refused: {refused.message}")
+        self._submit(engine, prompt, temperature)
         tokens: list[int] = []
         before = 0
         started, clocked = 0.0, (0.0, 0.0, 0.0)
@@ -58,6 +67,14 @@ class Runner:
                     )
             if not started and tokens:
                 started, before, clocked = time.perf_counter(), len(tokens), _clocked(engine)
+
+    def _submit(self, engine: Engine, prompt: Prompt, temperature: float) -> int:
+        self._number += 1
+        parameters = SamplingParameters(temperature=temperature, max_tokens=self._max_tokens, ignore_eos=True)
+        refused = engine.submit(Submit(self._number, prompt.tokens, parameters, prompt.seed))
+        if refused is not None:
+            raise SsdError(f"the benchmark's own request was refused: {refused.message}")
+        return self._number
 
 
 def _clocked(engine: Engine) -> tuple[float, float, float]:

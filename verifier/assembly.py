@@ -26,7 +26,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters, check_hello
 from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.growing import ASYNCHRONOUS_PRICE, GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
@@ -71,8 +71,7 @@ def assemble_verifier(
     step_s = measure_steps(model, _MEASURED_ROWS, cost.observe)
     hello = _hello(model.facts, Tokenizer(path))
     if policy is None:
-        price = ASYNCHRONOUS_PRICE if settings.mode is Mode.SSD else 1.0
-        policy = WhenItPays(price) if settings.grow_first else Never()
+        policy = WhenItPays(settings.mode is Mode.SSD) if settings.grow_first else Never()
     engine = _engine(settings, model, slots, Drafters(hello, log=log), cost, policy)
     inline = _inline(settings, hello, say) if settings.mode is Mode.SD else None
     if inline is not None:

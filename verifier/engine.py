@@ -170,12 +170,13 @@ class Engine:
         """The round as it would be now, and its candidate nodes."""
         bounds, decoding = self._bounds, self._decoding(parts)
         most = _CANDIDATES if bounds.budget is None else bounds.budget
-        ranked, leaves = rank(parts, most if self.drafters.alive else 0, bounds.context, bounds.draft_width)
-        reaches = np.array([item[0] for item in ranked])
+        ranking = rank(parts, most if self.drafters.alive else 0, bounds.context, bounds.draft_width)
+        reaches = np.array([item[0] for item in ranking.nodes])
         rate = self._rate.value(decoding)
         other_rows = sum(len(part.slots) for part in parts) - decoding
         choice = choose(reaches, decoding, other_rows, self.cost.curve(), rate)
-        return Outlook(choice, leaves, rate, self.drafters.step_s, steps), ranked
+        step_s = self.drafters.step_s
+        return Outlook(choice, ranking.leaves, rate, step_s, steps, ranking.missed), ranking.nodes
 
     @staticmethod
     def _decoding(parts: Sequence[Part]) -> int:

@@ -4,6 +4,7 @@ Knows replicas and how far each request may go; it does not decide how many node
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,29 +17,38 @@ RankedNode = tuple[float, int, Node]
 """Reach, index of the part, node."""
 
 
-def rank(
-    parts: Sequence[Part], most: int, context: int, width: int
-) -> tuple[list[RankedNode], npt.NDArray[np.float64]]:
-    """At most `most` nodes by falling reach, parents first, and the reach of the `width` best leaves.
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Candidate nodes by falling reach, parents first; the reach of the best leaves; roots without growth."""
+
+    nodes: list[RankedNode]
+    leaves: npt.NDArray[np.float64]
+    missed: int
+
+
+def rank(parts: Sequence[Part], most: int, context: int, width: int) -> Ranking:
+    """Rank at most `most` nodes over all decoding requests, and the `width` best leaves.
 
     No node lies where its row could not matter any more: beyond `max_tokens` or the context.
     """
     ranked: list[RankedNode] = []
     leaves: list[float] = []
+    missed = 0
     for index, part in enumerate(parts):
         if most and part.request.decoding:
-            _rank_one(index, part.request, most, context, ranked, leaves)
+            missed += _rank_one(index, part.request, most, context, ranked, leaves)
     ranked.sort(key=lambda item: -item[0])
     leaves.sort(reverse=True)
-    return ranked[:most], np.array(leaves[:width])
+    return Ranking(ranked[:most], np.array(leaves[:width]), missed)
 
 
 def _rank_one(
     index: int, request: Request, most: int, context: int, ranked: list[RankedNode], leaves: list[float]
-) -> None:
+) -> bool:
+    """Add one request's nodes and leaves; True when its root could grow and has not."""
     deepest = min(request.left - 1, context - len(request.tokens))
     if request.replica is None or deepest <= 0:
-        return
+        return False
     tree = request.replica.tree
     if not tree.root.expanded:
         leaves.append(1.0)
@@ -47,3 +57,4 @@ def _rank_one(
         ranked.append((reach, index, node))
         if not node.expanded and tree.depth(node) < deepest and node.token not in request.ends:
             leaves.append(reach)
+    return not tree.root.expanded

@@ -12,8 +12,9 @@ def outlook(
     step_s: float = 0.002,
     steps: int = 0,
     tokens: float = 1.0,
+    missed: int = 1,
 ) -> Outlook:
-    return Outlook(Choice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps)
+    return Outlook(Choice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps, missed)
 
 
 def test_it_waits_where_the_gain_exceeds_the_price_of_the_time() -> None:
@@ -21,7 +22,15 @@ def test_it_waits_where_the_gain_exceeds_the_price_of_the_time() -> None:
     assert policy.wants(outlook(leaves=(1.0,)))  # 0.6 tokens for 0.1
     assert not policy.wants(outlook(leaves=(0.1, 0.05)))  # 0.09 tokens for 0.1
     assert not policy.wants(outlook(step_s=0.02))  # 0.6 tokens for 1
-    assert not WhenItPays(price=10.0).wants(outlook())
+
+
+def test_a_concurrent_drafter_is_awaited_after_a_miss_only_and_for_the_whole_round() -> None:
+    policy = WhenItPays(concurrent=True)
+    assert not policy.wants(outlook(missed=0))
+    assert policy.wants(outlook(missed=1))
+    assert policy.wants(outlook(missed=0, steps=1))
+    assert not policy.wants(outlook(missed=0))
+    assert not policy.wants(outlook(missed=0, steps=1))
 
 
 def test_an_unknown_rate_is_the_rounds_own() -> None:
