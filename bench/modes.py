@@ -89,8 +89,8 @@ class _Bench:
     def tune(self, prompts: Sequence[Prompt], temperature: float) -> list[Way]:
         """Plain decoding, the best chain and the best tree, found on a few of the prompts."""
         width, fan_out = self._rig.settings.draft_width, self._rig.settings.draft_fan_out
-        chains = [Way("sd-chain", steps) for steps in (1, 2, 3, 4, 5)]
-        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 3, 4)]
+        chains = [Way("sd-chain", steps) for steps in (2, 3, 4, 5, 6, 8)]
+        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 4, 6)]
         few = prompts[:_TUNING_PROMPTS]
         return [Way("ar"), self._best(chains, few, temperature), self._best(trees, few, temperature)]
 

@@ -145,12 +145,27 @@ def measure_pair(
 def whole_function(text: str) -> bool:
     """Whether the function that `text` begins with ends within it and parses.
 
-    It ends at a line that begins in the first column; a line inside brackets or a string may do so too, hence
-    every such cut is tried.
+    It ends at the first line indented less than its body. A line inside brackets or a string may be so too,
+    hence every such cut is tried.
     """
     lines = text.splitlines(keepends=True)
-    cuts = [index for index, line in enumerate(lines) if index and line.strip() and not line[0].isspace()]
+    header = header_lines(lines)
+    body = next((line for line in lines[header:] if line.strip()), "")
+    cuts = [index for index in range(header + 1, len(lines)) if indented_less(lines[index], body)]
     return any(is_one_function("".join(lines[:cut])) for cut in cuts)
+
+
+def header_lines(lines: Sequence[str]) -> int:
+    """How many lines the `def` takes up to its colon; 0 if it has its body on the same line."""
+    for count in range(1, len(lines) + 1):
+        if is_one_function("".join(lines[:count]).rstrip() + " pass\n"):
+            return count
+    return 0
+
+
+def indented_less(line: str, body: str) -> bool:
+    """Whether a line that is not blank begins further left than `body`."""
+    return bool(line.strip()) and len(line) - len(line.lstrip()) < max(1, len(body) - len(body.lstrip()))
 
 
 def is_one_function(text: str) -> bool:
@@ -188,15 +203,15 @@ def sampled_functions(target: Path, prompts: Sequence[str], seed: int, new_token
     )
     texts: list[str] = []
     for prompt, ids in zip(prompts, output[:, length:].tolist(), strict=True):
-        ended = tokenizer.eos_token_id in ids
-        texts.append(prompt + tokenizer.decode(ids, skip_special_tokens=True) + ("\npass\n" if ended else ""))
+        end = "\npass\n" if tokenizer.eos_token_id in ids else ""
+        texts.append(prompt + tokenizer.decode(ids, skip_special_tokens=True) + end)
     return texts
 
 
 def signatures(files: Sequence[SourceFile], count: int) -> list[str]:
-    """The first lines of `count` top-level functions, spread over the files."""
+    """The first lines, up to the colon, of `count` top-level functions, spread over the files."""
     found = [
-        line + "\n"
+        line
         for file in files
         for line in file.text.splitlines()
         if line.startswith("def ") and line.endswith(":") and len(line) < 100
@@ -218,11 +233,13 @@ def evaluate_pair(
         "held_out_files_missing": held.missing,
     }
     if samples:
-        names = sampled_functions(target, ["def"] * samples, seed)
-        headed = sampled_functions(target, signatures(held.files, samples), seed)
-        result["sampled"] = {
-            "temperature": 0.8,
-            "prompt_def": {"samples": len(names), "parsed": sum(map(whole_function, names))},
-            "prompt_held_out_signature": {"samples": len(headed), "parsed": sum(map(whole_function, headed))},
+        kinds = {
+            "prompt_def": ["def"] * samples,
+            "prompt_held_out_signature": signatures(held.files, samples),
         }
+        counts: dict[str, object] = {"temperature": 0.8}
+        for kind, prompts in kinds.items():
+            texts = sampled_functions(target, prompts, seed)
+            counts[kind] = {"samples": len(texts), "parsed": sum(map(whole_function, texts))}
+        result["sampled"] = counts
     return result

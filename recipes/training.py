@@ -240,8 +240,8 @@ def run(
                 "progress": training.schedule.progress(after),
                 "tokens_per_s": (training.tokens - since) / max(after - reported, 1e-9),
                 "cpu_s": time.process_time(),
-                "train_loss": float(mean[0]),
                 "distillation": float(mean[1]),
+                **({} if np.isnan(mean[0]) else {"train_loss": float(mean[0])}),
                 **figures,
             }
             training.history.append(record)

@@ -151,6 +151,9 @@ def test_decoder_counts_its_parameters() -> None:
         ("def f(\n):\n    return '''\na\n'''\n\n\nclass A:\n", True),
         ("def f():\n    return (1\n\nx = 2\n", False),
         ("def f():\n    return 1\n", False),
+        ("def f(self):\n        return 1\n\n    def g(self):\n", True),
+        ("def f(self):\n        return (1\n\n    def g(self):\n", False),
+        ("def f(): return 1\nx = 2\n", True),
         ("def \u00a7():\n    return 1\nx = 1\n", False),
     ],
 )
