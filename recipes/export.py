@@ -162,8 +162,8 @@ def training_lines(trained: Trained) -> list[str]:
         "clock: constant, then linear to zero. Windows of 512, then of 1,024 tokens.",
         "- Text further from the beginning than the longest window is read worse: loss rises from about "
         "1,500 tokens of context on.",
-        "- The draft learns in the same steps: first from the text, later from the target's "
-        "distribution with extra weight on its first choice, in the last part alone from the finished target.",
+        "- The draft learns in the same steps: first from the text, later from the target's distribution "
+        "with extra weight on its first choice, in the last part alone from the finished target.",
     ]
 
 
