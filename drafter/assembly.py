@@ -1,6 +1,6 @@
 """Puts a drafter together from settings: model, slots, noise, source, core. Knows the parts, runs nothing."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.core import DrafterCore
@@ -29,13 +29,6 @@ class Assembled:
     emulated: EmulatedModel | None
 
 
-def growth_limits(settings: Settings) -> GrowthLimits:
-    """The bounds of growth that the settings ask for."""
-    return GrowthLimits(
-        settings.draft_width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes
-    )
-
-
 def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     """Load the draft model on `device` and measure its step."""
     if settings.draft_model is None:
@@ -56,7 +49,9 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     measure_steps(model, widths_to_measure(settings.draft_width), seconds.__setitem__)
     width = choose_width(seconds)
     facts = model.facts
-    limits = replace(growth_limits(settings), context=facts.context, width=width)
+    limits = GrowthLimits(
+        width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=facts.context
+    )
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
     core = DrafterCore(
         ModelSource(model, SlotPool(slots), noise, limits.fan_out),

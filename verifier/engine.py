@@ -62,8 +62,6 @@ class Totals:
 
     tally: Tally = field(default_factory=Tally)
     prompt_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
 
 
 class Engine:

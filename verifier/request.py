@@ -3,7 +3,7 @@
 Knows no scheduling, no text and no tensors.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from ssd_serve.cache.prefix import PrefixHandle
 from ssd_serve.cache.replica import Replica
@@ -30,18 +30,7 @@ class Tally:
 
     def figures(self) -> Figures:
         """The counts as a message."""
-        return Figures(
-            rounds=self.rounds,
-            tokens=self.tokens,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            hits=self.hits,
-            misses=self.misses,
-            ready_depth=self.ready_depth,
-            ready_nodes=self.ready_nodes,
-            cached_prompt_tokens=self.cached_prompt_tokens,
-            preemptions=self.preemptions,
-        )
+        return Figures(**asdict(self))
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +57,6 @@ class Request:
     epoch: int = 0
     replica: Replica | None = None
     tally: Tally = field(default_factory=Tally)
-    finish_requested: bool = False
 
     @property
     def pending(self) -> int:
