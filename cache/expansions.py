@@ -5,7 +5,7 @@ candidates that nobody has looked at yet. Knows messages and buffers, not trees.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ ROOT_STEP = -1
 """Stands for the token of a root, which is named itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
+class Expansion(NamedTuple):
     """Candidates of one node, best first, with conditional log-probabilities."""
 
     parent: int

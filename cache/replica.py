@@ -69,11 +69,10 @@ class Replica:
         return True
 
     def _find(self, expansion: Expansion) -> Node | None:
-        node = self.tree.get(expansion.name)
-        if node is not None or expansion.step == ROOT_STEP:
-            return node
-        parent = self.tree.get(expansion.parent)
-        return None if parent is None else self.tree.child(parent, expansion.step)
+        parent = None if expansion.step == ROOT_STEP else self.tree.get(expansion.parent)
+        if parent is None:
+            return self.tree.get(expansion.name)  # a root, or a node that has become one
+        return self.tree.child(parent, expansion.step)
 
     def _in_sequence(self, growth: Growth) -> bool:
         expected = self._next_sequence.get(growth.source, 0)

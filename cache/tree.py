@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ssd_serve.seeds import mix
 
@@ -91,12 +92,12 @@ class SpeculationTree:
         if node.tokens or len(set(tokens)) < len(tokens):
             self._merge(node, tokens, log_probabilities)
             return True
-        best = node.cumulative
-        for token, log_probability in zip(tokens, log_probabilities, strict=True):
-            best = min(best, node.cumulative + log_probability)  # ranked, whatever a drafter says
-            node.tokens.append(token)
-            node.cumulatives.append(best)
-        self._size += len(tokens)
+        above = node.cumulative
+        values = [above + log_probability for log_probability in log_probabilities]
+        if values and (values[0] > above or sorted(values, reverse=True) != values):
+            values = list(accumulate(values, min, initial=above))[1:]  # ranked, whatever a drafter says
+        node.tokens, node.cumulatives = list(tokens), values
+        self._size += len(values)
         return True
 
     def expanded(self) -> Iterator[Node]:
