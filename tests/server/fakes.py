@@ -208,6 +208,8 @@ class FakeEngine:
         self.channel.close()
 
     def _take(self, message: Message) -> None:
+        with self._changed:
+            self.received.append(message)  # before any answer: who has the answer finds what it answers
         if isinstance(message, Submit):
             script = self.playwright(message)
             self._plays[message.request] = _Play(message, script, deque(script.groups))
@@ -215,8 +217,6 @@ class FakeEngine:
             known = self._plays.pop(message.request, None)
             if known is not None and isinstance(message, Finish) and not self.mute:
                 self.channel.send(Finished(message.request, "stop", FIGURES))
-        with self._changed:
-            self.received.append(message)
 
     def _continue(self, play: _Play) -> None:
         request, script = play.submit.request, play.script
