@@ -1,8 +1,8 @@
 """Logits processors: pure functions of (parameters, prompt ids, output ids + the row's path, EOS ids).
 
-Order, as in vLLM: logit bias, EOS mask until min_tokens, repetition, frequency and presence penalties,
-temperature, min-p, top-k, top-p. Masked tokens are -inf. At temperature 0 the steps from temperature on are
-left out: none of them can change the most probable token.
+Order, as in vLLM: allowed tokens, bad words, logit bias, EOS mask until min_tokens, repetition, frequency and
+presence penalties, temperature, min-p, top-k, top-p. Masked tokens are -inf. At temperature 0 the steps from
+temperature on are left out: none of them can change the most probable token.
 
 Everything here works on one row [vocabulary] at a time, so that a row's result cannot depend on its batch,
 and is deterministic: equal logits keep the lowest ids. A NaN logit counts as -inf. This module knows nothing
@@ -29,7 +29,12 @@ def is_greedy(parameters: SamplingParameters) -> bool:
 
 
 def needs_counts(parameters: SamplingParameters) -> bool:
-    """Whether rows of this request need `TokenCounts` (any penalty is on)."""
+    """Whether rows of this request need `TokenCounts`: a penalty is on, or a bad word has several tokens."""
+    return penalises(parameters) or any(len(word) > 1 for word in parameters.bad_words)
+
+
+def penalises(parameters: SamplingParameters) -> bool:
+    """Whether any penalty is on."""
     return (
         parameters.repetition_penalty != 1.0
         or parameters.presence_penalty != 0.0
@@ -39,7 +44,9 @@ def needs_counts(parameters: SamplingParameters) -> bool:
 
 def needs_processing(parameters: SamplingParameters, generated: int) -> bool:
     """Whether a row after `generated` output tokens needs more than division by its temperature."""
-    if needs_counts(parameters) or parameters.logit_bias or generated < parameters.min_tokens:
+    if penalises(parameters) or parameters.logit_bias or generated < parameters.min_tokens:
+        return True
+    if parameters.bad_words or parameters.allowed_token_ids is not None:
         return True
     truncates = parameters.top_k > 0 or parameters.top_p < 1.0 or parameters.min_p > 0.0
     return truncates and not is_greedy(parameters)
@@ -49,6 +56,7 @@ class TokenCounts:
     """Which tokens a request's prompt and output hold: a cache that can be rebuilt from both at any time.
 
     Sparse: parallel arrays of distinct tokens and of how often each stands in the output (0: prompt only).
+    Beside them the output itself, for bad words.
     """
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
@@ -58,11 +66,13 @@ class TokenCounts:
         self._tokens: Int64Array = np.zeros(room, dtype=np.int64)
         self._tokens[: len(distinct)] = distinct
         self._counts: Int32Array = np.zeros(room, dtype=np.int32)
+        self._output: list[int] = []
         self.extend(output)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append committed output tokens."""
         for token in tokens:
+            self._output.append(token)
             index = self._index.get(token)
             if index is None:
                 index = self._index[token] = len(self._index)
@@ -85,6 +95,11 @@ class TokenCounts:
             counts[added[token] if token in added else self._index[token]] += 1
         return tokens, counts
 
+    def end_of_output(self, count: int, path: Sequence[int]) -> tuple[int, ...]:
+        """The last `count` tokens of the output and the path, or all where there are fewer."""
+        text = (*self._output[-count:], *path) if count > 0 else ()
+        return text[max(0, len(text) - count) :]
+
 
 def process(
     logits: torch.Tensor,
@@ -100,12 +115,15 @@ def process(
     row's choice (path included). `counts` may be None where `needs_counts` is false.
     """
     row = torch.where(torch.isnan(logits), -torch.inf, logits)  # [vocabulary]
+    if parameters.allowed_token_ids is not None:
+        row = keep_only(row, parameters.allowed_token_ids)
+    if parameters.bad_words:
+        _mask(row, _completing(parameters, counts, path))
     if parameters.logit_bias:
         _add_bias(row, parameters.logit_bias)
     if generated < parameters.min_tokens:
-        ends = [token for token in (*eos, *parameters.stop_token_ids) if 0 <= token < len(row)]
-        row[torch.tensor(ends, dtype=torch.int64).to(row.device)] = -torch.inf
-    if needs_counts(parameters):
+        _mask(row, (*eos, *parameters.stop_token_ids))
+    if penalises(parameters):
         if counts is None:
             raise ValueError("penalties need the counts of prompt and output tokens")
         _penalise(row, parameters, *counts.with_path(path))
@@ -120,6 +138,40 @@ def process(
     if parameters.top_p < 1.0:
         row = keep_top_p(row, parameters.top_p)
     return row
+
+
+def keep_only(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Mask all but these tokens; ids outside the vocabulary are passed over."""
+    index = _indices(row, tokens)
+    result = torch.full_like(row, -torch.inf)
+    result[index] = row[index]
+    return result
+
+
+def _mask(row: torch.Tensor, tokens: Sequence[int]) -> None:
+    """Make these tokens impossible, in place; ids outside the vocabulary are passed over."""
+    row[_indices(row, tokens)] = -torch.inf
+
+
+def _indices(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    ids = np.array(tokens, dtype=np.int64)
+    return torch.from_numpy(ids[(ids >= 0) & (ids < len(row))]).to(row.device)
+
+
+def _completing(parameters: SamplingParameters, counts: TokenCounts | None, path: Sequence[int]) -> list[int]:
+    """The tokens that would complete a bad word: its last one, where the output ends with the rest.
+
+    As in vLLM, a word that began in the prompt is not one that was generated.
+    """
+    longest = max(map(len, parameters.bad_words)) - 1
+    if longest > 0 and counts is None:
+        raise ValueError("bad words of several tokens need the counts of prompt and output tokens")
+    text = counts.end_of_output(longest, path) if counts is not None else ()
+    return [
+        word[-1]
+        for word in parameters.bad_words
+        if word and text[max(0, len(text) - len(word) + 1) :] == word[:-1]
+    ]
 
 
 def _add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:

@@ -15,7 +15,13 @@ from ssd_serve.server.generation import Ending, Output, Piece, Plan
 from ssd_serve.server.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.protocol import ChatRequest
 from ssd_serve.server.replies import Head, chat_logprobs, new_identifier
-from ssd_serve.server.sampling import given, output_limit, sampling_parameters, text_rules
+from ssd_serve.server.sampling import (
+    bad_word_tokens,
+    given,
+    output_limit,
+    sampling_parameters,
+    text_rules,
+)
 from ssd_serve.server.service import Service
 from ssd_serve.server.tokenizer import TokenTexts
 
@@ -102,11 +108,16 @@ class ChatEndpoint:
             given(body.add_special_tokens, False),
         )
         logprobs = requested_logprobs(body)
+        rules = text_rules(body, service.tokenizer.eos_ids)
         parameters = sampling_parameters(
-            body, ready, max_tokens=chat_output_limit(body, len(prompt.ids), ready), logprobs=logprobs
+            body,
+            ready,
+            max_tokens=chat_output_limit(body, len(prompt.ids), ready),
+            logprobs=logprobs,
+            bad_words=await bad_word_tokens(service, body.bad_words),
+            ending=rules.ending_tokens,
         )
         seed = random_seed() if body.seed is None else body.seed
-        rules = text_rules(body, service.tokenizer.eos_ids)
         skip_special = given(body.skip_special_tokens, True)
         plans = [
             Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special)

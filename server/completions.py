@@ -13,7 +13,13 @@ from ssd_serve.server.generation import Ending, Output, Piece, Plan
 from ssd_serve.server.prompts import TokenPrompt, completion_prompts, prompt_count
 from ssd_serve.server.protocol import CompletionRequest, GenerationRequest
 from ssd_serve.server.replies import Head, completion_logprobs, new_identifier
-from ssd_serve.server.sampling import given, output_limit, sampling_parameters, text_rules
+from ssd_serve.server.sampling import (
+    bad_word_tokens,
+    given,
+    output_limit,
+    sampling_parameters,
+    text_rules,
+)
 from ssd_serve.server.service import Service
 from ssd_serve.server.tokenizer import TokenTexts
 
@@ -114,10 +120,18 @@ class CompletionsEndpoint:
         skip_special = given(body.skip_special_tokens, True)
         seed = random_seed() if body.seed is None else body.seed
         rules = text_rules(body, service.tokenizer.eos_ids)
+        banned = await bad_word_tokens(service, body.bad_words)
         plans: list[Plan] = []
         for prompt in prompts:
             most = output_limit(body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens")
-            parameters = sampling_parameters(body, ready, max_tokens=most, logprobs=body.logprobs)
+            parameters = sampling_parameters(
+                body,
+                ready,
+                max_tokens=most,
+                logprobs=body.logprobs,
+                bad_words=banned,
+                ending=rules.ending_tokens,
+            )
             plans += [
                 Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special)
                 for i in range(choices)

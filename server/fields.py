@@ -10,6 +10,9 @@ from pydantic_core import PydanticCustomError
 
 from ssd_serve.server.limits import (
     LEAST_TEMPERATURE,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_PROMPTS,
     MAX_STOP_CHARACTERS,
@@ -75,6 +78,11 @@ Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_temperature)
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
+AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+    Field(max_length=MAX_BAD_WORDS),
+]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS),

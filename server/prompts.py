@@ -80,22 +80,22 @@ async def _text_prompt(service: Service, ready: Ready, text: str, special: bool,
     """Tokenise a prompt, but no more of a hopelessly long one than it takes to see that."""
     enough = ready.context * PLENTY_CHARACTERS
     while len(text) > enough:
-        least = len(await encode(service, text[:enough], special)) - CUT_TOKENS
+        least = len(await encode(service, text[:enough], special, param)) - CUT_TOKENS
         if least > ready.context:
             raise too_long(f"at least {least}", ready, param)
         enough *= 2
-    return TokenPrompt(tuple(await encode(service, text, special)), text)
+    return TokenPrompt(tuple(await encode(service, text, special, param)), text)
 
 
-async def encode(service: Service, text: str, special: bool) -> list[int]:
-    """Tokenise, off the event loop when the text is long."""
+async def encode(service: Service, text: str, special: bool, param: str) -> list[int]:
+    """Tokenise, off the event loop when the text is long; `param` names the field in errors."""
     try:
         return await service.off_loop.run(
             len(text), lambda: service.tokenizer.encode(text, add_special_tokens=special)
         )
     except UnicodeEncodeError:
         # JSON can carry half of a surrogate pair, which no encoding of text can.
-        raise bad_request("the text holds a lone surrogate, which is not a character", "prompt") from None
+        raise bad_request(f"{param}: holds a lone surrogate, which is not a character", param) from None
 
 
 async def chat_text(

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ssd_serve.server.fields import (
+    AllowedTokenIds,
+    BadWords,
     Content,
     Ignored,
     LogitBias,
@@ -59,6 +61,8 @@ class GenerationRequest(Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokenIds | None = Field(None, description="the only tokens that may come")
+    bad_words: BadWords | None = Field(None, description="texts that the output must not hold")
 
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
@@ -78,8 +82,6 @@ class GenerationRequest(Strict):
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
 
-    allowed_token_ids: NotBuilt = None
-    bad_words: NotBuilt = None
     best_of: Annotated[object, not_built(1)] = None
     cache_salt: NotBuilt = None
     guided_choice: NotBuilt = None

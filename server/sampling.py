@@ -1,12 +1,13 @@
 """From request fields to the engine's sampling parameters, checked against the model. Knows no HTTP."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 from ssd_serve.messages import Ready, SamplingParameters
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.prompts import check_vocabulary
+from ssd_serve.server.prompts import check_vocabulary, encode
 from ssd_serve.server.protocol import GenerationRequest
+from ssd_serve.server.service import Service
 from ssd_serve.server.text import TextRules
 
 Value = TypeVar("Value")
@@ -17,10 +18,37 @@ def given(value: Value | None, default: Value) -> Value:
     return default if value is None else value
 
 
+BadWords = tuple[tuple[int, ...], ...]
+
+
+async def bad_word_tokens(service: Service, words: Sequence[str] | None) -> BadWords:
+    """The token sequences of bad words, as at the beginning of a text and as after a space.
+
+    A sequence that ends with another one of the same word would ban nothing more, and is left out.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words or ():
+        text = word.lstrip()
+        first = tuple(await encode(service, text, False, "bad_words")) if text else ()
+        if not first:
+            raise bad_request("bad_words: a word has no tokens; leave it out", "bad_words", "invalid_value")
+        spaced = tuple(await encode(service, " " + text, False, "bad_words"))
+        found[first] = None
+        if spaced[-len(first) :] != first:
+            found[spaced] = None
+    return tuple(found)
+
+
 def sampling_parameters(
-    request: GenerationRequest, ready: Ready, *, max_tokens: int, logprobs: int | None
+    request: GenerationRequest,
+    ready: Ready,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    bad_words: BadWords = (),
+    ending: Collection[int] = (),
 ) -> SamplingParameters:
-    """Everything that decides the tokens besides prompt and seed."""
+    """Everything that decides the tokens besides prompt and seed; `ending` are the ids that end a text."""
     min_tokens = given(request.min_tokens, 0)
     if min_tokens > max_tokens:
         raise bad_request(
@@ -33,6 +61,16 @@ def sampling_parameters(
     check_vocabulary(list(bias), ready, "logit_bias")
     stop_ids = given(request.stop_token_ids, [])
     check_vocabulary(stop_ids, ready, "stop_token_ids")
+    allowed = request.allowed_token_ids
+    if allowed is not None:
+        check_vocabulary(allowed, ready, "allowed_token_ids")
+        masked = {word[0] for word in bad_words if len(word) == 1} | (set(ending) if min_tokens else set())
+        if masked.issuperset(allowed):
+            raise bad_request(
+                "allowed_token_ids: bad_words and min_tokens leave none of them",
+                "allowed_token_ids",
+                "invalid_value",
+            )
     return SamplingParameters(
         temperature=given(request.temperature, 1.0),
         # All of the vocabulary is no restriction.
@@ -43,6 +81,8 @@ def sampling_parameters(
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
         logit_bias=bias,
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=bad_words,
         min_tokens=min_tokens,
         max_tokens=max_tokens,
         stop_token_ids=tuple(stop_ids),

@@ -31,7 +31,8 @@ class TokenizingEndpoints:
         if body.messages is not None:
             generation_prompt = given(body.add_generation_prompt, True)
             text = await chat_text(service, body.messages, body.chat_template_kwargs, generation_prompt)
-        ids = await encode(service, text, given(body.add_special_tokens, body.messages is None))
+        param = "prompt" if body.messages is None else "messages"
+        ids = await encode(service, text, given(body.add_special_tokens, body.messages is None), param)
         answer: dict[str, object] = {"count": len(ids), "max_model_len": ready.context, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = await service.off_loop.run(

@@ -28,6 +28,10 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be chosen; None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never holds: the last token is masked after the others."""
     min_tokens: int = 0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()

@@ -9,7 +9,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.kernels.processors import TokenCounts, keep_top_k, keep_top_p, needs_processing, process
+from ssd_serve.kernels.processors import (
+    TokenCounts,
+    keep_top_k,
+    keep_top_p,
+    needs_counts,
+    needs_processing,
+    process,
+)
 from ssd_serve.messages import SamplingParameters
 
 VOCABULARY = 12
@@ -30,6 +37,11 @@ def reference(
     eos: Sequence[int],
 ) -> list[float]:
     row = list(logits)
+    for token in range(len(row)):
+        if parameters.allowed_token_ids is not None and token not in parameters.allowed_token_ids:
+            row[token] = -math.inf
+        if any((*output, token)[-len(word) :] == word for word in parameters.bad_words):
+            row[token] = -math.inf
     for token, bias in parameters.logit_bias.items():
         row[token] += bias
     if len(output) < parameters.min_tokens:
@@ -80,6 +92,8 @@ PARAMETERS = st.builds(
     logit_bias=st.dictionaries(TOKENS, st.sampled_from([-100.0, -1.0, 2.5]), max_size=3),
     min_tokens=st.integers(0, 4),
     stop_token_ids=st.lists(TOKENS, max_size=2).map(tuple),
+    allowed_token_ids=st.none() | st.lists(TOKENS, min_size=1, max_size=9).map(tuple),
+    bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=5).map(tuple),
 )
 
 
@@ -169,8 +183,46 @@ def test_penalties_without_counts_are_an_error() -> None:
         process(torch.zeros(3), SamplingParameters(presence_penalty=1.0), None, (), 0, ())
 
 
+FEW = st.integers(0, 2)  # few tokens: bad words are often begun
+
+
+@given(
+    st.lists(st.lists(FEW, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4),
+    st.lists(FEW, max_size=8),
+    st.lists(FEW, max_size=8),
+    st.integers(0, 8),
+)
+@settings(max_examples=300)
+def test_a_bad_word_is_never_completed_and_nothing_else_is_masked(
+    words: list[tuple[int, ...]], prompt: list[int], output: list[int], split: int
+) -> None:
+    parameters = SamplingParameters(temperature=0.0, bad_words=tuple(words))
+    split = min(split, len(output))
+    counts = TokenCounts(prompt, output[:split])
+    row = process(torch.zeros(3), parameters, counts, output[split:], len(output), ())
+    completed = [any((*output, token)[-len(word) :] == word for word in words) for token in range(3)]
+    assert torch.isinf(row).tolist() == completed
+
+
+def test_a_word_that_began_in_the_prompt_may_be_completed() -> None:
+    parameters = SamplingParameters(temperature=0.0, bad_words=((1, 2),))
+    assert process(torch.zeros(3), parameters, TokenCounts([1]), (), 0, ()).tolist() == [0.0, 0.0, 0.0]
+    masked = process(torch.zeros(3), parameters, TokenCounts([0], [1]), (), 1, ())
+    assert masked.tolist() == [0.0, 0.0, -math.inf]
+
+
+def test_single_bad_words_and_allowed_tokens_need_no_counts() -> None:
+    parameters = SamplingParameters(temperature=0.0, bad_words=((1,), (9,), ()), allowed_token_ids=(0, 1, 7))
+    assert not needs_counts(parameters)
+    assert process(torch.zeros(3), parameters, None, (), 0, ()).tolist() == [0.0, -math.inf, -math.inf]
+    with pytest.raises(ValueError, match="counts"):
+        process(torch.zeros(3), SamplingParameters(bad_words=((1, 2),)), None, (), 0, ())
+
+
 def test_plain_rows_need_no_processing() -> None:
     assert not needs_processing(SamplingParameters(temperature=0.7), 0)
     assert not needs_processing(SamplingParameters(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1), 0)
+    assert needs_processing(SamplingParameters(temperature=0.0, allowed_token_ids=(1,)), 0)
+    assert needs_processing(SamplingParameters(temperature=0.0, bad_words=((1,),)), 0)
     assert needs_processing(SamplingParameters(min_tokens=3), 2)
     assert not needs_processing(SamplingParameters(min_tokens=3), 3)

@@ -4,7 +4,7 @@ import pytest
 
 from ssd_serve.messages import Refused, Submit
 from ssd_serve.seeds import choice_seed
-from tests.server.fakes import BEGIN, CONTEXT, END, OTHER_END, Script, say, tokens
+from tests.server.fakes import BEGIN, CONTEXT, END, OTHER_END, ByteTokenizer, Script, say, tokens
 from tests.server.houses import events, open_house, post
 
 pytestmark = pytest.mark.anyio
@@ -124,6 +124,8 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
             presence_penalty=-0.5,
             frequency_penalty=0.5,
             logit_bias={"97": -100, "98": 5},
+            allowed_token_ids=[97, 98, 99],
+            bad_words=["ab", " c"],
             min_tokens=2,
             max_tokens=20,
             stop_token_ids=[99],
@@ -137,10 +139,35 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
     assert parameters.repetition_penalty == 1.1
     assert (parameters.presence_penalty, parameters.frequency_penalty) == (-0.5, 0.5)
     assert parameters.logit_bias == {97: -100.0, 98: 5.0}
+    assert parameters.allowed_token_ids == (97, 98, 99)
+    assert parameters.bad_words == ((97, 98), (99,))
     assert (parameters.min_tokens, parameters.max_tokens) == (2, 20)
     assert parameters.stop_token_ids == (99,)
     assert parameters.ignore_eos
     assert parameters.logprobs == 2
+
+
+class WordTokenizer(ByteTokenizer):
+    """Knows some words with a space before them as tokens of their own."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        known = {
+            " cat": [200],
+            "cat": [201],
+            " dog": [202, 203],
+            "dog": [204],
+            " eel": [205],
+            "eel": [101, 108],
+        }
+        return known[text] if text in known else super().encode(text, add_special_tokens)
+
+
+async def test_bad_words_are_banned_at_the_beginning_and_after_a_space() -> None:
+    """A byte tokenizer needs one sequence for both: what ends with it is banned with it."""
+    async with open_house(lambda _: say("x"), tokenizer=WordTokenizer()) as house:
+        await post(house, PATH, prompt="a", bad_words=[" cat", "dog", "eel", "ox", "cat"])
+        parameters = house.engine.submits()[0].parameters
+    assert parameters.bad_words == ((201,), (200,), (204,), (202, 203), (101, 108), (205,), (111, 120))
 
 
 async def test_null_means_the_default() -> None:

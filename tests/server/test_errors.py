@@ -9,7 +9,7 @@ import pytest
 from ssd_serve.messages import Refused
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
-from tests.server.fakes import CONTEXT, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
+from tests.server.fakes import CONTEXT, END, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
 from tests.server.houses import House, open_house, post
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +67,16 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
     ({"prompt": "a", "suffix": "end"}, "suffix"),
-    ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": [VOCABULARY]}, "allowed_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": [97] * 4097}, "allowed_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": [END], "min_tokens": 1}, "allowed_token_ids"),
+    ({"prompt": "a", "bad_words": "a"}, "bad_words"),
+    ({"prompt": "a", "bad_words": ["a", ""]}, "bad_words.1"),
+    ({"prompt": "a", "bad_words": ["  "]}, "bad_words"),
+    ({"prompt": "a", "bad_words": ["a"] * 129}, "bad_words"),
+    ({"prompt": "a", "bad_words": ["a" * 257]}, "bad_words.0"),
     ({"prompt": "a", "tempreature": 1}, "tempreature"),
     ({"prompt": "a", "messages": ASK}, "messages"),
     ({}, "prompt"),

@@ -1,0 +1,47 @@
+"""Every two kinds of sampling restriction meet under speculation, and the text is the plain one."""
+
+from itertools import pairwise
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ssd_serve.bench.lossless import Judge
+from ssd_serve.bench.lossless_rig import Case, Pair, run_case
+from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.messages import SamplingParameters, Submit
+from tests.lossless.covering import parameter_design
+
+MAX_TOKENS = 40
+ALLOWED = tuple(range(1, 60))
+STOPS = tuple(range(5, 199, 41))
+
+
+def submits(parameters: list[SamplingParameters]) -> list[Submit]:
+    return [Submit(number, (7, 8, 9 + number), each, number) for number, each in enumerate(parameters)]
+
+
+def holds(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
+    return any(tokens[start : start + len(word)] == word for start in range(len(tokens)))
+
+
+def test_every_restriction_is_lossless_and_kept(tmp_path: Path) -> None:
+    pair = Pair("random-llama", *write_random_pair("random-llama", tmp_path))
+    free = [replace(each, bad_words=()) for each in parameter_design([(1, 2)], ALLOWED, STOPS, MAX_TOKENS)]
+    unbanned = run_case(pair, Case("ar", 4), submits(free)).tokens
+    # What these texts hold is banned next: two and three tokens in a row, some of each text.
+    words: list[tuple[int, ...]] = []
+    for tokens in unbanned.values():
+        words += [*list(pairwise(tokens))[4::11], *([tokens[8:11]] if len(tokens) > 10 else [])]
+    asked = submits(parameter_design(words, ALLOWED, STOPS, MAX_TOKENS))
+    plain = run_case(pair, Case("ar", 1), asked)
+    for case in (Case("sd", 4, 8), Case("ssd", 1, 4)):
+        found = run_case(pair, case, asked)
+        assert found.accepted > 50
+        assert all(each.near_tie for each in Judge(pair).differences(asked, plain, found))
+        for submit in asked:
+            tokens, parameters = found.tokens[submit.request], submit.parameters
+            assert not any(holds(tokens, word) for word in parameters.bad_words)
+            assert parameters.allowed_token_ids is None or {*tokens} <= {*ALLOWED}
+    assert any(
+        plain.tokens[each.request] != unbanned[each.request] for each in asked if each.parameters.bad_words
+    )
