@@ -36,7 +36,7 @@ from ssd_serve.messages import (
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from ssd_serve.seeds import mix, root_name
-from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.cost import CostTable, HostCost
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.growing import Never, Steps
@@ -84,6 +84,13 @@ class FixedCost(CostTable):
         """Not at all."""
 
 
+class FixedHost(HostCost):
+    """The same for the host's share."""
+
+    def observe(self, requests: int, nodes: int, seconds: float) -> None:
+        """Not at all."""
+
+
 class Pair:
     """A loaded target and draft."""
 
@@ -119,7 +126,7 @@ class Pair:
         policy = Steps(_STEPS) if budget else Never()
         # Time stands still for the drafters' links: a busy machine must not make one look silent.
         drafters = Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error"))
-        return Engine(rounds, scheduler, drafters, FixedCost(), policy, bounds)
+        return Engine(rounds, scheduler, drafters, FixedCost(), policy, bounds, FixedHost())
 
     def core(self) -> DrafterCore:
         """A fresh drafter."""

@@ -96,11 +96,12 @@ class ModelSource:
                 groups.append((self._requests[request], group, [indices[place] for place in group.order]))
         found: list[Candidates | None] = [None] * len(picks)
         if groups:
-            logits = self._model.forward(build_batch([group.rows for _, group, _ in groups])).logits
+            result = self._model.forward(build_batch([group.rows for _, group, _ in groups]))
             self._keep(groups)
             wanted = [index for _, _, indices in groups for index in indices]
+            result.completion.wait()
             ranked = self._rank(
-                logits, [picks[index] for index in wanted], [scales[index] for index in wanted]
+                result.logits, [picks[index] for index in wanted], [scales[index] for index in wanted]
             )
             for index, candidates in zip(wanted, ranked, strict=True):
                 found[index] = candidates

@@ -214,16 +214,24 @@ class NoiseRows:
 
     def rows(self, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
         """Rows for a forward: float32 [rows, vocabulary], the caller's own copy."""
-        pairs = zip(seeds, positions, strict=True)
-        keys = [None if seed is None else (seed, position) for seed, position in pairs]
-        wanted = dict.fromkeys(key for key in keys if key is not None)
-        if len(wanted) > self.capacity:  # too many to remember at once: in parts
-            half = len(keys) // 2
+        if not self.prepare(seeds, positions):  # too many to remember at once: in parts
+            half = len(seeds) // 2
             parts = (slice(None, half), slice(half, None))
             return torch.cat([self.rows(seeds[part], positions[part]) for part in parts])
-        self._compute(self._with_neighbours(wanted))
-        indices = [0 if key is None else self._where[key] for key in keys]
+        keys = zip(seeds, positions, strict=True)
+        indices = [0 if seed is None else self._where[seed, position] for seed, position in keys]
         return self._table.index_select(0, torch.tensor(indices, dtype=torch.int64).to(self.device))
+
+    def prepare(self, seeds: Sequence[int | None], positions: Sequence[int]) -> bool:
+        """Compute ahead what `rows` will be asked for; False when these are more rows than are
+        remembered."""
+        keys = zip(seeds, positions, strict=True)
+        wanted = dict.fromkeys((seed, position) for seed, position in keys if seed is not None)
+        if len(wanted) > self.capacity:
+            return False
+        if wanted:
+            self._compute(self._with_neighbours(wanted))
+        return True
 
     def _with_neighbours(self, wanted: dict[tuple[int, int], None]) -> dict[tuple[int, int], None]:
         """Where rows are missing, their whole blocks of positions: they are wanted soon, and computing eight

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ssd_serve.kernels.batch import Int32Array
@@ -20,8 +21,7 @@ from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processin
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What one row's choice depends on, besides its logits."""
 
     parameters: SamplingParameters
@@ -54,26 +54,37 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], noise: NoiseRows) 
     if not rows:
         return Sampled([], [])
     scaled = processed_logits(logits.to(torch.float32), rows)  # [rows, vocabulary]
-    scores = scaled
-    if not all(is_greedy(row.parameters) for row in rows):
-        seeds = [None if is_greedy(row.parameters) else row.seed for row in rows]
-        scores = scaled - noise.rows(seeds, [row.position for row in rows])
+    seeds, positions = noise_keys(rows)
+    scores = scaled if seeds.count(None) == len(seeds) else scaled - noise.rows(seeds, positions)
     choices = lowest_argmax(scores)
-    logprobs = [
-        None if row.parameters.logprobs is None else token_logprobs(values, choice, row.parameters.logprobs)
-        for row, values, choice in zip(rows, scaled, choices, strict=True)
-    ]
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    for index, row in enumerate(rows):
+        if row.parameters.logprobs is not None:
+            logprobs[index] = token_logprobs(scaled[index], choices[index], row.parameters.logprobs)
     return Sampled(choices, logprobs)
+
+
+def noise_keys(rows: Sequence[SamplingRow]) -> tuple[list[int | None], list[int]]:
+    """The seed (None: temperature 0, no noise) and the position of each row, for `NoiseRows`."""
+    greedy = {key for key, parameters in _distinct(rows).items() if is_greedy(parameters)}
+    seeds = [None if id(row.parameters) in greedy else row.seed for row in rows]
+    return seeds, [row.position for row in rows]
 
 
 def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """The logits whose softmax each row samples: float32 [rows, vocabulary]; may be `logits` itself."""
+    distinct = _distinct(rows)
+    # Most rows need nothing, or division by their temperature only.
+    touched = {key for key, parameters in distinct.items() if needs_processing(parameters, 0)}
     work = [
-        index for index, row in enumerate(rows) if needs_processing(row.parameters, row.generated)
-    ]  # the rest need division by their temperature only
-    temperatures = [1.0 if is_greedy(row.parameters) else row.parameters.temperature for row in rows]
-    if any(temperature != 1.0 for temperature in temperatures):
-        scaled = logits / torch.tensor(temperatures, dtype=torch.float32).to(logits.device)[:, None]
+        index
+        for index, row in enumerate(rows)
+        if id(row.parameters) in touched and needs_processing(row.parameters, row.generated)
+    ]
+    by_key = {key: 1.0 if is_greedy(each) else each.temperature for key, each in distinct.items()}
+    if any(temperature != 1.0 for temperature in by_key.values()):
+        temperatures = torch.tensor([by_key[id(row.parameters)] for row in rows], dtype=torch.float32)
+        scaled = logits / temperatures.to(logits.device)[:, None]
     elif work:
         scaled = logits.clone()
     else:
@@ -82,6 +93,11 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch
         row = rows[index]
         scaled[index] = process(logits[index], row.parameters, row.counts, row.path, row.generated, row.eos)
     return scaled
+
+
+def _distinct(rows: Sequence[SamplingRow]) -> dict[int, SamplingParameters]:
+    """The parameter objects of these rows, by identity: a tree's rows share one."""
+    return {id(row.parameters): row.parameters for row in rows}
 
 
 def lowest_argmax(scores: torch.Tensor) -> list[int]:
@@ -131,19 +147,19 @@ def token_logprobs(processed: torch.Tensor, choice: int, top: int) -> TokenLogpr
 def draft_scores(
     logits: torch.Tensor, temperature: float | torch.Tensor, noise_rows: torch.Tensor | None
 ) -> torch.Tensor:
-    """What the drafter ranks tokens by: log_softmax(logits / T) - log E; log_softmax(logits) at T = 0.
+    """What the drafter ranks tokens by: logits / T - log E; the logits themselves at T = 0.
 
     `logits` is [rows, vocabulary]; `temperature` a number for all rows or float32 [rows], 0 meaning greedy;
     `noise_rows` float32 [rows, vocabulary] of log E, zero in greedy rows (`NoiseRows.rows` gives that for
-    seed None), or None when all rows are greedy. Returns float32 [rows, vocabulary].
+    seed None), or None when all rows are greedy. Returns float32 [rows, vocabulary], defined up to a constant
+    of each row: normalised log-probabilities would rank alike.
     """
     values = logits.to(torch.float32)
     if isinstance(temperature, torch.Tensor):
         values = values / torch.where(temperature > 0, temperature, 1.0)[:, None]
     elif temperature not in (0.0, 1.0):
         values = values / temperature
-    values = torch.log_softmax(values, dim=1)
-    return values if noise_rows is None else values.sub_(noise_rows)
+    return values if noise_rows is None else values - noise_rows
 
 
 class RankedChildren(NamedTuple):
@@ -166,14 +182,15 @@ def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out:
     best, tokens = torch.topk(finite, fan_out, dim=1)  # [rows, fan_out]
     inverse = (1.0 / scales) if isinstance(scales, torch.Tensor) else torch.full((len(scores),), 1.0 / scales)
     inverse = inverse.to(finite.device)[:, None]  # [rows, 1]
-    weights = finite.sub(best[:, :1]).mul_(inverse).exp_()  # [rows, vocabulary], largest 1
-    total = weights.sum(dim=1, keepdim=True)  # [rows, 1]
-    expected = torch.bmm(weights[:, None, :], finite[:, :, None]).reshape(-1, 1) / total
-    log_probs = (best - best[:, :1]) * inverse - total.log()
-    packed = torch.cat((log_probs, best, expected), dim=1).cpu().numpy()  # one copy from the device
+    weights = torch.softmax(finite * inverse, dim=1)  # [rows, vocabulary]
+    expected = (weights * finite).sum(dim=1, keepdim=True)
+    most = weights.amax(dim=1, keepdim=True)
+    log_probs = (best - best[:, :1]) * inverse + most.log()
+    packed = torch.cat((log_probs, best, expected, tokens.to(torch.float32)), dim=1)  # ids below 2^24: exact
+    values = packed.cpu().numpy()  # one copy from the device
     return RankedChildren(
-        tokens.to(torch.int32).cpu().numpy(),
-        packed[:, :fan_out],
-        packed[:, fan_out : 2 * fan_out],
-        packed[:, 2 * fan_out],
+        values[:, 2 * fan_out + 1 :].astype(np.int32),
+        values[:, :fan_out],
+        values[:, fan_out : 2 * fan_out],
+        values[:, 2 * fan_out],
     )

@@ -17,6 +17,7 @@ from ssd_serve.cache.kv import KVLayout, LayerKV
 from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.models.completion import completion
 from ssd_serve.models.config import DecoderConfig
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.linear import Linear, LinearFactory, Part
@@ -96,7 +97,7 @@ class Decoder:
             self._mlp(layer, hidden)
             if index in self._features:
                 features[f"layer.{index}"] = hidden.clone()
-        return ForwardResult(self._logits(hidden, batch), features)
+        return ForwardResult(self._logits(hidden, batch), features, completion(self._device))
 
     def _attend(
         self, index: int, layer: DecoderLayer, hidden: torch.Tensor, rotations: torch.Tensor, plan: object

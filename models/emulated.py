@@ -5,7 +5,7 @@ times, not what is forwarded.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.batch import Batch
@@ -58,7 +58,8 @@ class EmulatedModel:
         return self._model.slots
 
     def forward(self, batch: Batch) -> ForwardResult:
-        """Forward, then sleep until the table's time is over."""
+        """Forward; the result is ready when the table's time is over. The host is free meanwhile, as beside a
+        GPU."""
         started = time.perf_counter()
         end = started + self._step_s * max(1.0, batch.rows / self._flat_rows)
         result = self._model.forward(batch)
@@ -66,8 +67,24 @@ class EmulatedModel:
         now = time.perf_counter()
         self.busy_s += now - started
         self.overruns += now > end
-        if end - now > _SPIN_S:
-            time.sleep(end - now - _SPIN_S)
-        while time.perf_counter() < end:
+        return replace(result, completion=Deadline(max(now, end)))
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A forward that is over at the time `at` of `time.perf_counter`."""
+
+    at: float
+
+    def ready(self) -> bool:
+        """Whether the time has come."""
+        return time.perf_counter() >= self.at
+
+    def wait(self) -> float:
+        """Sleep until then."""
+        left = self.at - time.perf_counter()
+        if left > _SPIN_S:
+            time.sleep(left - _SPIN_S)
+        while time.perf_counter() < self.at:
             pass
-        return result
+        return self.at

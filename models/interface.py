@@ -4,6 +4,7 @@ The verifier, the drafter and the benchmarks see models only through this module
 no checkpoint format and no request.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,12 +31,44 @@ class ModelFacts:
     dtype: str
 
 
+class Completion(Protocol):
+    """The end of a forward that the device may still be computing."""
+
+    def ready(self) -> bool:
+        """Whether the device is done."""
+        ...
+
+    def wait(self) -> float:
+        """Wait until it is; returns when it was, as `time.perf_counter` counts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A forward that was over when it returned."""
+
+    at: float = field(default_factory=time.perf_counter)
+
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> float:
+        """When it was over."""
+        return self.at
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Logits of the wanted rows, on the model's device, and named hidden states when they were asked for."""
+    """Logits of the wanted rows, on the model's device, and named hidden states when they were asked for.
+
+    They belong to the device's own queue of work: the host may read them, and time them, after
+    `completion.wait()`.
+    """
 
     logits: torch.Tensor  # [wanted, vocabulary], float32
     features: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    completion: Completion = field(default_factory=Done)
 
 
 class Model(Protocol):
@@ -52,7 +85,7 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: Batch) -> ForwardResult:
-        """Run one ragged batch: write K/V of every row, attend, return logits of the wanted rows.
+        """Run, or start, one ragged batch: write K/V of every row, attend, return logits of the wanted rows.
 
         Must be called from one thread. Reads and writes only slots named in the batch.
         """

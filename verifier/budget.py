@@ -22,22 +22,14 @@ class Choice:
 
 
 def choose(
-    reaches: npt.NDArray[np.float64],
-    roots: int,
-    other_rows: int,
-    curve: npt.NDArray[np.float64],
-    rate: float,
+    reaches: npt.NDArray[np.float64], roots: int, seconds: npt.NDArray[np.float64], rate: float
 ) -> Choice:
-    """Best number of nodes to verify beside `roots` roots and `other_rows` prompt rows.
+    """Best number of nodes to verify beside `roots` roots.
 
-    `reaches` [nodes] falls; `curve` [rows + 1] is `T(rows)` in seconds. `rate` is in tokens a second; 0 means
-    unknown, then the round's own rate is maximised.
+    `reaches` [nodes] falls; `seconds` [most + 1], most <= nodes, is what the round takes with 0, 1, ... most
+    nodes. `rate` is in tokens a second; 0 means unknown, then the round's own rate is maximised.
     """
-    base = roots + other_rows
-    room = max(0, min(len(reaches), len(curve) - 1 - base))
-    tokens = roots + np.concatenate(([0.0], np.cumsum(reaches[:room])))  # [room + 1]
-    last = min(base, len(curve) - 1)
-    seconds = curve[last : last + room + 1]  # [room + 1]
+    tokens = roots + np.concatenate(([0.0], np.cumsum(reaches[: len(seconds) - 1])))  # [most + 1]
     value = tokens - rate * seconds if rate > 0 else tokens / np.maximum(seconds, 1e-9)
     best = int(np.argmax(value))
     return Choice(best, float(tokens[best]), float(seconds[best]))

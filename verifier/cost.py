@@ -1,7 +1,9 @@
-"""The measured cost model: seconds of one forward by number of rows. Plain numpy; knows no models and no
-requests."""
+"""The measured cost model: seconds of a forward by its rows, and of the host's work beside it.
 
-from collections.abc import Sequence
+Plain numpy; knows no models and no trees.
+"""
+
+from bisect import bisect_left
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +36,10 @@ POINTS = (
     512,
     1024,
 )
+MOST_ROWS = POINTS[-1]
 _BLEND = 0.1
+_HOST_MEMORY = 0.995
+_HOST_SLACK_S = 0.5e-3
 
 
 class CostTable:
@@ -47,11 +52,12 @@ class CostTable:
     def __init__(self, prior_s: float = 0.02) -> None:
         self._seconds: npt.NDArray[np.float64] = np.full(len(POINTS), np.nan)
         self._prior_s = prior_s
-        self._curve: npt.NDArray[np.float64] | None = None
+        self._points: npt.NDArray[np.float64] | None = None
+        self._values: npt.NDArray[np.float64] = np.zeros(0)
 
     def observe(self, rows: int, seconds: float) -> None:
         """A forward of `rows` rows took `seconds`."""
-        index = int(np.searchsorted(POINTS, rows))
+        index = bisect_left(POINTS, rows)
         if index >= len(POINTS) or rows <= 0 or seconds <= 0:
             return
         if index and rows - POINTS[index - 1] < POINTS[index] - rows:
@@ -59,39 +65,67 @@ class CostTable:
         old = float(self._seconds[index])
         # A descheduled process is not a slow device: one outlier moves the average by at most a tenth of it.
         self._seconds[index] = seconds if np.isnan(old) else old + _BLEND * (min(seconds, 2 * old) - old)
-        self._curve = None
+        self._points = None
 
-    def curve(self) -> npt.NDArray[np.float64]:
-        """Seconds for 1 .. `POINTS[-1]` rows; index 0 stands for no rows and is 0. Do not write to it."""
-        if self._curve is None:
-            self._curve = self._fit()
-        return self._curve
+    def span(self, first: int, last: int) -> npt.NDArray[np.float64]:
+        """Seconds of forwards of `first` to `last` rows: [last - first + 1]; no rows take no time."""
+        points = self._fit()
+        rows = np.arange(first, last + 1, dtype=np.float64)
+        if not len(points):
+            return np.where(rows > 0, self._prior_s, 0.0)
+        seconds = np.interp(rows, points, self._values)
+        if last > points[-1]:
+            seconds += self._slope() * np.maximum(rows - points[-1], 0.0)
+        if first <= 0:
+            seconds[rows <= 0] = 0.0
+        return seconds
 
     def seconds(self, rows: int) -> float:
         """Seconds of a forward of `rows` rows."""
-        curve = self.curve()
-        if rows < len(curve):
-            return float(curve[rows])
-        return float(curve[-1]) * rows / (len(curve) - 1)
+        return float(self.span(rows, rows)[0])
 
     def _fit(self) -> npt.NDArray[np.float64]:
-        known = np.flatnonzero(~np.isnan(self._seconds))
-        rows = np.arange(POINTS[-1] + 1)
-        if not len(known):
-            flat = np.full(len(rows), self._prior_s)
-            flat[0] = 0.0
-            return flat
-        points = np.asarray(POINTS, dtype=np.float64)[known]
-        values = np.maximum.accumulate(self._seconds[known])
-        curve = np.interp(rows, points, values)
-        beyond = rows > points[-1]
-        curve[beyond] += self._slope(points, values) * (rows[beyond] - points[-1])
-        curve[0] = 0.0
-        return curve
+        """The measured points; their values, made monotone, are kept beside them."""
+        if self._points is None:
+            known = np.flatnonzero(~np.isnan(self._seconds))
+            self._points = np.asarray(POINTS, dtype=np.float64)[known]
+            self._values = np.maximum.accumulate(self._seconds[known])
+        return self._points
 
-    @staticmethod
-    def _slope(points: Sequence[float] | npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> float:
+    def _slope(self) -> float:
         """Seconds a row beyond the last measured point."""
-        if len(points) < 2:
-            return 0.0
-        return float((values[-1] - values[0]) / (points[-1] - points[0]))
+        points, values = self._fit(), self._values
+        return float((values[-1] - values[0]) / (points[-1] - points[0])) if len(points) > 1 else 0.0
+
+
+class HostCost:
+    """What rounds cost beside their forwards: seconds a round, a request and a node, fitted online.
+
+    Recursive least squares that forgets over some hundred rounds. A node's share is what the budget must add
+    to its row: on a fast target it is the larger part.
+    """
+
+    def __init__(self, node_s: float = 20e-6) -> None:
+        self._weights = np.array([0.0, 10 * node_s, node_s])
+        self._spread = np.diag([1.0, 1.0, 0.01])
+
+    @property
+    def node_s(self) -> float:
+        """Seconds that one more node adds to a round."""
+        return max(0.0, float(self._weights[2]))
+
+    def seconds(self, requests: int, nodes: int) -> float:
+        """Seconds of a round beside its forward and its waits."""
+        return max(0.0, float(self._weights @ (1.0, requests, nodes)))
+
+    def observe(self, requests: int, nodes: int, seconds: float) -> None:
+        """A round of `requests` decoding requests and `nodes` nodes took `seconds` beside its forward."""
+        seen = np.array((1.0, requests, nodes))
+        expected = float(self._weights @ seen)
+        error = min(seconds, 3 * expected + _HOST_SLACK_S) - expected  # a pause is not the cost of nodes
+        along = self._spread @ seen
+        gain = along / (_HOST_MEMORY + float(seen @ along))
+        self._weights += gain * error
+        spread = (self._spread - np.outer(gain, along)) / _HOST_MEMORY
+        # What is not excited must not grow without bound.
+        self._spread = spread * min(1.0, 4.0 / float(np.trace(spread)))

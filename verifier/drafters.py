@@ -127,6 +127,10 @@ class Drafters:
         """Wait until a drafter says something."""
         return bool(poll(self.channels, timeout_s))
 
+    def listen(self, timeout_s: float) -> bool:
+        """Wait until a drafter with a device of its own says something; False when there is none."""
+        return bool(poll([link.channel for link in self._links if not link.synchronous], timeout_s))
+
     def worth_waiting(self) -> bool:
         """Whether a drafter is there that has not been silent for 3 of its steps + 20 ms after it was
         asked."""

@@ -1,6 +1,6 @@
 """The verifier's engine: one step is one round, and reads as its description.
 
-    drain growth -> choose work -> grow first where it pays -> launch -> drain -> finish: sample, walk,
+    drain growth -> choose work -> grow first where it pays -> launch -> listen -> finish: sample, walk,
     commit, publish
 
 It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not how drafts are made.
@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.processors import TokenCounts, needs_counts
 from ssd_serve.messages import Committed, Finished, Refused, Submit, VerifierReport
 from ssd_serve.verifier.budget import Rate, choose
-from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.growing import GrowPolicy, Outlook
 from ssd_serve.verifier.ranking import RankedNode, rank
@@ -26,6 +27,8 @@ from ssd_serve.verifier.scheduler import Part, Scheduler
 
 _CANDIDATES = 64
 """Most nodes of a round where the settings name no budget; the cost model chooses among them."""
+_WAKING_S = 0.0015
+"""Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,13 @@ class Engine:
         cost: CostTable,
         policy: GrowPolicy,
         bounds: Bounds,
+        host: HostCost | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.drafters = drafters
         self.cost = cost
+        self.host = host or HostCost()
         self.clocked = Clocked()
         self.totals = Totals()
         self._rounds = rounds
@@ -131,13 +136,22 @@ class Engine:
             return []
         work = self._choose_work(parts)
         flight = self._rounds.launch(work)
-        self.drafters.drain(self._active)
+        forward_s = self._listen(flight)
         walks = self._rounds.finish(flight)
         reports: list[VerifierReport] = []
         for walk in walks:
             reports.extend(self._commit(walk))
-        self._account(flight, walks, self._clock() - started)
+        self._account(flight, walks, forward_s, self._clock() - started)
         return reports
+
+    def _listen(self, flight: Flight) -> float:
+        """Take growth while the device works and once more when it is done; returns the forward's seconds."""
+        ends = flight.started + self.cost.seconds(flight.rows) - _WAKING_S
+        while not flight.ready() and self.drafters.listen(ends - self._clock()):
+            self.drafters.drain(self._active)
+        forward_s = flight.wait()
+        self.drafters.drain(self._active)
+        return forward_s
 
     def _choose_parts(self) -> list[Part]:
         for request in self.scheduler.admit():
@@ -171,10 +185,15 @@ class Engine:
         ranking = rank(parts, most if self.drafters.alive else 0, bounds.context, bounds.draft_width)
         reaches = np.array([item[0] for item in ranking.nodes])
         rate = self._rate.value(decoding)
-        other_rows = sum(len(part.slots) for part in parts) - decoding
-        choice = choose(reaches, decoding, other_rows, self.cost.curve(), rate)
+        choice = choose(reaches, decoding, self._round_seconds(parts, len(reaches)), rate)
         step_s = self.drafters.step_s
         return Outlook(choice, ranking.leaves, rate, step_s, steps, ranking.missed), ranking.nodes
+
+    def _round_seconds(self, parts: Sequence[Part], most: int) -> npt.NDArray[np.float64]:
+        """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
+        rows = sum(len(part.slots) for part in parts)
+        most = max(0, min(most, MOST_ROWS - rows))
+        return self.cost.span(rows, rows + most) + self.host.node_s * np.arange(most + 1)
 
     @staticmethod
     def _decoding(parts: Sequence[Part]) -> int:
@@ -241,15 +260,17 @@ class Engine:
             self.drafters.close(request)
         self.scheduler.remove(request)
 
-    def _account(self, flight: Flight, walks: Sequence[Walk], total_s: float) -> None:
+    def _account(self, flight: Flight, walks: Sequence[Walk], forward_s: float, total_s: float) -> None:
         clocked = self.clocked
-        clocked.forward_s += flight.seconds
+        host_s = clocked.host_s
+        clocked.forward_s += forward_s
         clocked.total_s += total_s
         clocked.rounds += 1
         clocked.rows += flight.rows
-        self.cost.observe(flight.rows, flight.seconds)
+        self.cost.observe(flight.rows, forward_s)
         decoded = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
         if len(decoded) == len(walks):
+            self.host.observe(len(decoded), flight.rows - len(decoded), clocked.host_s - host_s)
             self._rate.observe(len(decoded), sum(len(walk.tokens) for walk in decoded), total_s)
 
     def _impossible(self, message: Submit) -> Refused | None:

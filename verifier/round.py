@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.noise import NoiseRows
-from ssd_serve.kernels.sampling import Sampled, SamplingRow, sample
+from ssd_serve.kernels.sampling import Sampled, SamplingRow, noise_keys, sample
 from ssd_serve.messages import TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import Part
 
 
@@ -42,9 +41,18 @@ class Flight:
     """A forward under way, or done."""
 
     work: tuple[Work, ...]
+    sampling: Sequence[SamplingRow]
     result: ForwardResult
     rows: int
-    seconds: float
+    started: float
+
+    def ready(self) -> bool:
+        """Whether the device is done."""
+        return self.result.completion.ready()
+
+    def wait(self) -> float:
+        """Wait until it is; returns the seconds that the forward took."""
+        return self.result.completion.wait() - self.started
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +82,15 @@ class Rounds:
         batch = build_batch([_rows(each) for each in work])
         started = time.perf_counter()
         result = self._model.forward(batch)
-        return Flight(tuple(work), result, batch.rows, time.perf_counter() - started)
+        # What the choices need besides the logits is made while the device is busy.
+        sampling = [row for each in work if each.wanted for row in self._sampling_rows(each)]
+        self._noise.prepare(*noise_keys(sampling))
+        return Flight(tuple(work), sampling, result, batch.rows, started)
 
     def finish(self, flight: Flight) -> list[Walk]:
         """Choose a token at every wanted row, and walk each request's tree."""
-        rows = [row for each in flight.work if each.wanted for row in self._sampling_rows(each)]
-        sampled = sample(flight.result.logits, rows, self._noise)
+        flight.wait()
+        sampled = sample(flight.result.logits, flight.sampling, self._noise)
         walks: list[Walk] = []
         start = 0
         for each in flight.work:
@@ -88,26 +99,19 @@ class Rounds:
         return walks
 
     def _sampling_rows(self, work: Work) -> list[SamplingRow]:
+        """The root's row, then one for each node, in the order of the forward's rows."""
         request = work.part.request
-        first = len(request.tokens)
-        rows = [self._row(request, first, ())]
+        parameters, seed, counts = request.parameters, request.seed, request.counts
+        first, generated = len(request.tokens), request.generated
+        eos = () if parameters.ignore_eos else self._eos
         paths: dict[int, tuple[int, ...]] = {}
         for node in work.nodes:
             above = () if node.parent is None else paths.get(node.parent.name, ())
-            path = paths[node.name] = (*above, node.token)
-            rows.append(self._row(request, first + len(path), path))
-        return rows
-
-    def _row(self, request: Request, position: int, path: tuple[int, ...]) -> SamplingRow:
-        return SamplingRow(
-            parameters=request.parameters,
-            seed=request.seed,
-            position=position,
-            counts=request.counts,
-            path=path,
-            generated=request.generated + len(path),
-            eos=self._eos if not request.parameters.ignore_eos else (),
-        )
+            paths[node.name] = (*above, node.token)
+        return [
+            SamplingRow(parameters, seed, first + len(path), counts, path, generated + len(path), eos)
+            for path in ((), *paths.values())
+        ]
 
 
 def _rows(work: Work) -> RequestRows:

@@ -1,11 +1,11 @@
-"""The cost table: what a forward of some rows takes."""
+"""The cost model: what a forward of some rows takes, and what a node costs the host."""
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
-from ssd_serve.verifier.cost import POINTS, CostTable
+from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost
 
 OBSERVATIONS = st.lists(st.tuples(st.integers(1, 1024), st.floats(1e-6, 10.0)), min_size=1, max_size=30)
 
@@ -15,12 +15,12 @@ def test_more_rows_never_cost_less(observations: list[tuple[int, float]]) -> Non
     table = CostTable()
     for rows, seconds in observations:
         table.observe(rows, seconds)
-    curve = table.curve()
-    assert len(curve) == POINTS[-1] + 1
+    curve = table.span(0, MOST_ROWS + 500)
+    assert len(curve) == MOST_ROWS + 501
     assert curve[0] == 0.0
     assert (np.diff(curve) >= 0).all()
     assert np.isfinite(curve).all()
-    assert table.seconds(POINTS[-1] + 500) >= table.seconds(POINTS[-1])
+    assert curve[77:99].tolist() == [table.seconds(rows) for rows in range(77, 99)]
 
 
 def test_between_measured_points_it_is_a_line_and_beyond_them_a_slope() -> None:
@@ -59,3 +59,41 @@ def test_impossible_observations_are_ignored(rows: int, seconds: float) -> None:
     table = CostTable(prior_s=0.5)
     table.observe(rows, seconds)
     assert table.seconds(5) == 0.5
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=25)
+def test_the_host_learns_what_a_node_costs_whatever_else_varies(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    host = HostCost()
+    for _ in range(400):
+        requests, nodes = int(random.integers(1, 9)), int(random.integers(0, 65))
+        true = 0.3e-3 + 40e-6 * requests + 25e-6 * nodes
+        host.observe(requests, nodes, true * float(random.uniform(0.8, 1.2)))
+    assert host.node_s == pytest.approx(25e-6, rel=0.3)
+    assert host.seconds(4, 20) == pytest.approx(0.3e-3 + 40e-6 * 4 + 25e-6 * 20, rel=0.25)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.integers(0, 64), st.floats(0.0, 100.0)), max_size=60),
+    st.integers(0, 3000),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_host_cost_stays_finite_whatever_is_seen_and_however_long_nothing_changes(
+    seen: list[tuple[int, int, float]], same: int
+) -> None:
+    host = HostCost()
+    for requests, nodes, seconds in [*seen, *[(1, 0, 0.3e-3)] * same]:
+        host.observe(requests, nodes, seconds)
+        assert np.isfinite(host.seconds(64, 64))
+        assert np.isfinite(host.node_s)
+    assert host.node_s >= 0.0
+    assert host.seconds(1, 0) >= 0.0
+
+
+def test_a_pause_is_hardly_taken_for_the_cost_of_nodes() -> None:
+    host = HostCost()
+    for nodes in [0, 8, 16, 32] * 50:
+        host.observe(1, nodes, 0.3e-3 + 20e-6 * nodes)
+    host.observe(1, 32, 10.0)
+    assert host.node_s < 60e-6
