@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `ssd bench modes | packed | lossless | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | packed | lossless | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from ssd_serve.bench.load_commands import add_load
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
 
@@ -20,6 +21,7 @@ def add_commands(subparsers: Commands) -> None:
     bench = subparsers.add_parser("bench", help="measure: modes, kernels, losslessness")
     commands = bench.add_subparsers(required=True, metavar="BENCH")
     _add_modes(commands)
+    add_load(commands)
     _add_packed(commands)
     _add_lossless(commands)
     _add_report(commands)
