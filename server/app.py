@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -21,6 +22,7 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
 from ssd_serve.server.openapi import describe_bodies
 from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ssd_serve.server.root_path import RootPath
 from ssd_serve.server.service import Gate, Service
 from ssd_serve.server.streaming import ClientGoneError
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
@@ -75,6 +77,17 @@ def create_app(
     _add_error_handlers(app)
     if settings.api_key:
         app.add_middleware(BearerAuth, api_key=settings.api_key)
+    if settings.cors_origins:
+        # Outside of the key: browsers ask for permission without one.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins.split(","),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)
     return app
 
 

@@ -5,6 +5,7 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ssd_serve.server.errors import ApiError
+from ssd_serve.server.root_path import path_within
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -18,7 +19,7 @@ class BearerAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through or answer it."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allowed(scope):
+        if scope["type"] != "http" or path_within(scope) in OPEN_PATHS or self._allowed(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(

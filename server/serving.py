@@ -102,6 +102,8 @@ def build_server(
         server_header=False,
         lifespan="on",
         ws="none",
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=math.ceil(limits.shutdown_s) + _LAST_WORDS_S,
     )
     return HttpServer(config, gate, engine_client.stop, limits.shutdown_s)

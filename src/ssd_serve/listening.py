@@ -8,6 +8,7 @@ import errno
 import json
 import select
 import socket
+import ssl
 import threading
 
 from ssd_serve.errors import PermissionProblemError, PortInUseError, SettingsError
@@ -51,10 +52,14 @@ def _explained(error: OSError, host: str, port: int) -> Exception:
 
 
 class NotYet:
-    """Answers every request with 503 from a thread until `stop`; then the socket is the HTTP server's."""
+    """Answers every request with 503 from a thread until `stop`; then the socket is the HTTP server's.
 
-    def __init__(self, sock: socket.socket) -> None:
+    `tls`: what it takes to speak HTTPS; None for HTTP.
+    """
+
+    def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         self._socket = sock
+        self._tls = tls
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="not-yet", daemon=True)
 
@@ -78,12 +83,19 @@ class NotYet:
                 with contextlib.suppress(OSError):
                     connection, _ = self._socket.accept()
                     with connection:
-                        _say_not_yet(connection)
+                        self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_SLOWEST_CLIENT_S)
+        if self._tls is None:
+            _say_not_yet(connection)
+            return
+        with self._tls.wrap_socket(connection, server_side=True) as encrypted:
+            _say_not_yet(encrypted)
 
 
 def _say_not_yet(connection: socket.socket) -> None:
     """Read the request's head, answer, and let the client close: closing first could cut off the answer."""
-    connection.settimeout(_SLOWEST_CLIENT_S)
     head = b""
     while b"\r\n\r\n" not in head and len(head) < _LARGEST_HEAD:
         data = connection.recv(4096)
@@ -91,6 +103,8 @@ def _say_not_yet(connection: socket.socket) -> None:
             return
         head += data
     connection.sendall(_not_yet())
+    if isinstance(connection, ssl.SSLSocket):
+        connection = connection.unwrap()
     connection.shutdown(socket.SHUT_WR)
     while connection.recv(4096):
         pass

@@ -29,6 +29,7 @@ from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.serving import HttpServer, build_server
+from ssd_serve.server.tls import tls_context
 from ssd_serve.settings import Settings
 from ssd_serve.terminal import ProgressLine
 
@@ -88,12 +89,13 @@ def run_serve(settings: Settings) -> int:
     log = get_logger("server", settings.log_level, settings.log_format)
     carry_library_logs(log)
     line = ProgressLine()
+    tls = tls_context(settings)
     with listen(settings.host, settings.port) as sock:
         if settings.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             log.warning(
                 "anybody who reaches this address may use the model; set SSD_API_KEY", host=settings.host
             )
-        with NotYet(sock) as not_yet:
+        with NotYet(sock, tls) as not_yet:
             tokenizer = ServingTokenizer(Tokenizer(find_models(settings, line.show)))
             line.show("starting")
             with local_engine(settings, log) as engine:
@@ -129,7 +131,8 @@ async def _watch(
         if not announced and client.ready is not None:
             announced = True
             line.clear()
-            show_banner(Console(), client.ready, engine.settings, address(sock), program_name())
+            url = address(sock, engine.settings.tls_certificate is not None)
+            show_banner(Console(), client.ready, engine.settings, url, program_name())
         elif not announced:
             line.show(client.progress)
         await asyncio.sleep(_LOOK_EVERY_S)
@@ -146,12 +149,13 @@ def program_name() -> str:
     return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
 
 
-def address(sock: socket.socket) -> str:
+def address(sock: socket.socket, encrypted: bool = False) -> str:
     """Where people of this machine reach the server."""
     name = sock.getsockname()
     host, port = str(name[0]), int(name[1])
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:

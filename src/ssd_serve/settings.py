@@ -6,13 +6,15 @@ starts them, so that all of them agree.
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, Field, ValidationError
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ssd_serve.errors import SettingsError
@@ -30,6 +32,24 @@ class Mode(str, Enum):
     SD = "sd"
     SSD = "ssd"
     AUTO = "auto"
+
+
+def _origins(value: str) -> str:
+    origins = [origin.strip().lower() for origin in value.split(",")]
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+            raise PydanticCustomError(
+                "origin",
+                "'{origin}' is no origin; write e.g. https://app.example.org, or * for all",
+                {"origin": origin},
+            )
+    return ",".join(origins)
+
+
+def _root_path(value: str) -> str:
+    if not re.fullmatch(r"(/[^/\s?#]+)+", value):
+        raise PydanticCustomError("root_path", "must begin with / and not end with it, e.g. /llm")
+    return value
 
 
 class Settings(BaseSettings):
@@ -65,6 +85,19 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     api_key: str | None = Field(
         default=None, description="when set, every request but /health needs this bearer token"
+    )
+    cors_origins: Annotated[str, AfterValidator(_origins)] | None = Field(
+        default=None,
+        description="origins of web pages that may call this server, with commas between, or *; empty: none",
+    )
+    tls_certificate: Path | None = Field(
+        default=None, description="certificate chain (PEM file) for HTTPS; needs SSD_TLS_KEY"
+    )
+    tls_key: Path | None = Field(
+        default=None, description="private key (PEM file, not encrypted) of SSD_TLS_CERTIFICATE"
+    )
+    root_path: Annotated[str, AfterValidator(_root_path)] | None = Field(
+        default=None, description="path under which a proxy in front shows this server, e.g. /llm"
     )
     served_model_name: str | None = Field(
         default=None, description="model id in the API; empty: from the target's name"

@@ -84,7 +84,8 @@ def open_server(
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     port: int = sock.getsockname()[1]
-    server = build_server(settings or Settings(), EngineClient(ours), ByteTokenizer(), limits)
+    settings = settings or Settings()
+    server = build_server(settings, EngineClient(ours), ByteTokenizer(), limits)
     stopped = threading.Event()
 
     def live() -> None:
@@ -93,7 +94,7 @@ def open_server(
 
     thread = threading.Thread(target=live, name="server")
     thread.start()
-    url = f"http://127.0.0.1:{port}"
+    url = f"{'http' if settings.tls_key is None else 'https'}://127.0.0.1:{port}"
     try:
         wait_until_healthy(url)
         yield Address(url, engine, server.stop, stopped)
@@ -108,7 +109,7 @@ def wait_until_healthy(url: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/health").status_code == 200:
+            if httpx.get(f"{url}/health", verify=False).status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -1,0 +1,87 @@
+"""Web pages of other origins, and a proxy that shows the server under a path of its own."""
+
+import httpx
+import pytest
+
+from ssd_serve.errors import SettingsError
+from ssd_serve.settings import Settings, resolve
+from tests.server.fakes import say
+from tests.server.houses import House, open_house
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+PAGE = "https://app.example.org"
+ASKING = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+async def preflight(house: House, origin: str) -> httpx.Response:
+    return await house.http.options(COMPLETIONS, headers={"Origin": origin, **ASKING})
+
+
+async def test_without_the_setting_no_web_page_may_read_an_answer() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        asked = await preflight(house, PAGE)
+        answer = await house.http.get("/v1/models", headers={"Origin": PAGE})
+    assert asked.status_code == 405
+    assert not [name for name in [*asked.headers, *answer.headers] if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("origins", [PAGE, f"http://localhost:3000, {PAGE.upper()}", "*"])
+async def test_named_origins_may_call_with_a_key(origins: str) -> None:
+    """Browsers ask for permission without the key; the answer itself still needs it."""
+    settings = resolve({"cors_origins": origins, "api_key": "sesame"})
+    async with open_house(lambda _: say("x"), settings) as house:
+        asked = await preflight(house, PAGE)
+        key = {"Origin": PAGE, "Authorization": "Bearer sesame"}
+        answer = await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=key)
+        stream = await house.http.post(COMPLETIONS, json={"prompt": "a", "stream": True}, headers=key)
+        wrong = await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=key)
+        refused = await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers={"Origin": PAGE})
+    assert asked.status_code == 200
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+    assert [each.status_code for each in (answer, stream, wrong, refused)] == [200, 200, 400, 401]
+    for each in (asked, answer, stream, wrong, refused):
+        assert each.headers["access-control-allow-origin"] in (PAGE, "*")
+    assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_other_origins_may_not() -> None:
+    async with open_house(lambda _: say("x"), resolve({"cors_origins": PAGE})) as house:
+        asked = await preflight(house, "https://evil.example.org")
+    assert asked.status_code == 400
+    assert "access-control-allow-origin" not in asked.headers
+
+
+@pytest.mark.parametrize("origins", ["app.example.org", f"{PAGE}/", f"{PAGE}/page", f"{PAGE},", "https://"])
+async def test_what_is_no_origin_is_a_wrong_setting(origins: str) -> None:
+    with pytest.raises(SettingsError, match=r"--cors-origins: .* is no origin; write"):
+        resolve({"cors_origins": origins})
+
+
+async def test_the_root_path_may_be_stripped_by_the_proxy_or_not() -> None:
+    settings = resolve({"root_path": "/models/llm", "api_key": "sesame"})
+    key = {"Authorization": "Bearer sesame"}
+    async with open_house(lambda _: say("x"), settings) as house:
+        for start in ("", "/models/llm"):
+            assert (await house.http.get(f"{start}/health")).status_code == 200
+            assert (await house.http.get(f"{start}/v1/models")).status_code == 401
+            assert (await house.http.get(f"{start}/v1/models/ssd-embedded", headers=key)).status_code == 200
+            answer = await house.http.post(f"{start}{COMPLETIONS}", json={"prompt": "a"}, headers=key)
+            assert answer.json()["choices"][0]["text"] == "x"
+        document = (await house.http.get("/openapi.json", headers=key)).json()
+    assert document["servers"] == [{"url": "/models/llm"}]
+
+
+@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a//b", "https://x.org/llm", "/a?b"])
+async def test_what_is_no_root_path_is_a_wrong_setting(path: str) -> None:
+    with pytest.raises(SettingsError, match="--root-path: must begin with /"):
+        resolve({"root_path": path})
+
+
+async def test_workers_get_the_same_origins() -> None:
+    settings = resolve({"cors_origins": f"*, {PAGE}", "root_path": "/x", "tls_key": "/k"})
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
