@@ -130,7 +130,10 @@ def load_plot(result: Mapping[str, object]) -> str:
     return draw(
         [
             Panel("tokens a second", _lines(rows, lambda row: row.tokens_per_s)),
-            Panel("ms per output token, median", _lines(rows, lambda row: row.tpot_ms and row.tpot_ms.p50)),
+            Panel(
+                "ms per output token, median",
+                _lines(rows, lambda row: None if row.tpot_ms is None else row.tpot_ms.p50),
+            ),
         ]
     )
 
