@@ -109,8 +109,7 @@ def lowest_argmax(scores: torch.Tensor) -> list[int]:
     if scores.device.type == "cpu":
         values = scores.numpy()
         chosen = values.argmax(axis=1)
-        best = torch.from_numpy(values[range(len(values)), chosen])
-        if bool(torch.isnan(best).any()):  # numpy takes the first NaN for the largest value
+        if np.isnan(values[np.arange(len(values)), chosen]).any():  # numpy takes the first NaN for the largest value
             return lowest_argmax(torch.where(torch.isnan(scores), -torch.inf, scores))
         choices: list[int] = chosen.tolist()
         return choices

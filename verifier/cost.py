@@ -106,26 +106,34 @@ class HostCost:
     """
 
     def __init__(self, node_s: float = 20e-6) -> None:
-        self._weights = np.array([0.0, 10 * node_s, node_s])
-        self._spread = np.diag([1.0, 1.0, 0.01])
+        self._weights = [0.0, 10 * node_s, node_s]
+        self._spread = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.01]]
 
     @property
     def node_s(self) -> float:
         """Seconds that one more node adds to a round."""
-        return max(0.0, float(self._weights[2]))
+        return max(0.0, self._weights[2])
 
     def seconds(self, requests: int, nodes: int) -> float:
         """Seconds of a round beside its forward and its waits."""
-        return max(0.0, float(self._weights @ (1.0, requests, nodes)))
+        weights = self._weights
+        return max(0.0, weights[0] + weights[1] * requests + weights[2] * nodes)
 
     def observe(self, requests: int, nodes: int, seconds: float) -> None:
         """A round of `requests` decoding requests and `nodes` nodes took `seconds` beside its forward."""
-        seen = np.array((1.0, requests, nodes))
-        expected = float(self._weights @ seen)
+        seen = (1.0, float(requests), float(nodes))
+        expected = self.seconds(requests, nodes)
         error = min(seconds, 3 * expected + _HOST_SLACK_S) - expected  # a pause is not the cost of nodes
-        along = self._spread @ seen
-        gain = along / (_HOST_MEMORY + float(seen @ along))
-        self._weights += gain * error
-        spread = (self._spread - np.outer(gain, along)) / _HOST_MEMORY
+        # Plain numbers: for three of them numpy's calls cost ten times the arithmetic.
+        along = [sum(a * b for a, b in zip(row, seen, strict=True)) for row in self._spread]
+        scale = _HOST_MEMORY + sum(a * b for a, b in zip(seen, along, strict=True))
+        self._weights = [
+            weight + each / scale * error for weight, each in zip(self._weights, along, strict=True)
+        ]
+        spread = [
+            [(value - a * b / scale) / _HOST_MEMORY for value, b in zip(row, along, strict=True)]
+            for row, a in zip(self._spread, along, strict=True)
+        ]
         # What is not excited must not grow without bound.
-        self._spread = spread * min(1.0, 4.0 / float(np.trace(spread)))
+        shrink = min(1.0, 4.0 / (spread[0][0] + spread[1][1] + spread[2][2]))
+        self._spread = [[shrink * value for value in row] for row in spread]

@@ -146,9 +146,10 @@ class Engine:
 
     def _listen(self, flight: Flight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
-        ends = flight.started + self.cost.seconds(flight.rows) - _WAKING_S
-        while not flight.ready() and self.drafters.listen(ends - self._clock()):
-            self.drafters.drain(self._active)
+        if not flight.ready():
+            ends = flight.started + self.cost.seconds(flight.rows) - _WAKING_S
+            while not flight.ready() and self.drafters.listen(ends - self._clock()):
+                self.drafters.drain(self._active)
         forward_s = flight.wait()
         self.drafters.drain(self._active)
         return forward_s
