@@ -36,6 +36,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
@@ -125,6 +126,7 @@ class Rig:
             cost or self.cost,
             policy,
             bounds,
+            governor=Governor() if way.mode == "ssd" and settings.speculation_may_stop else None,
         )
         if way.mode.startswith("sd-"):
             engine.drafters.connect(InlineChannel(self._core(way), self.hello), synchronous=True)

@@ -1,6 +1,7 @@
 """When a device has finished what was put into its queue. Knows devices, not what they compute."""
 
 import time
+from typing import Any, cast
 
 import torch
 
@@ -11,12 +12,12 @@ class QueueMark:
     """A mark in the current queue of a GPU (CUDA and ROCm)."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event = cast(Any, torch.cuda).Event()  # torch does not type its events
         self._event.record()
 
     def ready(self) -> bool:
         """Whether the GPU has passed the mark."""
-        return self._event.query()
+        return bool(self._event.query())
 
     def wait(self) -> float:
         """Sleep until it has."""

@@ -26,6 +26,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters, check_hello
 from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
@@ -96,7 +97,8 @@ def _engine(
     )
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), device=facts.device)
     rounds = Rounds(model, noise, facts.eos_token_ids)
-    return Engine(rounds, Scheduler(pool, prefix, limits), drafters, cost, policy, bounds)
+    governor = Governor() if settings.speculation_may_stop else None
+    return Engine(rounds, Scheduler(pool, prefix, limits), drafters, cost, policy, bounds, governor=governor)
 
 
 def _inline(settings: Settings, hello: Hello, say: Callable[[str], None]) -> InlineChannel:

@@ -21,6 +21,7 @@ from ssd_serve.messages import (
     Message,
     Open,
     Outcome,
+    Pause,
     Refusal,
     Resync,
 )
@@ -29,6 +30,8 @@ from ssd_serve.verifier.request import Request
 _SILENT_STEPS = 3
 _SILENT_EXTRA_S = 0.020
 _HEARTBEAT_S = 2.0
+_HELD_TOKENS = 32
+"""Tokens of a request that drafters hear together while speculation is switched off: one cheap chunk."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +65,19 @@ class Drafters:
         self._log = log or get_logger("verifier")
         self._links: list[Link] = []
         self._beat_at = 0.0
+        self._paused = False
+        self._held: dict[int, tuple[Request, list[int], int]] = {}
         self.joins = 0
 
     @property
     def alive(self) -> int:
         """Number of drafters that have joined."""
         return sum(link.joined for link in self._links)
+
+    @property
+    def working(self) -> bool:
+        """Whether nodes may be expected: a drafter has joined, and speculation is not switched off."""
+        return not self._paused and self.alive > 0
 
     @property
     def channels(self) -> list[Channel]:
@@ -84,18 +94,37 @@ class Drafters:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
         self._links.append(Link(channel, synchronous, heard_at=self._clock()))
 
+    def pause(self, paused: bool) -> None:
+        """Switch speculation off or on. Switched off, drafters hear what was committed in larger pieces."""
+        if paused == self._paused:
+            return
+        self._paused = paused
+        for number in list(self._held):
+            self._tell(number)
+        self._send_all(Pause(paused), None)
+
     def open(self, request: Request) -> None:
         """Start drafting for a request, or start again at its current tokens, under a new epoch."""
+        self._held.pop(request.number, None)
         self._send_all(request.open(), request.number)
 
     def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
         """Publish what a round committed; call after the request's tokens were extended."""
+        _, held, _ = self._held.get(request.number, (request, [], 0))
+        held.extend(tokens)
+        self._held[request.number] = (request, held, root)
+        if not self._paused or len(held) >= _HELD_TOKENS:
+            self._tell(request.number)
+
+    def _tell(self, number: int) -> None:
+        request, tokens, root = self._held.pop(number)
         position = len(request.tokens) - len(tokens)
-        self._send_all(Outcome(request.number, request.epoch, position, tokens, root), request.number)
+        self._send_all(Outcome(number, request.epoch, position, tuple(tokens), root), number)
 
     def close(self, request: Request) -> None:
         """Stop drafting for a request."""
         message = Close(request.number, request.epoch)
+        self._held.pop(request.number, None)
         for link in self._links:
             link.behind.discard(request.number)
             if link.joined and not link.channel.send(message):
@@ -179,6 +208,8 @@ class Drafters:
         link.name, link.joined, link.step_s = hello.name, True, hello.step_ms / 1e3
         self.joins += 1
         link.channel.send(self._hello)
+        if self._paused:
+            link.channel.send(Pause(paused=True))
         for request in requests.values():
             self.open(request)
         self._log.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))

@@ -19,6 +19,7 @@ from ssd_serve.messages import Committed, Finished, Refused, Submit, VerifierRep
 from ssd_serve.verifier.budget import Rate, choose
 from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost
 from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Outlook
 from ssd_serve.verifier.ranking import RankedNode, rank
 from ssd_serve.verifier.request import Request, Tally, accept
@@ -79,12 +80,14 @@ class Engine:
         policy: GrowPolicy,
         bounds: Bounds,
         host: HostCost | None = None,
+        governor: Governor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.drafters = drafters
         self.cost = cost
         self.host = host or HostCost()
+        self.governor = governor
         self.clocked = Clocked()
         self.totals = Totals()
         self._rounds = rounds
@@ -167,6 +170,8 @@ class Engine:
 
     def _choose_work(self, parts: Sequence[Part]) -> list[Work]:
         """Choose the nodes, waiting for growth first where that pays."""
+        if self.governor is not None and self._decoding(parts):
+            self.drafters.pause(not self.governor.speculate(self._decoding(parts)))
         outlook, ranked = self._outlook(parts, 0)
         while self._decoding(parts) and self.drafters.worth_waiting() and self._policy.wants(outlook):
             started = self._clock()
@@ -183,7 +188,7 @@ class Engine:
         """The round as it would be now, and its candidate nodes."""
         bounds, decoding = self._bounds, self._decoding(parts)
         most = _CANDIDATES if bounds.budget is None else bounds.budget
-        ranking = rank(parts, most if self.drafters.alive else 0, bounds.context, bounds.draft_width)
+        ranking = rank(parts, most if self.drafters.working else 0, bounds.context, bounds.draft_width)
         reaches = np.array([item[0] for item in ranking.nodes])
         rate = self._rate.value(decoding)
         choice = choose(reaches, decoding, self._round_seconds(parts, len(reaches)), rate)
@@ -251,6 +256,8 @@ class Engine:
             tally.rounds += 1
             tally.drafted += len(walk.work.nodes)
             tally.accepted += len(walk.accepted)
+            if not self.drafters.working:
+                continue
             tally.hits += hit
             tally.misses += not hit
             tally.ready_depth += replica.tree.ready_depth() if hit else 0
@@ -269,10 +276,15 @@ class Engine:
         clocked.rounds += 1
         clocked.rows += flight.rows
         self.cost.observe(flight.rows, forward_s)
-        decoded = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
-        if len(decoded) == len(walks):
-            self.host.observe(len(decoded), flight.rows - len(decoded), clocked.host_s - host_s)
-            self._rate.observe(len(decoded), sum(len(walk.tokens) for walk in decoded), total_s)
+        requests = sum(len(walk.work.part.slots) == 1 and bool(walk.tokens) for walk in walks)
+        if requests < len(walks):
+            return  # prompts were read: no measure of decoding
+        tokens = sum(len(walk.tokens) for walk in walks)
+        self.host.observe(requests, flight.rows - requests, clocked.host_s - host_s)
+        self._rate.observe(requests, tokens, total_s)
+        if self.governor is not None and self.drafters.alive:
+            plain_s = self.cost.seconds(requests) + self.host.seconds(requests, 0)
+            self.governor.observe(requests, tokens, total_s, plain_s)
 
     def _impossible(self, message: Submit) -> Refused | None:
         bounds, number = self._bounds, message.request

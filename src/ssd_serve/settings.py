@@ -129,6 +129,9 @@ class Settings(BaseSettings):
     draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
     draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
     grow_first: bool = Field(default=True, description="wait for one more draft step where that pays")
+    speculation_may_stop: bool = Field(
+        default=True, description="stop speculating while plain decoding measures faster"
+    )
     prefix_cache: bool = Field(default=True, description="reuse the KV of prompts that begin alike")
     hf_token: str | None = Field(
         default=None,

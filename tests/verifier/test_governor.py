@@ -1,0 +1,105 @@
+"""Whether to speculate at all: the faster way runs, and finding out costs little."""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from ssd_serve.verifier.governor import Governor
+
+PLAIN_S = 0.002
+
+
+class World:
+    """Rounds whose speculative form gives `speedup` times plain decoding's tokens a second, with noise."""
+
+    def __init__(self, speedup: float, requests: int = 1, seed: int = 0) -> None:
+        self.governor = Governor()
+        self.speedup = speedup
+        self.requests = requests
+        self.random = random.Random(seed)
+        self.tokens = 0.0
+        self.seconds = 0.0
+        self.speculated = 0
+
+    def round(self) -> bool:
+        speculates = self.governor.speculate(self.requests)
+        tokens, seconds = self.requests, PLAIN_S
+        if speculates:
+            tokens = sum(self.random.choice((1, 2, 3, 4)) for _ in range(self.requests))
+            seconds = PLAIN_S * 2.5 / self.speedup
+        seconds *= self.random.uniform(0.9, 1.1)
+        self.governor.observe(self.requests, tokens, seconds, PLAIN_S)
+        self.tokens += tokens
+        self.seconds += seconds
+        self.speculated += speculates
+        return speculates
+
+    def run(self, rounds: int) -> float:
+        """Tokens a second over these rounds, as a multiple of plain decoding."""
+        tokens, seconds = self.tokens, self.seconds
+        for _ in range(rounds):
+            self.round()
+        return (self.tokens - tokens) / (self.seconds - seconds) * PLAIN_S / self.requests
+
+
+@pytest.mark.parametrize("requests", [1, 5, 32])
+@pytest.mark.parametrize("speedup", [0.4, 0.6, 0.8, 0.95, 1.05, 1.2, 2.0])
+def test_it_is_hardly_slower_than_the_better_way(speedup: float, requests: int) -> None:
+    world = World(speedup, requests)
+    world.run(400)
+    assert world.run(10000) > 0.96 * max(1.0, speedup)
+
+
+def test_a_clear_lead_is_never_disturbed() -> None:
+    world = World(2.0)
+    world.run(5000)
+    assert world.speculated == 5000
+
+
+def test_it_notices_when_the_better_way_changes() -> None:
+    world = World(0.5)
+    world.run(3000)
+    assert world.speculated < 300
+    world.speedup = 1.6
+    world.run(30000)
+    assert world.run(2000) > 1.5
+    world.speedup = 0.6
+    world.run(400)
+    assert world.run(4000) > 0.95
+
+
+def test_levels_of_load_are_judged_apart() -> None:
+    world = World(2.0)
+    world.run(500)
+    crowded = World(0.5, requests=32)
+    crowded.governor = world.governor
+    crowded.run(400)
+    assert world.governor.speculate(1)
+    assert not world.governor.speculate(32)
+    assert world.governor.speculate(2)
+    gains = world.governor.gains()
+    assert gains[1][0] > 1.5
+    assert gains[32][0] < 0.7 < gains[32][1]
+
+
+def test_one_long_pause_changes_nothing() -> None:
+    world = World(1.6)
+    world.run(500)
+    world.governor.observe(1, 2, 100.0, PLAIN_S)
+    world.run(200)
+    assert world.governor.speculate(1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 70), st.integers(0, 9), st.floats(0, 10), st.floats(0, 1)), max_size=200
+    )
+)
+@settings(max_examples=50)
+def test_nothing_that_is_seen_breaks_it(seen: list[tuple[int, int, float, float]]) -> None:
+    governor = Governor()
+    for requests, tokens, seconds, plain_s in seen:
+        governor.observe(requests, tokens, seconds, plain_s)
+        assert governor.speculate(requests) in (True, False)
