@@ -7,14 +7,11 @@ lucky with its memory. Knows what runs in which order; figures, servers and requ
 
 import asyncio
 import contextlib
-import signal
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from ssd_serve.bench.load_client import Answer, LoadClient, Wanted
 from ssd_serve.bench.load_outcome import Burst, pairs, ratios, results
@@ -26,7 +23,7 @@ from ssd_serve.bench.load_trace import Arrival, RequestMaker, fit, read_trace
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.devices import Device, this_machine
-from ssd_serve.errors import SsdError
+from ssd_serve.errors import SsdError, UserError
 from ssd_serve.memory import settle_memory
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.tokenizer import Tokenizer
@@ -39,12 +36,14 @@ _REST_S = 0.1
 _ALONE_S = 1.5
 _SURVIVOR = 16
 """The request that outlives a burst may become this many times as long as one of it."""
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. `launches` share the pairs out; every launch has its own warm-up and resume check."""
+    """What to run. `launches` share the pairs out; every launch has its own warm-up and resume check.
+
+    Without `concurrencies` there is no closed loop.
+    """
 
     modes: tuple[str, ...]
     concurrencies: tuple[int, ...]
@@ -64,7 +63,9 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Found:
+class Found:
+    """What was measured so far, of all launches."""
+
     bursts: list[Burst]
     replays: list[dict[str, object]]
     resumes: list[dict[str, object]]
@@ -77,12 +78,13 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
 
     Raises `UserError` for a trace that cannot be read, `SsdError` for a server that does not start.
     """
-    signal.signal(signal.SIGTERM, _leave_tidily)
+    if plan.ballast and (settings.target != EMBEDDED or settings.draft_model != EMBEDDED or settings.emulate):
+        raise UserError("--ballast enlarges the embedded pair: leave out --target, --draft and --emulate")
     trace = read_trace(plan.trace) if plan.trace is not None else []
     target = resolve_model(settings.target, "target", token=settings.hf_token)
     maker = RequestMaker(held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target)))
     setting = "emulated" if settings.emulate else "ballast" if plan.ballast else "real"
-    found = _Found([], [], [], {})
+    found = Found([], [], [], {})
     with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
         folder = Path(name)
         own = settings.model_copy(update={"prefix_cache": False})
@@ -91,12 +93,14 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
             own = own.model_copy(update=ballast_pair(folder))
         chosen = setups(own, plan.modes, plan.all_devices, this_machine())
         found.notes.update(chosen.described())
-        session = _Session(plan, maker, trace, chosen.client, found, say)
+        found.notes["device_table"] = own.emulate
+        connect = _connector(plan.temperature, own.api_key)
+        session = Session(plan, maker, trace, chosen.client, connect, found, say)
         for launch in range(plan.launches):
             order = _turn(list(chosen.servers), launch)
             say(f"launch {launch + 1} of {plan.launches}: starting {', '.join(order)}")
             with served({each: chosen.servers[each] for each in order}, folder) as servers:
-                asyncio.run(session.run(launch, servers, own.api_key))
+                asyncio.run(session.run(launch, servers))
     return {
         "benchmark": "load",
         "plan": {**asdict(plan), "trace": plan.trace is not None, "setting": setting},
@@ -111,8 +115,11 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
     }
 
 
-class _Session:
-    """Measures the servers of one launch after the other, and keeps what it finds."""
+class Session:
+    """Measures the servers of one launch after the other, and keeps what it finds.
+
+    `trace` is empty where none is replayed, `cores` None where the client may run anywhere.
+    """
 
     def __init__(
         self,
@@ -120,38 +127,43 @@ class _Session:
         maker: RequestMaker,
         trace: Sequence[Arrival],
         cores: Device | None,
-        found: _Found,
+        connect: Callable[[Server], LoadClient],
+        found: Found,
         say: Callable[[str], None],
+        rest_s: float = _REST_S,
     ) -> None:
         self._plan = plan
         self._maker = maker
         self._trace = trace
         self._cores = cores
+        self._connect = connect
         self._found = found
         self._say = say
+        self._rest_s = rest_s
 
-    async def run(self, launch: int, servers: Mapping[str, Server], api_key: str | None) -> None:
+    async def run(self, launch: int, servers: Mapping[str, Server]) -> None:
         """Closed loop, resume check, and in the last launch the trace."""
-        notes = self._found.notes
+        notes, plan = self._found.notes, self._plan
+        least = min(server.context for server in servers.values())
+        if plan.concurrencies and plan.prompt_tokens + plan.tokens > least:
+            raise UserError(f"--prompt-tokens and --tokens together must not exceed the context of {least}")
         notes["resolved_modes"] = {name: server.mode for name, server in servers.items()}
         settle_memory()
         with on_cores(self._cores):
-            async with self._clients(servers, api_key) as clients:
-                for concurrency in self._plan.concurrencies:
+            async with self._clients(servers) as clients:
+                for concurrency in plan.concurrencies:
                     await self._closed_loop(launch, concurrency, servers, clients)
-                if self._plan.resume:
+                if plan.resume and plan.concurrencies:
                     await self._resume(launch, servers, clients)
-                if self._trace and launch == self._plan.launches - 1:
+                if self._trace and launch == plan.launches - 1:
                     await self._replay(servers, clients)
         notes["memory_mib"] = {name: server.memory_mib() for name, server in servers.items()}
 
     @contextlib.asynccontextmanager
-    async def _clients(
-        self, servers: Mapping[str, Server], api_key: str | None
-    ) -> AsyncGenerator[dict[str, LoadClient]]:
+    async def _clients(self, servers: Mapping[str, Server]) -> AsyncGenerator[dict[str, LoadClient]]:
         async with contextlib.AsyncExitStack() as stack:
             yield {
-                name: await stack.enter_async_context(LoadClient(server.url, self._plan.temperature, api_key))
+                name: await stack.enter_async_context(self._connect(server))
                 for name, server in servers.items()
             }
 
@@ -169,7 +181,7 @@ class _Session:
         for pair in range(launch, plan.pairs, plan.launches):
             wanted = self._requests(f"{concurrency}:{pair}", max(_FEWEST, plan.waves * concurrency))
             for order, name in enumerate(_turn(names, pair)):
-                await asyncio.sleep(_REST_S)
+                await asyncio.sleep(self._rest_s)
                 before = _clocks(servers)
                 answers = await clients[name].closed_loop(wanted, concurrency)
                 shares = _shares(before, _clocks(servers), name)
@@ -203,7 +215,7 @@ class _Session:
         burst = self._requests(f"resume-burst:{launch}", concurrency)
         for name in sorted(servers):
             if servers[name].mode != Mode.AR.value:
-                await asyncio.sleep(_REST_S)
+                await asyncio.sleep(self._rest_s)
                 seen = await check_resume(
                     clients[name], ResumePlan(single, longer, burst, concurrency, _ALONE_S)
                 )
@@ -219,7 +231,7 @@ class _Session:
         wanted = self._maker.replay(replay.arrivals)
         for name in sorted(servers):
             self._say(f"  trace: {len(wanted)} requests to {name}")
-            await asyncio.sleep(_REST_S)
+            await asyncio.sleep(self._rest_s)
             answers = await clients[name].open_loop(wanted)
             _check(name, answers)
             late = [1e3 * (answer.sent_s - answer.due_s) for answer in answers]
@@ -231,6 +243,10 @@ class _Session:
                     "client_late_ms_p99": round(percentile(late, 99), 2),
                 }
             )
+
+
+def _connector(temperature: float, api_key: str | None) -> Callable[[Server], LoadClient]:
+    return lambda server: LoadClient(server.url, temperature, api_key)
 
 
 def _turn(names: Sequence[str], index: int) -> list[str]:
@@ -259,8 +275,3 @@ def _check(name: str, answers: Sequence[Answer]) -> None:
     """Single failures are counted; a server that answers nothing ends the benchmark."""
     if answers and all(answer.error for answer in answers):
         raise SsdError(f"the server '{name}' failed every request: {answers[0].error}")
-
-
-def _leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM: leave through every `finally`, so that the servers go too."""
-    raise SystemExit(_TERMINATED)

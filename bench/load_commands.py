@@ -3,8 +3,11 @@
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from ssd_serve.errors import UserError
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
@@ -51,6 +54,7 @@ def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tpot-limit-ms", type=_positive, default=40.0, help="a good answer's time per token after it"
     )
+    group.add_argument("--no-closed-loop", action="store_true", help="only replay the trace")
     group.add_argument("--no-resume", action="store_true", help="leave out the check after a burst")
 
 
@@ -75,11 +79,13 @@ def _run_load(args: argparse.Namespace) -> int:
     from ssd_serve.bench.load_report import load_plot, load_tables
     from ssd_serve.bench.load_statistics import Limits
 
+    if args.no_closed_loop and args.trace is None:
+        raise UserError("--no-closed-loop leaves nothing to do: give --trace")
     plan = Plan(
         modes=tuple(dict.fromkeys(args.modes)),
-        concurrencies=tuple(sorted(set(args.concurrency))),
+        concurrencies=() if args.no_closed_loop else tuple(sorted(set(args.concurrency))),
         pairs=args.pairs,
-        launches=min(args.launches, args.pairs),
+        launches=1 if args.no_closed_loop else min(args.launches, args.pairs),
         waves=args.waves,
         tokens=args.tokens,
         prompt_tokens=args.prompt_tokens,
@@ -93,11 +99,17 @@ def _run_load(args: argparse.Namespace) -> int:
         trace_seconds=args.trace_seconds,
     )
     settings = settings_from(args)
+    signal.signal(signal.SIGTERM, _leave_tidily)
     result = run_load(settings, plan, lambda text: print(text, file=sys.stderr, flush=True))
     _write(args.json, json.dumps(result, indent=1) + "\n")
     _write(args.plot, load_plot(result))
     print(load_tables(result))
     return 0
+
+
+def _leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
+    """SIGTERM: leave through every `finally`, so that the servers go too."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _write(path: Path | None, text: str) -> None:

@@ -111,8 +111,10 @@ def load_tables(result: Mapping[str, object]) -> str:
     """All tables: same devices, all devices to plain decoding, auto's ratios, trace, resumption."""
     found = _converted(result)
     same = [row for row in found.results if row.mode != ALL_DEVICES]
-    parts = [f"**Closed loop, the same target device**: {_MEANING.get(found.plan.setting, '')}.".strip()]
-    parts += [_closed(same), _ratio_table(found.ratios, with_all=False)]
+    parts: list[str] = []
+    if same:
+        parts.append(f"**Closed loop, the same target device**: {_MEANING.get(found.plan.setting, '')}.")
+        parts += [_closed(same), _ratio_table(found.ratios, with_all=False)]
     if len(same) < len(found.results):
         whole = [row for row in found.results if row.mode in (ALL_DEVICES, AUTO)]
         parts.append("**All devices to plain decoding**: the target has the drafter's cores as well.")
