@@ -106,21 +106,25 @@ def _run_packed(args: argparse.Namespace) -> int:
 
 
 def _add_report(commands: Commands) -> None:
-    parser = commands.add_parser("report", help="a result of `ssd bench modes` as Markdown tables")
-    parser.add_argument("file", type=Path, help="the JSON that `ssd bench modes` wrote")
+    parser = commands.add_parser("report", help="a result of modes or load as Markdown tables")
+    parser.add_argument("file", type=Path, help="the JSON that one of them wrote")
     parser.add_argument("--readme", type=Path, help="put the tables into this document, between its markers")
     parser.set_defaults(run=_run_report)
 
 
 def _run_report(args: argparse.Namespace) -> int:
+    from ssd_serve.bench.load_report import load_tables, replace_load_block
     from ssd_serve.bench.report import markdown_table, read_result, replace_block
 
-    table = markdown_table(read_result(args.file))
+    result = read_result(args.file)
+    load = result.get("benchmark") == "load"
+    table = load_tables(result) if load else markdown_table(result)
     if args.readme is None:
         print(table)
     else:
         text = args.readme.read_text(encoding="utf-8")
-        args.readme.write_text(replace_block(text, table), encoding="utf-8")
+        replaced = replace_load_block(text, table) if load else replace_block(text, table)
+        args.readme.write_text(replaced, encoding="utf-8")
     return 0
 
 

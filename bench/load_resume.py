@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssd_serve.bench.load_client import Answer, LoadClient, Recording, Wanted, read
+from ssd_serve.bench.load_statistics import speculation_figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ async def check_resume(client: LoadClient, plan: ResumePlan) -> dict[str, object
         "outlived_the_burst": outlived or any(at > end_s for at, _ in survivor.arrivals),
         "tokens_per_chunk_under_load": _mean([count for _, count in during]),
         "survivor_after_burst": _told(steps_after(survivor.arrivals, end_s)),
-        "single_before_burst": _told(_whole(before[0])),
-        "single_after_burst": _told(_whole(after[0])),
+        "single_before_burst": _told(_whole(before[0])) | speculation_figures(before),
+        "single_after_burst": _told(_whole(after[0])) | speculation_figures(after),
         "failed": sum(bool(answer.error) for answer in [*before, *answers, *after]),
     }
 

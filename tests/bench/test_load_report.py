@@ -1,5 +1,7 @@
 """Results of the load benchmark as tables and as a plot; what it cannot read is refused."""
 
+import json
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -169,6 +171,18 @@ def test_the_block_of_a_document_is_replaced_and_nothing_else() -> None:
     assert replace_load_block(once, "table") == once
     with pytest.raises(UserError, match="has no block"):
         replace_load_block("no markers", "table")
+
+
+def test_the_report_command_knows_whose_result_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, readme = tmp_path / "load.json", tmp_path / "README.md"
+    file.write_text(json.dumps(RESULT))
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    assert main(["bench", "report", str(file)]) == 0
+    assert capsys.readouterr().out == load_tables(RESULT) + "\n"
+    assert main(["bench", "report", str(file), "--readme", str(readme)]) == 0
+    assert readme.read_text() == f"{BEGIN}\n\n{load_tables(RESULT)}\n\n{END}\n"
 
 
 @pytest.mark.parametrize("result", [{}, {**RESULT, "results": [{"mode": "ar"}]}])

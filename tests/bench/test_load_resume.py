@@ -57,6 +57,7 @@ def test_the_long_request_runs_through_the_burst_and_is_hung_up_on() -> None:
         assert isinstance(steps, dict)
         assert steps["tokens_per_chunk"] > 1.0
         assert 0 <= steps["first_chunk_ms"] <= steps["speculated_ms"]
+        assert steps.get("nodes_per_round") == (None if name == "survivor_after_burst" else 10.0)
 
 
 def test_a_long_request_that_was_too_short_is_told() -> None:
