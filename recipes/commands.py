@@ -5,6 +5,7 @@ Parses arguments and prints; everything heavy is imported when a command runs.
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import TypeAlias
@@ -86,9 +87,24 @@ def add_evaluate_pair(commands: Commands) -> None:
         "--library", type=Path, help="folder of Python sources (default: the standard library)"
     )
     parser.add_argument("--samples", type=int, default=100, help="functions to sample; 0 samples none")
+    parser.add_argument(
+        "--sample-temperatures",
+        type=sample_temperature,
+        nargs="+",
+        metavar="T",
+        help="temperatures of sampling, all of them reported (default: 0.2 0.4 0.6 0.8 1)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the JSON to this file")
     parser.set_defaults(run=run_evaluate_pair)
+
+
+def sample_temperature(text: str) -> float:
+    """A finite temperature above 0: at 0 all samples would be the same."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"a temperature of sampling must be above 0, not {text}")
+    return value
 
 
 def run_train_pair(args: argparse.Namespace) -> int:
@@ -167,9 +183,15 @@ def run_evaluate_pair(args: argparse.Namespace) -> int:
     """Measure and print."""
     from ssd_serve.recipes.corpus import standard_library
     from ssd_serve.recipes.evaluation import evaluate_pair
+    from ssd_serve.recipes.functions import TEMPERATURES
 
     figures = evaluate_pair(
-        args.target, args.draft, args.library or standard_library(), args.samples, args.seed
+        args.target,
+        args.draft,
+        args.library or standard_library(),
+        args.samples,
+        args.seed,
+        args.sample_temperatures or TEMPERATURES,
     )
     text = json.dumps(figures, indent=2)
     print(text)

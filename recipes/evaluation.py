@@ -1,18 +1,15 @@
 """Measures a pair of checkpoints on held-out files: loss, agreement, sampled functions.
 
 Reads the list of held-out files that the target's folder carries, so that the figures are about text that
-training never saw. Knows nothing of the engine: it uses the training decoder and, for sampling,
-`transformers`.
+training never saw. Knows nothing of the engine (it uses the training decoder) and not how functions are
+sampled and judged.
 """
 
-import ast
 import json
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +20,7 @@ from ssd_serve.recipes.checkpoint import read_decoder
 from ssd_serve.recipes.corpus import SourceFile, read_sources
 from ssd_serve.recipes.data import Document, Ids, encode
 from ssd_serve.recipes.decoder import Decoder
+from ssd_serve.recipes.functions import TEMPERATURES, FunctionSampler
 from ssd_serve.recipes.tokenizer import load_tokenizer
 from ssd_serve.recipes.workspace import text_hash
 
@@ -142,72 +140,6 @@ def measure_pair(
     return totals.figures(sum(document.bytes for document in documents))
 
 
-def whole_function(text: str) -> bool:
-    """Whether the function that `text` begins with ends within it and parses.
-
-    It ends at the first line indented less than its body. A line inside brackets or a string may be so too,
-    hence every such cut is tried.
-    """
-    lines = text.splitlines(keepends=True)
-    header = header_lines(lines)
-    body = next((line for line in lines[header:] if line.strip()), "")
-    cuts = [index for index in range(header + 1, len(lines)) if indented_less(lines[index], body)]
-    return any(is_one_function("".join(lines[:cut])) for cut in cuts)
-
-
-def header_lines(lines: Sequence[str]) -> int:
-    """How many lines the `def` takes up to its colon; 0 if it has its body on the same line."""
-    for count in range(1, len(lines) + 1):
-        if is_one_function("".join(lines[:count]).rstrip() + " pass\n"):
-            return count
-    return 0
-
-
-def indented_less(line: str, body: str) -> bool:
-    """Whether a line that is not blank begins further left than `body`."""
-    return bool(line.strip()) and len(line) - len(line.lstrip()) < max(1, len(body) - len(body.lstrip()))
-
-
-def is_one_function(text: str) -> bool:
-    """Whether `text` is exactly one function definition."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            body = ast.parse(text).body
-    except (SyntaxError, ValueError):
-        return False
-    return len(body) == 1 and isinstance(body[0], ast.FunctionDef)
-
-
-def sampled_functions(target: Path, prompts: Sequence[str], seed: int, new_tokens: int = 512) -> list[str]:
-    """Each prompt with its continuation at temperature 0.8; the end of text is marked by a `pass` line."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise UserError("Sampling needs the package transformers; install it or pass --samples 0.") from error
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    torch.manual_seed(seed)
-    batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
-    length = batch["input_ids"].shape[1]
-    output = model.generate(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        do_sample=True,
-        temperature=0.8,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=new_tokens,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    texts: list[str] = []
-    for prompt, ids in zip(prompts, output[:, length:].tolist(), strict=True):
-        end = "\npass\n" if tokenizer.eos_token_id in ids else ""
-        texts.append(prompt + tokenizer.decode(ids, skip_special_tokens=True) + end)
-    return texts
-
-
 def signatures(files: Sequence[SourceFile], count: int) -> list[str]:
     """The first lines, up to the colon, of `count` top-level functions, spread over the files."""
     found = [
@@ -221,9 +153,18 @@ def signatures(files: Sequence[SourceFile], count: int) -> list[str]:
 
 
 def evaluate_pair(
-    target: Path, draft: Path, library: Path, samples: int = 100, seed: int = 0
+    target: Path,
+    draft: Path,
+    library: Path,
+    samples: int = 100,
+    seed: int = 0,
+    temperatures: Sequence[float] = TEMPERATURES,
 ) -> dict[str, object]:
-    """All figures of a pair, ready for JSON."""
+    """All figures of a pair, ready for JSON.
+
+    Functions are sampled after `def` as the tokenizer splits it from a name (the space belongs to the name),
+    after `def` and a token for the space, which training hardly ever saw, and after held-out signatures.
+    """
     held = held_out_files(target, library)
     documents = encode(held.files, load_tokenizer(target))
     figures = measure_pair(read_decoder(target), read_decoder(draft), documents, seed=seed)
@@ -235,11 +176,8 @@ def evaluate_pair(
     if samples:
         kinds = {
             "prompt_def": ["def"] * samples,
+            "prompt_def_space": ["def "] * samples,
             "prompt_held_out_signature": signatures(held.files, samples),
         }
-        counts: dict[str, object] = {"temperature": 0.8}
-        for kind, prompts in kinds.items():
-            texts = sampled_functions(target, prompts, seed)
-            counts[kind] = {"samples": len(texts), "parsed": sum(map(whole_function, texts))}
-        result["sampled"] = counts
+        result["sampled"] = FunctionSampler(target).measure(kinds, temperatures, seed)
     return result

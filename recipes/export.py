@@ -4,7 +4,7 @@ Works at any time of a training. Knows the checkpoint's contents and the figures
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from ssd_serve.recipes.checkpoint import replaced_folder, write_decoder, write_json
 from ssd_serve.recipes.decoder import Decoder, Shape
+from ssd_serve.recipes.functions import NEW_TOKENS
 from ssd_serve.recipes.tokenizer import save_tokenizer
 from ssd_serve.recipes.workspace import Workspace
 
@@ -185,13 +186,38 @@ def figure_lines(figures: Mapping[str, Any] | None) -> list[str]:
         f"| the same two at temperature 1 with shared noise | {figures['agreement_temperature_1']:.3f}, "
         f"{figures['best_4_containment_temperature_1']:.3f} |",
     ]
-    if "sampled" in figures:
-        sampled = figures["sampled"]
-        for name, text in (
-            ("prompt_def", "`def`"),
-            ("prompt_held_out_signature", "a held-out signature"),
-        ):
-            counts = sampled[name]
-            share = f"{counts['parsed']} of {counts['samples']}"
-            lines.append(f"| functions sampled at temperature 0.8 after {text} that parse | {share} |")
+    return [*lines, *sampled_lines(figures.get("sampled", []))]
+
+
+PROMPTS = {
+    "prompt_def": "`def`",
+    "prompt_def_space": "`def` and a token for the space",
+    "prompt_held_out_signature": "a held-out signature",
+}
+"""What the kinds of prompts are called in a card."""
+
+
+def sampled_lines(sampled: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of sampled functions, one line for each prompt and temperature; empty without samples."""
+    if not sampled:
+        return []
+    lines = [
+        "",
+        "Functions sampled from the target, cut at their end. *Parse*: pass `ast.parse` as one whole "
+        "function; *broken*: a syntax error before the end; *unfinished*: no end within "
+        f"{NEW_TOKENS} new tokens. Of those that parse, *distinct*: unlike one another; *empty*: a body "
+        "of nothing but a docstring, `pass` or `...`; *repetitive*: fewer than half of the lines differ; "
+        "*lines*: the median.",
+        "",
+        "| after | temperature | parse | broken | unfinished | distinct | empty | repetitive | lines |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, name in PROMPTS.items():
+        for entry in sampled:
+            counts = entry[kind]
+            cells = [counts[key] for key in ("broken", "unfinished", "distinct", "empty", "repetitive")]
+            lines.append(
+                f"| {name} | {entry['temperature']:g} | {counts['parsed']} of {counts['samples']} | "
+                f"{' | '.join(map(str, cells))} | {counts['median_lines']:g} |"
+            )
     return lines

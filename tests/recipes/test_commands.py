@@ -34,6 +34,14 @@ def test_deadline() -> None:
         deadline(noon, None, "noon")
 
 
+def test_temperatures_of_sampling() -> None:
+    words = ("recipe", "evaluate-pair", "a", "b", "--sample-temperatures")
+    assert parse(*words, "0.5", "1").sample_temperatures == [0.5, 1.0]
+    for wrong in ("0", "-1", "nan", "inf", "warm"):
+        with pytest.raises(SystemExit):
+            parse(*words, wrong)
+
+
 def test_a_missing_checkpoint_is_explained(tmp_path: Path) -> None:
     args = parse("recipe", "train-pair", "--work", str(tmp_path), "--export-only")
     with pytest.raises(UserError, match="no checkpoint"):

@@ -10,7 +10,7 @@ import torch
 
 from ssd_serve.recipes.data import Sampler
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise
-from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows, whole_function
+from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows
 from ssd_serve.recipes.export import export_pair, read_trained
 from ssd_serve.recipes.optimiser import Schedule, orthogonalise
 from ssd_serve.recipes.training import Phase, Recipe, Training, run, stored_schedule
@@ -117,11 +117,16 @@ def test_export_equals_transformers_and_evaluates(
                 decoder.load_state_dict(rounded)
                 assert torch.allclose(decoder(tokens), theirs, atol=1e-4)
         assert "Not measured yet" in (folder / "README.md").read_text()
-    figures = evaluate_pair(target, draft, library, samples=2)
+    figures = evaluate_pair(target, draft, library, samples=2, temperatures=(0.5, 1.0))
     assert isinstance(figures["agreement"], float)
     assert figures["held_out_files_missing"] == 0
     export_pair(workspace, target, draft, figures)
-    assert f"{figures['agreement']:.3f}" in (target / "README.md").read_text()
+    card = (target / "README.md").read_text()
+    assert f"{figures['agreement']:.3f}" in card
+    assert [line.split("|")[2:4] for line in card.splitlines() if line.startswith("| a held-out")] == [
+        [" 0.5 ", " 0 of 2 "],
+        [" 1 ", " 0 of 2 "],
+    ]
     json.dumps(figures)
 
 
@@ -142,20 +147,3 @@ def test_decoder_counts_its_parameters() -> None:
     initialise(decoder, 0)
     assert sum(parameter.numel() for parameter in decoder.parameters()) == TARGET.parameters
     assert dataclasses.replace(TARGET, vocabulary=600).body_parameters == TARGET.body_parameters
-
-
-@pytest.mark.parametrize(
-    ("text", "whole"),
-    [
-        ("def f():\n    return 1\n\nx = 2\n", True),
-        ("def f(\n):\n    return '''\na\n'''\n\n\nclass A:\n", True),
-        ("def f():\n    return (1\n\nx = 2\n", False),
-        ("def f():\n    return 1\n", False),
-        ("def f(self):\n        return 1\n\n    def g(self):\n", True),
-        ("def f(self):\n        return (1\n\n    def g(self):\n", False),
-        ("def f(): return 1\nx = 2\n", True),
-        ("def \u00a7():\n    return 1\nx = 1\n", False),
-    ],
-)
-def test_whole_function(text: str, whole: bool) -> None:
-    assert whole_function(text) is whole
