@@ -1,9 +1,10 @@
 """Prefix reuse: a radix tree from token ids to the KV slots that hold them. Torch-free.
 
 Ownership. A slot in the tree belongs to the tree, which holds its one reference in the pool. `match` lends a
-path: it stays locked until `unlock`, and the borrower never frees its slots. `insert` takes a request's
-committed slots over, borrowed ones included: afterwards the caller owns none of them. Only committed tokens
-may enter. Tokens are compared exactly; there are no hashes to collide.
+path: it stays locked until `unlock`, and the borrower never frees its slots. `share` puts what a request has
+committed so far into the tree while the request goes on reading it. `insert` takes a request's committed
+slots over, borrowed ones included: afterwards the caller owns none of them. Only committed tokens may enter.
+Tokens are compared exactly; there are no hashes to collide.
 
 Eviction takes the least recently used leaves first, from their ends, never a locked one. A node above a
 locked node is locked too, so everything that is not locked can be evicted.
@@ -69,24 +70,27 @@ class PrefixCache:
         """Tokens that `evict` could free now."""
         return self._size - self._locked
 
-    def match(self, tokens: Sequence[int], record: bool = True) -> tuple[list[int], PrefixHandle]:
+    def count(self, asked: int, found: int) -> None:
+        """Count a look-up, or tokens that were found later for one that was counted before."""
+        self.queries += asked
+        self.hits += found
+
+    def match(self, tokens: Sequence[int]) -> tuple[list[int], PrefixHandle]:
         """Slots of the longest cached prefix of `tokens`, and the lock on them.
 
-        At least one token is left for the caller to compute. `record`: count it in `queries` and `hits`.
+        At least one token is left for the caller to compute.
         """
-        wanted = list(tokens[:-1])
-        node, slots = self._descend(wanted)
-        if record:
-            self.queries += len(tokens)
-            self.hits += len(slots)
-        handle = PrefixHandle(node, len(slots))
+        node, slots = self._descend(list(tokens[:-1]))
+        return slots, self._lock(node, len(slots))
+
+    def _lock(self, node: PrefixNode, length: int) -> PrefixHandle:
         step: PrefixNode | None = node
         while step is not None:
             if step.locks == 0:
                 self._locked += len(step.tokens)
             step.locks += 1
             step = step.parent
-        return slots, handle
+        return PrefixHandle(node, length)
 
     def unlock(self, handle: PrefixHandle) -> None:
         """Give a matched path back; a second time is an error."""
@@ -101,12 +105,35 @@ class PrefixCache:
                 self._offer(step)
             step = step.parent
 
+    def share(self, tokens: Sequence[int], slots: Sequence[int], handle: PrefixHandle | None) -> PrefixHandle:
+        """Let others use a committed prefix that its request goes on reading; `slots` from position 0.
+
+        Takes over the slots of those tokens that are not cached yet, and returns the lock on all of them,
+        which replaces `handle` on a part of them. Where a token was cached under another slot, the request's
+        own stays its own, to be given up by `insert` in the end: no slot of the request changes.
+        """
+        if len(tokens) != len(slots):
+            raise SlotError(f"{len(tokens)} tokens cannot stand in {len(slots)} slots")
+        if handle is not None and handle.length > len(tokens):
+            raise SlotError(f"{handle.length} tokens are locked, more than the {len(tokens)} to share")
+        wanted, given = list(tokens), list(slots)
+        node, cached = self._descend(wanted)
+        new = given[len(cached) :]
+        if not self._pool.exclusive(new) or any(map(self._owned.__getitem__, new)):
+            raise SlotError("a slot to share is listed twice, or is not the caller's to give")
+        if new:
+            node = self._grow(node, wanted[len(cached) :], new)
+        locked = self._lock(node, len(wanted))
+        if handle is not None:
+            self.unlock(handle)
+        return locked
+
     def insert(self, tokens: Sequence[int], slots: Sequence[int]) -> int:
         """Take over the slots of a committed prefix, all from position 0; returns the number of duplicates.
 
-        Slots borrowed by `match` (still locked) are passed along with the caller's own. Where a token was
-        cached under another slot, the cached one stays and the caller's is freed. The caller must be done
-        with all of them, or `match` again and use what that returns.
+        Slots that `match` lent or `share` took (still locked) are passed along with the caller's own. Where
+        a token was cached under another slot, the cached one stays and the caller's is freed. The caller must
+        be done with all of them.
         """
         if len(tokens) != len(slots):
             raise SlotError(f"{len(tokens)} tokens cannot stand in {len(slots)} slots")
@@ -140,7 +167,7 @@ class PrefixCache:
             child = node.children.get(wanted[len(slots)])
             if child is None:
                 break
-            common = _common(child.tokens, wanted, len(slots))
+            common = common_length(child.tokens, wanted, len(slots))
             if common < len(child.tokens):
                 child = self._split(child, common)
             child.used = self._time
@@ -161,7 +188,7 @@ class PrefixCache:
         self._nodes += 1
         return upper
 
-    def _grow(self, parent: PrefixNode, tokens: list[int], slots: list[int]) -> None:
+    def _grow(self, parent: PrefixNode, tokens: list[int], slots: list[int]) -> PrefixNode:
         """Add a leaf."""
         node = PrefixNode(tokens, slots, parent)
         node.used = self._time
@@ -171,6 +198,7 @@ class PrefixCache:
         self._size += len(tokens)
         self._nodes += 1
         self._offer(node)
+        return node
 
     def _trim(self, leaf: PrefixNode, most: int) -> int:
         """Free up to `most` slots from the end of an unlocked leaf, which goes when it is empty."""
@@ -208,7 +236,7 @@ class PrefixCache:
             heapq.heapify(self._leaves)
 
 
-def _common(edge: list[int], wanted: list[int], start: int) -> int:
+def common_length(edge: list[int], wanted: list[int], start: int = 0) -> int:
     """Length of the common prefix of `edge` and `wanted[start:]`."""
     end = min(len(edge), len(wanted) - start)
     if edge[:end] == wanted[start : start + end]:

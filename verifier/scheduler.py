@@ -3,13 +3,16 @@
 Plain Python: no tensors, no trees' contents, no sampling. Tree rows are given slots last, from what no
 running request needs; memory is reclaimed from the prefix cache first and by preempting the youngest request
 last.
+
+A prompt is offered to the prefix cache chunk by chunk while it is read. A request that would read the same
+tokens beside it waits for them instead: choices of one prompt read it once.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.prefix import PrefixCache, common_length
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.verifier.request import Request
 
@@ -21,6 +24,9 @@ class Limits:
     max_running: int
     max_waiting: int
     prefill_chunk: int
+    worth_reusing: int = 16
+    """Fewer prompt tokens than this are neither taken from the prefix cache, which scatters a request's
+    slots, nor waited for while an older request reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +62,21 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
-        """Move waiting requests to the running ones while memory for their whole text so far is at hand."""
+        """Move waiting requests to the running ones while memory for their whole text so far is at hand.
+
+        What running requests have read of their prompts since the last call is offered to them.
+        """
+        self._share_prompts()
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self._limits.max_running:
             request = self.waiting[0]
+            self._borrow(request)
             reserved = sum(each.pending for each in self.running) + len(self.running)
-            if self._reclaimable() < len(request.tokens) + reserved + 1 and self.running:
+            if self._reclaimable() < request.pending + reserved + 1 and self.running:
+                self._give_up(request)
                 break
             self.waiting.popleft()
-            self._reuse_prefix(request)
+            self._count(request, len(request.tokens), len(request.slots))
             self.running.append(request)
             admitted.append(request)
         return admitted
@@ -77,6 +89,10 @@ class Scheduler:
         for request in list(self.running):
             if request in preempted:
                 continue
+            if left and not request.decoding:
+                self._count(request, 0, self._borrow(request))
+                if self._spared(request, parts) >= self._limits.worth_reusing:
+                    continue
             count = min(request.pending, max(left, 1) if request.decoding else left)
             if count == 0:
                 continue
@@ -140,12 +156,48 @@ class Scheduler:
             self.prefix.unlock(request.handle)
         request.handle = None
 
-    def _reuse_prefix(self, request: Request) -> None:
+    def _share_prompts(self) -> None:
+        """Offer the prompt tokens that running requests have committed to all others."""
         if self.prefix is None:
             return
-        slots, request.handle = self.prefix.match(request.tokens)
-        request.slots.extend(slots)
-        request.tally.cached_prompt_tokens = max(request.tally.cached_prompt_tokens, len(slots))
+        for request in self.running:
+            count = min(len(request.slots), request.prompt_length)
+            if count > (request.handle.length if request.handle else 0):
+                slots: list[int] = request.slots.view()[:count].tolist()
+                request.handle = self.prefix.share(request.tokens[:count], slots, request.handle)
+
+    def _borrow(self, request: Request) -> int:
+        """Use what is cached beyond what the request has read itself; returns how many tokens that spares."""
+        if self.prefix is None:
+            return 0
+        slots, handle = self.prefix.match(request.tokens)
+        found = slots[len(request.slots) :]
+        if len(found) < self._limits.worth_reusing:
+            self.prefix.unlock(handle)
+            return 0
+        request.slots.extend(found)
+        if request.handle is not None:
+            self.prefix.unlock(request.handle)
+        request.handle = handle
+        return len(found)
+
+    def _count(self, request: Request, asked: int, found: int) -> None:
+        """Count tokens that were looked up and found; a text that is read again is no cached prompt."""
+        if self.prefix is not None:
+            self.prefix.count(asked, found)
+        if not request.tally.preemptions:
+            request.tally.cached_prompt_tokens += found
+
+    def _spared(self, request: Request, parts: Sequence[Part]) -> int:
+        """How many more tokens of this request will be cached once these parts are computed."""
+        read = len(request.slots)
+        most = read
+        for part in parts if self.prefix is not None else ():
+            other = part.request
+            end = min(len(other.slots) + len(part.slots), other.prompt_length, len(request.tokens) - 1)
+            if end > most:
+                most = max(most, common_length(other.tokens[:end], request.tokens))
+        return most - read
 
     def _reclaimable(self) -> int:
         return self.pool.available + (self.prefix.evictable if self.prefix is not None else 0)

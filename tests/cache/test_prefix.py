@@ -1,6 +1,6 @@
 """The prefix cache: after any sequence of operations, whoever holds a slot finds there what was written."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
@@ -16,12 +16,12 @@ TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few tokens: prefix
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request: tokens, the slots of all but the last, and how many of them are borrowed."""
+    """A request: tokens, the slots of those that are committed, and which of these are its own."""
 
     tokens: list[int]
     slots: list[int]
-    borrowed: int
     handle: PrefixHandle
+    own: set[int] = field(default_factory=set[int])
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -33,7 +33,6 @@ class PrefixMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.pool)
         self.content: dict[int, tuple[int, ...]] = {}
         self.running: list[Running] = []
-        self.ever: set[tuple[int, ...]] = set()
 
     def _allocate(self, count: int) -> list[int] | None:
         short = count - self.pool.available
@@ -42,71 +41,80 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.cache.evict(short) == min(short, evictable)
         return self.pool.allocate(count)
 
-    def _compute(self, request: Running) -> bool:
-        """Write the slots that are missing, as a forward would; false when there is no room."""
-        first = len(request.slots)
-        slots = self._allocate(len(request.tokens) - 1 - first)
-        if slots is None:
-            return False
-        for position, slot in enumerate(slots, start=first):
-            self.content[slot] = tuple(request.tokens[: position + 1])
-        request.slots += slots
-        return True
+    def _cached(self, tokens: list[int]) -> list[int]:
+        """The slots of the cached part of these tokens, the last one included."""
+        slots, handle = self.cache.match([*tokens, -1])
+        self.cache.unlock(handle)
+        return slots
 
     @precondition(lambda self: len(self.running) < 4)
     @rule(tokens=TEXT)
     def begin(self, tokens: list[int]) -> None:
-        queries, hits = self.cache.queries, self.cache.hits
         slots, handle = self.cache.match(tokens)
         assert len(slots) <= len(tokens) - 1
-        assert (self.cache.queries, self.cache.hits) == (queries + len(tokens), hits + len(slots))
-        for position, slot in enumerate(slots):
-            assert self.content[slot] == tuple(tokens[: position + 1])
-        request = Running(tokens, slots, len(slots), handle)
-        if self._compute(request):
-            self.running.append(request)
-        else:
-            self.cache.unlock(handle)
+        self.running.append(Running(tokens, slots, handle))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        """Write the next slots, as a forward would, where there is room for them."""
+        request = data.draw(st.sampled_from(self.running))
+        first = len(request.slots)
+        slots = self._allocate(min(count, len(request.tokens) - 1 - first))
+        for position, slot in enumerate(slots or (), start=first):
+            self.content[slot] = tuple(request.tokens[: position + 1])
+            request.slots.append(slot)
+            request.own.add(slot)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), more=TEXT)
     def grow(self, data: st.DataObject, more: list[int]) -> None:
         request = data.draw(st.sampled_from(self.running))
-        before = list(request.tokens)
-        request.tokens = before + more
-        if not self._compute(request):
-            request.tokens = before
+        request.tokens = request.tokens + more
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def share_early(self, data: st.DataObject) -> None:
-        """Give what is committed to the cache, and go on with what the cache says."""
+    def borrow_more(self, data: st.DataObject) -> None:
+        """Go on with what others have read meanwhile."""
         request = data.draw(st.sampled_from(self.running))
-        self.cache.insert(request.tokens[:-1], request.slots)
-        old = request.handle
-        slots, request.handle = self.cache.match(request.tokens, record=False)
-        self.cache.unlock(old)
-        assert len(slots) == len(request.slots)
-        request.slots, request.borrowed = slots, len(slots)
+        slots, handle = self.cache.match(request.tokens)
+        if len(slots) > len(request.slots):
+            request.slots += slots[len(request.slots) :]
+            request.handle, handle = handle, request.handle
+        self.cache.unlock(handle)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """Let others read what is committed, or a part of it: the cache takes over what it did not have."""
+        request = data.draw(st.sampled_from(self.running))
+        count = data.draw(st.integers(min(request.handle.length, len(request.slots)), len(request.slots)))
+        tokens, before = request.tokens[:count], list(request.slots)
+        taken = request.slots[len(self._cached(tokens)) : count]
+        size = self.cache.size
+        request.handle = self.cache.share(tokens, request.slots[:count], request.handle)
+        assert request.slots == before
+        assert request.own.issuperset(taken)
+        request.own -= set(taken)
+        assert self.cache.size == size + len(taken)
+        assert len(self._cached(tokens)) == count
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), keep=st.booleans())
     def finish(self, data: st.DataObject, keep: bool) -> None:
         request = data.draw(st.sampled_from(self.running))
         self.running.remove(request)
+        tokens = request.tokens[: len(request.slots)]
         if keep:
             size, available = self.cache.size, self.pool.available
-            duplicates = self.cache.insert(request.tokens[:-1], request.slots)
-            own = len(request.slots) - request.borrowed
-            assert self.cache.size == size + own - duplicates
+            duplicates = self.cache.insert(tokens, request.slots)
+            assert self.cache.size == size + len(request.own) - duplicates
             assert self.pool.available == available + duplicates
         else:
-            self.pool.free(request.slots[request.borrowed :])
+            self.pool.free(sorted(request.own))
         self.cache.unlock(request.handle)
         if keep:
-            slots, handle = self.cache.match(request.tokens, record=False)
-            assert len(slots) == len(request.tokens) - 1
-            self.cache.unlock(handle)
+            assert len(self._cached(tokens)) == len(tokens)
 
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
@@ -116,7 +124,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(tokens=TEXT)
     def peek(self, tokens: list[int]) -> None:
         """Look without using: splits nodes at any place."""
-        slots, handle = self.cache.match(tokens, record=False)
+        slots, handle = self.cache.match(tokens)
         for position, slot in enumerate(slots):
             assert self.content[slot] == tuple(tokens[: position + 1])
         self.cache.unlock(handle)
@@ -132,14 +140,14 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
-        own = [slot for request in self.running for slot in request.slots[request.borrowed :]]
+        own = [slot for request in self.running for slot in request.own]
         assert len(set(own)) == len(own)
         assert self.pool.used == len(own) + self.cache.size
         assert 0 <= self.cache.evictable <= self.cache.size
 
     def teardown(self) -> None:
         for request in self.running:
-            self.pool.free(request.slots[request.borrowed :])
+            self.pool.free(sorted(request.own))
             self.cache.unlock(request.handle)
         size = self.cache.size
         assert self.cache.evictable == size
@@ -162,7 +170,7 @@ def filled(*texts: list[int], slots: int = 64) -> PrefixCache:
 
 
 def length(cache: PrefixCache, text: list[int]) -> int:
-    slots, handle = cache.match([*text, -1], record=False)
+    slots, handle = cache.match([*text, -1])
     cache.unlock(handle)
     return len(slots)
 
@@ -173,7 +181,15 @@ def test_a_full_hit_leaves_one_token_to_compute() -> None:
     assert len(slots) == 3
     assert cache.match([1])[0] == []
     assert cache.match([])[0] == []
-    assert (cache.queries, cache.hits) == (5, 3)
+
+
+def test_look_ups_are_counted_by_those_who_look() -> None:
+    cache = filled([1, 2, 3])
+    cache.match([1, 2, 3])
+    assert (cache.queries, cache.hits) == (0, 0)
+    cache.count(3, 1)
+    cache.count(0, 1)
+    assert (cache.queries, cache.hits) == (3, 2)
 
 
 def test_the_least_recently_used_goes_first_from_its_end() -> None:
@@ -228,6 +244,34 @@ def test_duplicates_are_freed_and_the_cached_slots_stay() -> None:
     assert cache.insert([1, 2, 3, 4, 5], second) == 3
     assert pool.used == 5
     assert cache.match([1, 2, 3, 4, 5, 6])[0] == first + second[3:]
+
+
+def test_a_shared_prefix_is_read_on_while_others_read_it_too() -> None:
+    """A part that was cached before stays twice until its reader ends: its slots must not change."""
+    pool = SlotPool(16)
+    cache = PrefixCache(pool)
+    older, mine = pool.allocate(2), pool.allocate(4)
+    assert older is not None
+    assert mine is not None
+    cache.insert([1, 2], older)
+    handle = cache.share([1, 2, 3, 4], mine, None)
+    assert cache.evict(9) == 0
+    other, theirs = cache.match([1, 2, 3, 4, 5])
+    assert other == older + mine[2:]
+    assert cache.share([1, 2, 3, 4], other, theirs).length == 4  # nothing to take, and nothing lost
+    assert pool.used == 6
+    assert cache.insert([1, 2, 3, 4], mine) == 2
+    cache.unlock(handle)
+    assert (pool.used, cache.size) == (4, 4)
+    with pytest.raises(SlotError):
+        cache.share([7, 8], mine[:2], None)  # freed
+    with pytest.raises(SlotError):
+        cache.share([7, 8], mine[2:], None)  # the cache's
+    with pytest.raises(SlotError):
+        cache.share([7], [], None)
+    _, longer = cache.match([1, 2, 3, 4, 5])
+    with pytest.raises(SlotError):
+        cache.share([1, 2], older, longer)
 
 
 def test_the_heap_of_leaves_stays_small() -> None:

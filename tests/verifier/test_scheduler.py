@@ -1,6 +1,7 @@
 """The scheduler: admission, chunks, preemption; never an allocation failure, never a lost slot."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -21,10 +22,16 @@ def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
 
 
 def make_scheduler(
-    slots: int = SLOTS, prefix: bool = True, max_running: int = 4, chunk: int = 8, max_waiting: int = 2
+    slots: int = SLOTS,
+    prefix: bool = True,
+    max_running: int = 4,
+    chunk: int = 8,
+    max_waiting: int = 2,
+    worth_reusing: int = 16,
 ) -> Scheduler:
     pool = SlotPool(slots)
-    return Scheduler(pool, PrefixCache(pool) if prefix else None, Limits(max_running, max_waiting, chunk))
+    limits = Limits(max_running, max_waiting, chunk, worth_reusing)
+    return Scheduler(pool, PrefixCache(pool) if prefix else None, limits)
 
 
 def commit(scheduler: Scheduler, part: Part, tree: list[int], accepted: int, token: int) -> None:
@@ -43,9 +50,11 @@ class Rounds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make_scheduler(prefix=self.prefix)
+        self.scheduler = make_scheduler(prefix=self.prefix, worth_reusing=3)
         self.submitted: list[Request] = []
         self.texts: dict[int, list[int]] = {}
+        self.content: dict[int, list[int]] = {}
+        """Which text a slot was last written with."""
 
     @rule(prompt=PROMPT, max_tokens=st.integers(1, 30))
     def submit(self, prompt: list[int], max_tokens: int) -> None:
@@ -72,7 +81,10 @@ class Rounds(RuleBasedStateMachine):
         for part, count, tree in zip(parts, wanted, trees, strict=True):
             assert len(tree) <= count
             accepted = min(data.draw(st.integers(0, len(tree))), part.request.left - 1)
+            first = len(part.request.slots)
             commit(self.scheduler, part, tree, accepted, data.draw(st.integers(1, 3)))
+            for position, slot in enumerate(part.request.slots.view()[first:].tolist(), start=first):
+                self.content[slot] = part.request.tokens[: position + 1]
             self.texts[part.request.number] = list(part.request.tokens)
             if part.request.left <= 0:
                 self.end(part.request)
@@ -97,11 +109,19 @@ class Rounds(RuleBasedStateMachine):
             assert request in self.scheduler.running or (len(request.slots) == 0 and request.handle is None)
 
     @invariant()
+    def what_a_request_reads_is_what_was_written_for_its_tokens(self) -> None:
+        for request in self.submitted:
+            for position, slot in enumerate(request.slots.view().tolist()):
+                assert self.content[slot] == request.tokens[: position + 1]
+
+    @invariant()
     def every_slot_is_free_cached_or_one_requests(self) -> None:
-        borrowed = {id(request): request.handle.length if request.handle else 0 for request in self.submitted}
-        own = sum(len(request.slots) - borrowed[id(request)] for request in self.submitted)
-        cached = self.scheduler.prefix.size if self.scheduler.prefix else 0
-        assert self.scheduler.pool.used == own + cached
+        prefix = self.scheduler.prefix
+        cached = prefix._owned if prefix else bytearray(SLOTS)  # pyright: ignore[reportPrivateUsage]
+        slots = [slot for request in self.submitted for slot in request.slots.view().tolist()]
+        own = [slot for slot in slots if not cached[slot]]
+        assert len(set(own)) == len(own)
+        assert self.scheduler.pool.used == len(own) + (prefix.size if prefix else 0)
 
     def teardown(self) -> None:
         for request in list(self.submitted):
@@ -189,8 +209,10 @@ def test_tree_rows_take_only_what_no_running_request_needs() -> None:
     assert scheduler.pool.available == 2
 
 
-def test_a_cached_prefix_is_not_read_again() -> None:
-    scheduler = make_scheduler()
+@pytest.mark.parametrize("worth_reusing", [4, 5])
+def test_a_cached_prefix_is_not_read_again(worth_reusing: int) -> None:
+    """Where it is long enough to be worth it."""
+    scheduler = make_scheduler(worth_reusing=worth_reusing)
     first = make_request(0, [1, 2, 3, 4, 5], 4)
     scheduler.submit(first)
     scheduler.admit()
@@ -200,5 +222,94 @@ def test_a_cached_prefix_is_not_read_again() -> None:
     second = make_request(1, [1, 2, 3, 4, 9], 4)
     scheduler.submit(second)
     scheduler.admit()
-    assert second.pending == 1
-    assert second.tally.cached_prompt_tokens == 4
+    assert second.pending == (1 if worth_reusing == 4 else 5)
+    assert second.tally.cached_prompt_tokens == (4 if worth_reusing == 4 else 0)
+
+
+def read_all(scheduler: Scheduler, rounds: int = 100) -> int:
+    """Rounds until all are decoding; how many prompt tokens were computed, roots included."""
+    computed = 0
+    for _ in range(rounds):
+        scheduler.admit()
+        if not scheduler.waiting and all(request.decoding for request in scheduler.running):
+            return computed
+        parts, _ = scheduler.plan()
+        for part in parts:
+            computed += 0 if part.request.decoding else len(part.slots)
+            commit(scheduler, part, [], 0, 1)
+    raise AssertionError("a prompt is never read")
+
+
+@pytest.mark.parametrize("chunk", [16, 40, 400])
+@pytest.mark.parametrize("max_running", [2, 4])
+def test_choices_of_one_prompt_read_it_once(chunk: int, max_running: int) -> None:
+    scheduler = make_scheduler(slots=1000, chunk=chunk, max_running=max_running)
+    prompt = [1 + place % 7 for place in range(100)]
+    choices = [make_request(number, prompt, 60 - 20 * number) for number in range(4)]
+    for request in choices[:max_running]:
+        scheduler.submit(request)
+    assert read_all(scheduler) <= 100 + 15 * max_running
+    assert [request.tally.cached_prompt_tokens > 80 for request in choices[:max_running]] == [
+        False,
+        *[True] * (max_running - 1),
+    ]
+    assert scheduler.prefix is not None
+    assert scheduler.prefix.size == 100
+
+
+def test_later_requests_go_on_with_what_is_being_read() -> None:
+    """The second begins when a part of the prompt is read, and differs from the first after 70 tokens."""
+    scheduler = make_scheduler(slots=1000, chunk=20)
+    first = make_request(0, [1] * 100, 9)
+    scheduler.submit(first)
+    for _ in range(2):
+        scheduler.admit()
+        (part,) = scheduler.plan()[0]
+        commit(scheduler, part, [], 0, 1)
+    second = make_request(1, [1] * 70 + [2] * 30, 9)
+    scheduler.submit(second)
+    assert [request.number for request in scheduler.admit()] == [1]
+    assert (len(first.slots), len(second.slots)) == (40, 40)
+    assert read_all(scheduler) == 60 + 30
+    assert second.tally.cached_prompt_tokens == 70
+    assert second.slots.view()[:70].tolist() == first.slots.view()[:70].tolist()
+
+
+def test_few_shared_tokens_are_not_waited_for() -> None:
+    scheduler = make_scheduler(slots=1000, chunk=100)
+    for number in range(2):
+        scheduler.submit(make_request(number, [5] * 10 + [number] * 20, 9))
+    scheduler.admit()
+    assert [len(part.slots) for part in scheduler.plan()[0]] == [30, 30]
+
+
+def test_without_a_prefix_cache_nobody_waits() -> None:
+    scheduler = make_scheduler(slots=1000, prefix=False, chunk=100)
+    for number in range(3):
+        scheduler.submit(make_request(number, [5] * 30, 9))
+    scheduler.admit()
+    assert [len(part.slots) for part in scheduler.plan()[0]] == [30, 30, 30]
+
+
+def test_a_reader_that_leaves_is_followed_by_the_next() -> None:
+    scheduler = make_scheduler(slots=1000, chunk=20)
+    choices = [make_request(number, [1] * 100, 9) for number in range(3)]
+    for request in choices:
+        scheduler.submit(request)
+    scheduler.admit()
+    (part,) = scheduler.plan()[0]
+    commit(scheduler, part, [], 0, 1)
+    scheduler.remove(choices[0])
+    assert read_all(scheduler) == 80
+    assert len(choices[0].slots) == 0
+    assert choices[1].slots.view()[:99].tolist() == choices[2].slots.view()[:99].tolist()
+
+
+def test_choices_that_share_their_prompt_need_its_memory_once() -> None:
+    scheduler = make_scheduler(slots=150, chunk=20, max_running=8)
+    for number in range(8):
+        scheduler.submit(make_request(number, [1] * 100, 9))
+    assert len(scheduler.admit()) == 1
+    read_all(scheduler)
+    assert len(scheduler.running) == 8
+    assert scheduler.preemptions == 0

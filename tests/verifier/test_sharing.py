@@ -1,0 +1,75 @@
+"""Prompts that are equal, or begin alike, and run at the same time: read once, and no text changes."""
+
+import pytest
+
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.growing import Steps
+from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, run
+
+LENGTH = 120
+PROMPT = tuple(1 + (7 * place * place + place) % 39 for place in range(LENGTH))
+
+
+def choices(count: int, common: int = LENGTH) -> list[Submit]:
+    """Requests of one prompt (or of one beginning), with seeds and temperatures of their own."""
+    return [
+        Submit(
+            number,
+            (*PROMPT[:common], *(1 + ((place + 1) * (number + 2)) % 39 for place in range(LENGTH - common))),
+            SamplingParameters(temperature=(0.0, 0.7, 1.0, 1.5)[number % 4], max_tokens=20, ignore_eos=True),
+            number,
+        )
+        for number in range(count)
+    ]
+
+
+def speculating(case: Case) -> tuple[Engine, FakeModel]:
+    engine, model = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+    return engine, model
+
+
+def prompt_rows(model: FakeModel) -> int:
+    """Rows computed at positions before the prompts' last."""
+    return sum(position < LENGTH - 1 for position in model.positions)
+
+
+@pytest.mark.parametrize("chunk", [16, 50, 1000])
+@pytest.mark.parametrize("common", [LENGTH, 80, 20])
+@pytest.mark.parametrize("slots", [4096, 300])
+def test_texts_are_those_of_requests_alone(chunk: int, common: int, slots: int) -> None:
+    submits = choices(6, common)
+    alone, _ = make_engine(Case(drafter="none", slots=4096, prefix=False, max_running=1))
+    expected = run(alone, submits)
+    engine, _ = speculating(Case(slots=slots, prefill_chunk=chunk, policy=lambda: Steps(3)))
+    found = run(engine, submits)
+    assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in expected.items()}
+    assert engine.scheduler.prefix is not None
+    assert engine.scheduler.pool.used == engine.scheduler.prefix.size
+
+
+@pytest.mark.parametrize("chunk", [16, 50, 1000])
+def test_four_choices_compute_the_prompt_once(chunk: int) -> None:
+    engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: Steps(3)))
+    outputs = run(engine, choices(4))
+    assert LENGTH - 1 <= prompt_rows(model) <= LENGTH + 3 * 15  # fewer than 16 tokens are not waited for
+    cached = [outputs[number].figures.cached_prompt_tokens for number in range(4)]
+    assert cached[0] == 0
+    assert min(cached[1:]) > LENGTH - 17
+
+
+def test_a_common_beginning_is_computed_once() -> None:
+    engine, model = speculating(Case(slots=4096, prefill_chunk=1000, policy=lambda: Steps(3)))
+    run(engine, choices(4, common=80))
+    assert prompt_rows(model) == 80 + 4 * 39
+
+
+def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
+    engine, model = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: Steps(3)))
+    expected = run(make_engine(Case(drafter="none", slots=4096, prefix=False))[0], choices(4))
+    found = run(engine, choices(4), lambda step: engine.abort(0) if step == 1 else None)
+    assert sorted(found) == [1, 2, 3]
+    assert all(found[number].tokens == expected[number].tokens for number in found)
+    assert prompt_rows(model) <= LENGTH + 2 * 15
