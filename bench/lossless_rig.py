@@ -36,7 +36,7 @@ from ssd_serve.messages import (
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from ssd_serve.seeds import mix, root_name
-from ssd_serve.verifier.cost import CostTable, HostCost
+from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.growing import Never, Steps
@@ -76,11 +76,9 @@ class FixedCost(CostTable):
     """A cost model that never learns: what a round verifies must not depend on how busy the machine is."""
 
     def __init__(self) -> None:
-        super().__init__()
-        super().observe(1, 0.010)
-        super().observe(64, 0.012)
+        super().__init__([Timing(1, 0, 0.010), Timing(64, 0, 0.012)])
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
         """Not at all."""
 
 

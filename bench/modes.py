@@ -14,9 +14,10 @@ from ssd_serve.bench.sample import Runner, Sample
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.emulated import EmulatedModel
-from ssd_serve.models.warmup import measure_steps
+from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.measuring import measure_cost
 from ssd_serve.verifier.request import accept
 
 TARGET_CORE, DRAFT_CORE, BOTH_CORES = "cpu:0", "cpu:1", "cpu:0-1"
@@ -126,8 +127,7 @@ class _Bench:
         """The same baselines when the target has both cores, as SSD has."""
         use_cores(BOTH_CORES)
         try:
-            cost = CostTable()
-            measure_steps(self._rig.target, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), cost.observe)
+            cost = measure_cost(self._rig.target)
             engines = {way: self._rig.engine(way, cost) for way in ways}
             samples = self.interleave(engines, prompts, temperature)
         finally:
@@ -139,9 +139,7 @@ class _Bench:
     def disturbance(self, ssd: Engine, prompt: Prompt) -> dict[str, list[float]]:
         """Target step time by rows in ms: alone, and while the drafter grows many trees."""
         counts = (1, 8)
-        alone: dict[int, float] = {}
-        beside: dict[int, float] = {}
-        measure_steps(self._rig.target, counts, alone.__setitem__, repeats=15)
+        alone = measure_steps(self._rig.target, counts, repeats=15)
         parameters = SamplingParameters(temperature=0.0, max_tokens=64, ignore_eos=True)
         vocabulary = self._rig.target.facts.vocabulary
         requests = [
@@ -151,11 +149,14 @@ class _Bench:
         for request in requests:
             ssd.drafters.open(request)
         ssd.drafters.wait(1.0)
-        measure_steps(self._rig.target, counts, beside.__setitem__, repeats=15)
+        beside = measure_steps(self._rig.target, counts, repeats=15)
         for request in requests:
             ssd.drafters.close(request)
         ssd.drafters.drain({})
-        return {str(rows): [1e3 * alone[rows], 1e3 * beside[rows]] for rows in counts}
+        return {
+            str(rows): [1e3 * statistics.median(seen[rows, SHORT_CONTEXT]) for seen in (alone, beside)]
+            for rows in counts
+        }
 
 
 def _speed(samples: Sequence[Sample]) -> float:

@@ -31,17 +31,17 @@ from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.models.warmup import measure_steps
+from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.measuring import measure_cost
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
-_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _SLOTS = 20480
 _JOIN_S = 60.0
 
@@ -84,9 +84,9 @@ class Rig:
             table = device_table(settings.emulate)
             self.target = EmulatedModel(self.real, table.target_s, table.flat_rows)
             self.draft = EmulatedModel(self.real_draft, table.draft_s, table.flat_rows)
-        self.cost = CostTable()
-        self.target_step_s = measure_steps(self.target, _ROWS, self.cost.observe)
-        self.draft_step_s = measure_steps(self.draft, (settings.draft_width,))
+        self.cost = measure_cost(self.target)
+        width = settings.draft_width
+        self.draft_step_s = min(measure_steps(self.draft, (width,))[width, SHORT_CONTEXT])
         facts = self.real.facts
         self._noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
         self._draft_noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))

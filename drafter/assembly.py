@@ -45,8 +45,8 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     if settings.emulate:
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.draft_s, table.flat_rows)
-    seconds: dict[int, float] = {}
-    measure_steps(model, widths_to_measure(settings.draft_width), seconds.__setitem__)
+    timings = measure_steps(model, widths_to_measure(settings.draft_width))
+    seconds = {rows: min(each) for (rows, _), each in timings.items()}
     width = choose_width(seconds)
     facts = model.facts
     limits = GrowthLimits(

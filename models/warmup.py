@@ -1,51 +1,48 @@
 """Measures the step times of a model by running it. Knows slots and rows, not requests."""
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.models.interface import Model
 
-_PREFIX = 128
+SHORT_CONTEXT, LONG_CONTEXT = 128, 1024
 
 
 def measure_steps(
-    model: Model,
-    row_counts: Sequence[int],
-    seen: Callable[[int, float], object] | None = None,
-    repeats: int = 3,
-) -> float:
-    """Time forwards of each number of rows over a short context; `seen(rows, seconds)` gets each median.
+    model: Model, row_counts: Sequence[int], contexts: Sequence[int] = (SHORT_CONTEXT,), repeats: int = 4
+) -> dict[tuple[int, int], list[float]]:
+    """Seconds of forwards by (rows, context), `repeats` of each.
 
-    Writes only garbage into KV slots: call it before any request runs. Returns the median for the first
-    count.
+    All counts take turns, so that a busy moment of the machine does not distort one of them. Writes only
+    garbage into KV slots: call it before any request runs. What does not fit the model is left out.
     """
-    prefix = min(_PREFIX, model.slots // 2)
-    first = 0.0
-    for index, rows in enumerate(row_counts):
-        if prefix + rows > min(model.slots, model.facts.context):
-            break
-        seconds = _time(model, prefix, rows, repeats + (2 if index == 0 else 0))
-        if seen is not None:
-            seen(rows, seconds)
-        first = first or seconds
-    return first
+    most = min(model.slots, model.facts.context)
+    batches = {
+        (rows, context): _batch(rows, context)
+        for context in dict.fromkeys(min(context, most // 2) for context in contexts)
+        for rows in row_counts
+        if context + rows <= most
+    }
+    seconds: dict[tuple[int, int], list[float]] = {key: [] for key in batches}
+    for turn in range(repeats + 1):  # the first turn warms up
+        for key, batch in batches.items():
+            started = time.perf_counter()
+            taken = model.forward(batch).completion.wait() - started
+            if turn:
+                seconds[key].append(taken)
+    return seconds
 
 
-def _time(model: Model, prefix: int, rows: int, repeats: int) -> float:
+def _batch(rows: int, context: int) -> Batch:
+    """A causal chunk of one request."""
     part = RequestRows(
         tokens=[1] * rows,
-        positions=list(range(prefix, prefix + rows)),
-        write_slots=list(range(prefix, prefix + rows)),
-        prefix_slots=np.arange(prefix, dtype=np.int32),
+        positions=list(range(context, context + rows)),
+        write_slots=list(range(context, context + rows)),
+        prefix_slots=np.arange(context, dtype=np.int32),
         wanted=list(range(rows)),
     )
-    batch = build_batch([part])
-    seconds: list[float] = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        seconds.append(model.forward(batch).completion.wait() - started)
-    return statistics.median(seconds)
+    return build_batch([part])

@@ -21,17 +21,16 @@ from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import ModelSizes, load_model, model_sizes, torch_device
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.models.warmup import measure_steps
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters, check_hello
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.measuring import measure_cost
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
-_MEASURED_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _KV_SHARE = 0.4
 """Share of the free memory that the KV cache takes where the settings name no size."""
 
@@ -68,8 +67,8 @@ def assemble_verifier(
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
-    cost = CostTable()
-    step_s = measure_steps(model, _MEASURED_ROWS, cost.observe)
+    cost = measure_cost(model)
+    step_s = cost.seconds(1)
     hello = _hello(model.facts, Tokenizer(path))
     if policy is None:
         policy = WhenItPays(settings.mode is Mode.SSD) if settings.grow_first else Never()

@@ -1,29 +1,19 @@
-"""The measured cost model: seconds of a forward by its rows, and of the host's work beside it.
+"""The measured cost model: seconds of a forward by its rows and contexts, and of the host's work beside it.
 
 Plain numpy; knows no models and no trees.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 POINTS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    10,
-    12,
-    14,
-    16,
-    20,
-    24,
-    28,
+    *range(1, 8),
+    *range(8, 16, 2),
+    *range(16, 32, 4),
     32,
     40,
     48,
@@ -37,103 +27,167 @@ POINTS = (
     1024,
 )
 MOST_ROWS = POINTS[-1]
-_BLEND = 0.1
+_LEVEL_BLEND = 0.05
+_LOCAL_BLEND = 0.1
+_LOCAL_DECAY = 0.998
+_MOST_OFF = 2.0
 _HOST_MEMORY = 0.995
 _HOST_SLACK_S = 0.5e-3
+_HOST_EVERY = 16
+_HOST_HELD = (1.0, 30.0, 10_000.0)
+"""How firmly each weight is held to its prior: as by this sum of squares of what it multiplies."""
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A forward of `rows` rows of one request after `context` tokens took `seconds`."""
+
+    rows: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What attention reads in a forward: `context` tokens over all requests, `row_context` over all rows."""
+
+    context: int = 0
+    row_context: int = 0
 
 
 class CostTable:
-    """`T(rows)`: a moving average at fixed points, linear between them, never falling.
+    """`T(rows, context)`: a shape measured at start, and what live rounds say about its level.
 
-    Points never seen take the value of the line through their measured neighbours, or of the slope beyond
-    them.
+    The shape is a time by rows, never falling, linear between its points, plus a time for each token of
+    context that a request and a row read. Live rounds move the level of everything, and the rows that they
+    had a little more: a shape stays whole when only some of its points are visited, and an outlier is
+    forgotten.
     """
 
-    def __init__(self, prior_s: float = 0.02) -> None:
-        self._seconds: npt.NDArray[np.float64] = np.full(len(POINTS), np.nan)
-        self._prior_s = prior_s
-        self._points: npt.NDArray[np.float64] | None = None
-        self._values: npt.NDArray[np.float64] = np.zeros(0)
+    def __init__(self, timings: Sequence[Timing] = (), prior_s: float = 0.02) -> None:
+        self._points = np.asarray(POINTS, dtype=np.float64)
+        self._context_s, self._row_context_s = _context_costs(timings)
+        self._shape = _shape(timings, self._context_s, self._row_context_s, prior_s)
+        self._local = np.ones(len(POINTS))
+        self._level = 1.0
+        self._seen = bool(timings)
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """A forward of `rows` rows took `seconds`."""
-        index = bisect_left(POINTS, rows)
-        if index >= len(POINTS) or rows <= 0 or seconds <= 0:
-            return
-        if index and rows - POINTS[index - 1] < POINTS[index] - rows:
-            index -= 1
-        old = float(self._seconds[index])
-        # A descheduled process is not a slow device: one outlier moves the average by at most a tenth of it.
-        self._seconds[index] = seconds if np.isnan(old) else old + _BLEND * (min(seconds, 2 * old) - old)
-        self._points = None
+    def span(self, first: int, last: int, reading: Reading | None = None, each: float = 0.0) -> FloatArray:
+        """Seconds of forwards of `first` to `last` rows: [last - first + 1]; no rows take no time.
 
-    def span(self, first: int, last: int) -> npt.NDArray[np.float64]:
-        """Seconds of forwards of `first` to `last` rows: [last - first + 1]; no rows take no time."""
-        points = self._fit()
+        `reading` is that of the first; every further row reads `each` tokens.
+        """
+        reading = reading or Reading()
         rows = np.arange(first, last + 1, dtype=np.float64)
-        if not len(points):
-            return np.where(rows > 0, self._prior_s, 0.0)
-        seconds = np.interp(rows, points, self._values)
-        if last > points[-1]:
-            seconds += self._slope() * np.maximum(rows - points[-1], 0.0)
+        values = np.maximum.accumulate(self._shape * self._local)
+        seconds = np.interp(rows, self._points, values)
+        if last > MOST_ROWS:
+            seconds *= np.maximum(rows / MOST_ROWS, 1.0)
+        read = self._context_s * reading.context + self._row_context_s * reading.row_context
+        seconds += read + self._row_context_s * each * (rows - first)
+        seconds *= self._level
         if first <= 0:
             seconds[rows <= 0] = 0.0
         return seconds
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, reading: Reading | None = None) -> float:
         """Seconds of a forward of `rows` rows."""
-        return float(self.span(rows, rows)[0])
+        return float(self.span(rows, rows, reading)[0])
 
-    def _fit(self) -> npt.NDArray[np.float64]:
-        """The measured points; their values, made monotone, are kept beside them."""
-        if self._points is None:
-            known = np.flatnonzero(~np.isnan(self._seconds))
-            self._points = np.asarray(POINTS, dtype=np.float64)[known]
-            self._values = np.maximum.accumulate(self._seconds[known])
-        return self._points
+    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
+        """A forward of `rows` rows took `seconds`."""
+        if not 0 < rows <= MOST_ROWS or seconds <= 0:
+            return
+        ratio = seconds / self.seconds(rows, reading)
+        if not self._seen:  # nothing but a prior was known
+            self._seen, self._level = True, ratio
+            return
+        # A descheduled process is not a slow device.
+        ratio = min(max(ratio, 1 / _MOST_OFF), _MOST_OFF)
+        index = bisect_left(POINTS, rows)
+        if index and rows - POINTS[index - 1] < POINTS[index] - rows:
+            index -= 1
+        self._level *= ratio**_LEVEL_BLEND
+        self._local = 1 + _LOCAL_DECAY * (self._local - 1)
+        self._local[index] *= ratio**_LOCAL_BLEND
 
-    def _slope(self) -> float:
-        """Seconds a row beyond the last measured point."""
-        points, values = self._fit(), self._values
-        return float((values[-1] - values[0]) / (points[-1] - points[0])) if len(points) > 1 else 0.0
+
+def _context_costs(timings: Sequence[Timing]) -> tuple[float, float]:
+    """Seconds a token of context, for a request and for each of its rows: least squares over pairs of timings
+    of equal rows."""
+    shortest: dict[int, Timing] = {}
+    for timing in timings:
+        known = shortest.get(timing.rows)
+        if known is None or timing.context < known.context:
+            shortest[timing.rows] = timing
+    pairs = [(each, shortest[each.rows]) for each in timings if each.context > shortest[each.rows].context]
+    if not pairs:
+        return 0.0, 0.0
+    longer = np.array([float(a.context - b.context) for a, b in pairs])
+    more_s = np.array([a.seconds - b.seconds for a, b in pairs]) / longer
+    rows = np.array([float(a.rows) for a, _ in pairs])
+    weight = 1.0 / rows  # many rows take longer and are timed less exactly
+    design = np.stack((weight, weight * rows), axis=1)
+    request_s, row_s = np.linalg.lstsq(design, weight * more_s, rcond=None)[0]
+    if row_s < 0 or request_s < 0:
+        both = max(0.0, float(np.average(more_s / rows, weights=rows)))
+        return 0.0, both
+    return float(request_s), float(row_s)
+
+
+def _shape(timings: Sequence[Timing], context_s: float, row_context_s: float, prior_s: float) -> FloatArray:
+    """Seconds at the points without any context; beyond the last timing, along the slope from the first."""
+    best: dict[int, float] = {}
+    for each in timings:
+        bare = max(0.1 * each.seconds, each.seconds - (context_s + row_context_s * each.rows) * each.context)
+        best[each.rows] = min(bare, best.get(each.rows, bare))
+    if not best:
+        return np.full(len(POINTS), prior_s)
+    rows = np.array(sorted(best), dtype=np.float64)
+    values = np.maximum.accumulate([best[int(row)] for row in rows])
+    points = np.asarray(POINTS, dtype=np.float64)
+    shape: FloatArray = np.interp(points, rows, values)
+    if len(rows) > 1:
+        shape += (values[-1] - values[0]) / (rows[-1] - rows[0]) * np.maximum(points - rows[-1], 0.0)
+    return shape
 
 
 class HostCost:
     """What rounds cost beside their forwards: seconds a round, a request and a node, fitted online.
 
-    Recursive least squares that forgets over some hundred rounds. A node's share is what the budget must add
-    to its row: on a fast target it is the larger part.
+    Averages that forget over some hundred rounds, held to a prior as far as rounds do not vary. A node's
+    share is what the budget must add to its row: on a fast target it is the larger part.
     """
 
     def __init__(self, node_s: float = 20e-6) -> None:
-        self._weights = [0.0, 10 * node_s, node_s]
-        self._spread = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.01]]
+        self._prior = np.array([10 * node_s, 10 * node_s, node_s])
+        self._products = np.zeros((3, 3))
+        self._seen = np.zeros(3)
+        self._weights = self._prior
+        self._mean_s = 0.0
+        self._rounds = 0
 
     @property
     def node_s(self) -> float:
         """Seconds that one more node adds to a round."""
-        return max(0.0, self._weights[2])
+        return float(self._weights[2])
 
     def seconds(self, requests: int, nodes: int) -> float:
         """Seconds of a round beside its forward and its waits."""
-        weights = self._weights
-        return max(0.0, weights[0] + weights[1] * requests + weights[2] * nodes)
+        return max(0.0, float(self._weights @ (1.0, requests, nodes)))
 
     def observe(self, requests: int, nodes: int, seconds: float) -> None:
         """A round of `requests` decoding requests and `nodes` nodes took `seconds` beside its forward."""
-        seen = (1.0, float(requests), float(nodes))
-        expected = self.seconds(requests, nodes)
-        error = min(seconds, 3 * expected + _HOST_SLACK_S) - expected  # a pause is not the cost of nodes
-        # Plain numbers: for three of them numpy's calls cost ten times the arithmetic.
-        along = [sum(a * b for a, b in zip(row, seen, strict=True)) for row in self._spread]
-        scale = _HOST_MEMORY + sum(a * b for a, b in zip(seen, along, strict=True))
-        self._weights = [
-            weight + each / scale * error for weight, each in zip(self._weights, along, strict=True)
-        ]
-        spread = [
-            [(value - a * b / scale) / _HOST_MEMORY for value, b in zip(row, along, strict=True)]
-            for row, a in zip(self._spread, along, strict=True)
-        ]
-        # What is not excited must not grow without bound.
-        shrink = min(1.0, 4.0 / (spread[0][0] + spread[1][1] + spread[2][2]))
-        self._spread = [[shrink * value for value in row] for row in spread]
+        if self._rounds:  # a pause is not the cost of nodes
+            seconds = min(seconds, 3 * self._mean_s + _HOST_SLACK_S)
+        self._rounds += 1
+        self._mean_s += max(1 / self._rounds, 1 - _HOST_MEMORY) * (seconds - self._mean_s)
+        row = np.array((1.0, requests, nodes))
+        self._products = _HOST_MEMORY * self._products + np.outer(row, row)
+        self._seen = _HOST_MEMORY * self._seen + seconds * row
+        if self._rounds % _HOST_EVERY == 0:
+            held = np.diag(_HOST_HELD)
+            weights = np.linalg.solve(self._products + held, self._seen + held @ self._prior)
+            self._weights = np.maximum(weights, (0.0, 0.0, self._prior[2] / 10))

@@ -17,7 +17,7 @@ from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.processors import TokenCounts, needs_counts
 from ssd_serve.messages import Committed, Finished, Refused, Submit, VerifierReport
 from ssd_serve.verifier.budget import Rate, choose
-from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost
+from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Outlook
@@ -150,7 +150,7 @@ class Engine:
     def _listen(self, flight: Flight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
         if not flight.ready():
-            ends = flight.started + self.cost.seconds(flight.rows) - _WAKING_S
+            ends = flight.started + self.cost.seconds(flight.rows, flight.reading) - _WAKING_S
             while not flight.ready() and self.drafters.listen(ends - self._clock()):
                 self.drafters.drain(self._active)
         forward_s = flight.wait()
@@ -199,7 +199,9 @@ class Engine:
         """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
         rows = sum(len(part.slots) for part in parts)
         most = max(0, min(most, MOST_ROWS - rows))
-        return self.cost.span(rows, rows + most) + self.host.node_s * np.arange(most + 1)
+        reading = _reading(parts)
+        forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
+        return forward_s + self.host.node_s * np.arange(most + 1)
 
     @staticmethod
     def _decoding(parts: Sequence[Part]) -> int:
@@ -275,7 +277,7 @@ class Engine:
         clocked.total_s += total_s
         clocked.rounds += 1
         clocked.rows += flight.rows
-        self.cost.observe(flight.rows, forward_s)
+        self.cost.observe(flight.rows, forward_s, flight.reading)
         requests = sum(len(walk.work.part.slots) == 1 and bool(walk.tokens) for walk in walks)
         if requests < len(walks):
             return  # prompts were read: no measure of decoding
@@ -283,7 +285,8 @@ class Engine:
         self.host.observe(requests, flight.rows - requests, clocked.host_s - host_s)
         self._rate.observe(requests, tokens, total_s)
         if self.governor is not None and self.drafters.alive:
-            plain_s = self.cost.seconds(requests) + self.host.seconds(requests, 0)
+            reading = Reading(flight.reading.context, flight.reading.context)
+            plain_s = self.cost.seconds(requests, reading) + self.host.seconds(requests, 0)
             self.governor.observe(requests, tokens, total_s, plain_s)
 
     def _impossible(self, message: Submit) -> Refused | None:
@@ -304,3 +307,10 @@ class Engine:
         if self.scheduler.full():
             return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
         return None
+
+
+def _reading(parts: Sequence[Part]) -> Reading:
+    """What attention reads for the pending tokens alone."""
+    contexts = [len(part.request.slots) for part in parts]
+    rows = [len(part.slots) for part in parts]
+    return Reading(sum(contexts), sum(a * b for a, b in zip(contexts, rows, strict=True)))

@@ -14,6 +14,7 @@ from ssd_serve.kernels.noise import NoiseRows
 from ssd_serve.kernels.sampling import Sampled, SamplingRow, noise_keys, sample
 from ssd_serve.messages import TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.verifier.cost import Reading
 from ssd_serve.verifier.scheduler import Part
 
 
@@ -44,6 +45,7 @@ class Flight:
     sampling: Sequence[SamplingRow]
     result: ForwardResult
     rows: int
+    reading: Reading
     started: float
 
     def ready(self) -> bool:
@@ -85,7 +87,7 @@ class Rounds:
         # What the choices need besides the logits is made while the device is busy.
         sampling = [row for each in work if each.wanted for row in self._sampling_rows(each)]
         self._noise.prepare(*noise_keys(sampling))
-        return Flight(tuple(work), sampling, result, batch.rows, started)
+        return Flight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: Flight) -> list[Walk]:
         """Choose a token at every wanted row, and walk each request's tree."""
@@ -112,6 +114,13 @@ class Rounds:
             SamplingRow(parameters, seed, first + len(path), counts, path, generated + len(path), eos)
             for path in ((), *paths.values())
         ]
+
+
+def _reading(work: Sequence[Work]) -> Reading:
+    contexts = [len(each.part.request.slots) for each in work]
+    return Reading(
+        sum(contexts), sum(context * each.rows for context, each in zip(contexts, work, strict=True))
+    )
 
 
 def _rows(work: Work) -> RequestRows:
