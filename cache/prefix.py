@@ -1,7 +1,7 @@
 """Prefix reuse: a radix tree from token ids to the KV slots that hold them. Torch-free.
 
-Ownership. A slot in the tree belongs to the tree, which holds its one reference in the pool. `match` lends a
-path: it stays locked until `unlock`, and the borrower never frees its slots. `share` puts what a request has
+Ownership. A slot in the tree belongs to the tree, which alone frees it. `match` lends a path: it stays locked
+until `unlock`, and the borrower never frees its slots; locks are counted. `share` puts what a request has
 committed so far into the tree while the request goes on reading it. `insert` takes a request's committed
 slots over, borrowed ones included: afterwards the caller owns none of them. Only committed tokens may enter.
 Tokens are compared exactly; there are no hashes to collide.
@@ -119,7 +119,7 @@ class PrefixCache:
         wanted, given = list(tokens), list(slots)
         node, cached = self._descend(wanted)
         new = given[len(cached) :]
-        if not self._pool.exclusive(new) or any(map(self._owned.__getitem__, new)):
+        if not self._pool.in_use(new) or any(map(self._owned.__getitem__, new)):
             raise SlotError("a slot to share is listed twice, or is not the caller's to give")
         if new:
             node = self._grow(node, wanted[len(cached) :], new)
@@ -142,7 +142,7 @@ class PrefixCache:
         length = len(cached)
         duplicates = [mine for mine, kept in zip(given, cached, strict=False) if mine != kept]
         own = duplicates + given[length:]
-        if not self._pool.exclusive(own) or any(map(self._owned.__getitem__, own)):
+        if not self._pool.in_use(own) or any(map(self._owned.__getitem__, own)):
             raise SlotError("a slot to insert is listed twice, or is not the caller's to give")
         self._pool.free(duplicates)
         if length < len(wanted):

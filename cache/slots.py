@@ -1,14 +1,13 @@
-"""Who holds which KV slot: a torch-free allocator of numbered slots, one token each, with reference counts.
+"""Which KV slots are in use: a torch-free allocator of numbered slots, one token each.
 
-Invariants: a slot is free or has at least one reference, never both; every free slot can be allocated; a slot
-is freed once. It prefers to keep one request's slots together and different requests apart, because attention
-on a CPU reads a compact span of slots as a view; correctness never depends on where slots lie.
+Invariants: a slot is free or in use; every free slot can be allocated; a slot is freed once. It prefers to
+keep one request's slots together and different requests apart, because attention on a CPU reads a compact
+span of slots as a view; correctness never depends on where slots lie.
 
-It does not know what stands in a slot, nor which forward still reads it: whoever frees a slot has waited for
-every forward that uses it.
+It does not know who uses a slot (the prefix cache counts its readers), what stands in it, nor which forward
+still reads it: whoever frees a slot has waited for every forward that uses it.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +18,7 @@ FREE = b"\0"
 
 
 class SlotError(SsdError):
-    """A slot was freed twice, shared while free, or does not exist: an error of the caller."""
+    """A slot was freed twice, given away while free, or does not exist: an error of the caller."""
 
 
 class SlotPool:
@@ -30,7 +29,6 @@ class SlotPool:
             raise ValueError("the number of slots cannot be negative")
         self.slots = slots
         self._taken = bytearray(slots)  # 1 where the slot is in use
-        self._references = [0] * slots
         self._available = slots
 
     @property
@@ -43,12 +41,8 @@ class SlotPool:
         """Number of slots in use."""
         return self.slots - self._available
 
-    def references(self, slot: int) -> int:
-        """How many hold this slot; 0: free."""
-        return self._references[slot]
-
     def allocate(self, count: int, near: int | None = None) -> list[int] | None:
-        """Take `count` free slots with one reference each, ascending; None when there are not enough.
+        """Take `count` free slots, ascending; None when there are not enough.
 
         `near`: a slot of the same request; the free slots closest to it are taken, rather above than below
         it. None: a new request, which starts away from others.
@@ -60,64 +54,31 @@ class SlotPool:
         if count == 0:
             return []
         start = self._roomy_start(count) if near is None else near + 1
-        taken, references = self._taken, self._references
+        taken = self._taken
         if start + count <= self.slots and 1 not in taken[start : start + count]:
             chosen = list(range(start, start + count))
         else:
             chosen = self._closest(start, count)
         for slot in chosen:
             taken[slot] = 1
-            references[slot] = 1
         self._available -= count
         return chosen
 
-    def share(self, slots: Sequence[int]) -> None:
-        """Add a reference to each slot, all of them in use; a slot listed twice gets two."""
-        self._check(slots, 1)
-        for slot in slots:
-            self._references[slot] += 1
-
-    def release(self, slots: Sequence[int]) -> int:
-        """Drop a reference of each slot and free those that have none left; returns how many were freed."""
-        references = self._references
-        if len(set(slots)) == len(slots):
-            self._check(slots, 1)
-        else:
-            for slot, times in Counter(slots).items():
-                self._check([slot], times)
-        freed = 0
-        for slot in slots:
-            references[slot] -= 1
-            if references[slot] == 0:
-                self._taken[slot] = 0
-                freed += 1
-        self._available += freed
-        return freed
-
     def free(self, slots: Sequence[int]) -> None:
-        """Free slots that nobody else holds; nothing changes when any of them is shared or already free."""
-        if not self.exclusive(slots):
-            raise SlotError("a slot to free is listed twice, shared, free already or does not exist")
-        taken, references = self._taken, self._references
+        """Free slots; nothing changes when any of them is free already."""
+        if not self.in_use(slots):
+            raise SlotError("a slot to free is listed twice, free already or does not exist")
         for slot in slots:
-            taken[slot] = references[slot] = 0
+            self._taken[slot] = 0
         self._available += len(slots)
 
-    def exclusive(self, slots: Sequence[int]) -> bool:
-        """Whether all these slots are different and in use with a single reference."""
+    def in_use(self, slots: Sequence[int]) -> bool:
+        """Whether all these slots exist, are different and in use."""
         if not slots:
             return True
         if min(slots) < 0 or max(slots) >= self.slots or len(set(slots)) != len(slots):
             return False
-        references = self._references
-        return [references[slot] for slot in slots].count(1) == len(slots)
-
-    def _check(self, slots: Sequence[int], least: int) -> None:
-        for slot in slots:
-            if not 0 <= slot < self.slots:
-                raise SlotError(f"slot {slot} does not exist; there are {self.slots}")
-            if self._references[slot] < least:
-                raise SlotError(f"slot {slot} has {self._references[slot]} references, not {least}")
+        return 0 not in map(self._taken.__getitem__, slots)
 
     def _closest(self, start: int, count: int) -> list[int]:
         """The free slots closest to `start`, ascending; there are at least `count`."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ssd_serve.kernels.batch import UInt64Array
-from ssd_serve.seeds import GOLDEN, choice_seed, mix
+from ssd_serve.seeds import choice_seed, mix
 
 __all__ = [
     "NoiseRows",
@@ -32,7 +32,6 @@ __all__ = [
     "log_exponential",
     "log_exponential_torch",
     "mix",
-    "mix_many",
     "philox",
     "race",
 ]
@@ -49,15 +48,6 @@ BLOCK = 8
 """Positions whose noise is computed together."""
 GROUP_BLOCKS = 16384
 """Philox blocks computed together: few enough that the work arrays stay in a core's second-level cache."""
-
-
-def mix_many(a: UInt64Array, b: UInt64Array) -> UInt64Array:
-    """`seeds.mix` elementwise, with broadcasting: uint64 [...] and uint64 [...] -> uint64 [...]."""
-    z = a + np.uint64(GOLDEN) * (b + np.uint64(1))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    result: UInt64Array = z ^ (z >> np.uint64(31))
-    return result
 
 
 def philox(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:

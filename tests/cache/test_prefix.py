@@ -136,7 +136,7 @@ class PrefixMachine(RuleBasedStateMachine):
         for request in self.running:
             for position, slot in enumerate(request.slots):
                 assert self.content[slot] == tuple(request.tokens[: position + 1])
-                assert self.pool.references(slot) == 1
+                assert self.pool.in_use([slot])
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:

@@ -11,12 +11,12 @@ SLOTS = 24
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Against a model: slot -> number of references."""
+    """Against a model: the set of slots in use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(SLOTS)
-        self.model: dict[int, int] = {}
+        self.model: set[int] = set()
 
     @rule(count=st.integers(0, 9), near=st.none() | st.integers(0, SLOTS - 1))
     def allocate(self, count: int, near: int | None) -> None:
@@ -30,7 +30,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(0 <= slot < SLOTS and slot not in self.model for slot in slots)
         if near is not None:
             self._is_closest(slots, near)
-        self.model.update(dict.fromkeys(slots, 1))
+        self.model.update(slots)
 
     def _is_closest(self, slots: list[int], near: int) -> None:
         """No slot that stayed free is closer than one that was taken (those above count one less)."""
@@ -38,58 +38,28 @@ class PoolMachine(RuleBasedStateMachine):
         def distance(slot: int) -> int:
             return slot - near - 1 if slot > near else near - slot
 
-        left = set(range(SLOTS)) - set(self.model) - set(slots)
+        left = set(range(SLOTS)) - self.model - set(slots)
         if slots and left and slots != list(range(near + 1, near + 1 + len(slots))):
             assert max(map(distance, slots)) <= min(map(distance, left)) + 1
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        slots = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=4))
-        self.pool.share(slots)
-        for slot in slots:
-            self.model[slot] += 1
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        held = [slot for slot, times in self.model.items() for _ in range(times)]
-        indices = data.draw(st.lists(st.integers(0, len(held) - 1), max_size=6, unique=True))
-        slots = [held[index] for index in indices]
-        before = len(self.model)
-        freed = self.pool.release(slots)
-        for slot in slots:
-            self.model[slot] -= 1
-            if self.model[slot] == 0:
-                del self.model[slot]
-        assert freed == before - len(self.model)
-
-    @precondition(lambda self: 1 in self.model.values())
-    @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        alone = sorted(slot for slot, times in self.model.items() if times == 1)
-        slots = data.draw(st.lists(st.sampled_from(alone), max_size=6, unique=True))
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=9, unique=True))
         self.pool.free(slots)
-        for slot in slots:
-            del self.model[slot]
+        self.model.difference_update(slots)
 
     @rule(slots=st.lists(st.integers(-1, SLOTS), min_size=1, max_size=4))
     def misuse_changes_nothing(self, slots: list[int]) -> None:
-        if any(self.model.get(slot) != 1 for slot in slots) or len(set(slots)) < len(slots):
+        fine = self.model.issuperset(slots) and len(set(slots)) == len(slots)
+        assert self.pool.in_use(slots) == fine
+        if not fine:
             with pytest.raises(SlotError):
                 self.pool.free(slots)
-        if any(self.model.get(slot, 0) < slots.count(slot) for slot in slots):
-            with pytest.raises(SlotError):
-                self.pool.release(slots)
-        if any(slot not in self.model for slot in slots):
-            with pytest.raises(SlotError):
-                self.pool.share(slots)
 
     @invariant()
-    def no_slot_is_lost_or_wrongly_shared(self) -> None:
-        assert [self.pool.references(slot) for slot in range(SLOTS)] == [
-            self.model.get(slot, 0) for slot in range(SLOTS)
-        ]
+    def no_slot_is_lost(self) -> None:
+        assert {slot for slot in range(SLOTS) if self.pool.in_use([slot])} == self.model
         assert self.pool.used == len(self.model)
         assert self.pool.available == SLOTS - len(self.model)
 
@@ -121,7 +91,7 @@ def test_holes_are_filled_before_the_span_grows() -> None:
     mine = allocate(pool, 20)
     pool.free([mine[17], mine[18]])
     assert allocate(pool, 4, near=19) == [20, 21, 22, 23]  # a run right behind is best
-    pool.share([24] if pool.allocate(1, near=23) else [])
+    assert pool.allocate(1, near=23) == [24]
     assert allocate(pool, 3, near=19) == [17, 18, 25]
 
 

@@ -16,11 +16,9 @@ from ssd_serve.kernels.noise import (
     integers_torch_rows,
     log_exponential,
     log_exponential_torch,
-    mix_many,
     philox,
     race,
 )
-from ssd_serve.seeds import mix
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
 WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)
@@ -102,12 +100,6 @@ def test_torch_logarithms_agree_to_rounding() -> None:
     ours = log_exponential([5, 6], [7, 8], 4096)
     theirs = log_exponential_torch([5, 6], [7, 8], 4096, "cpu").numpy()
     np.testing.assert_allclose(ours, theirs, rtol=3e-7, atol=1e-7)
-
-
-@given(st.lists(WORD_64, min_size=1, max_size=4), st.lists(WORD_64, min_size=1, max_size=4))
-def test_many_names_are_mixed_as_one(parents: list[int], tokens: list[int]) -> None:
-    names = mix_many(np.array(parents, dtype=np.uint64)[:, None], np.array(tokens, dtype=np.uint64))
-    assert names.tolist() == [[mix(parent, token) for token in tokens] for parent in parents]
 
 
 def test_rows_are_the_noise_and_none_is_zero() -> None:
