@@ -25,7 +25,7 @@ def run(settings: Settings, name: str, drafter_socket: str) -> int:
     settle_memory()
     channel = connect(drafter_socket, _JOIN_S)
     _join(channel, drafter.hello)
-    log.warning("joined", step_ms=round(drafter.hello.step_ms, 2), width=drafter.core._limits.width)
+    log.info("joined", step_ms=round(drafter.hello.step_ms, 2))
     Loop(channel, drafter.core, drafter.hello.step_ms / 1e3).run()
     if drafter.emulated is not None:
         log.info("emulated", forwards=drafter.emulated.forwards, overruns=drafter.emulated.overruns)
