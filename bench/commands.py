@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `ssd bench modes | load | packed | lossless | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | peers | packed | lossless | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ssd_serve.bench.load_commands import add_load
+from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
 
@@ -22,6 +23,7 @@ def add_commands(subparsers: Commands) -> None:
     commands = bench.add_subparsers(required=True, metavar="BENCH")
     _add_modes(commands)
     add_load(commands)
+    add_peers(commands)
     _add_packed(commands)
     _add_lossless(commands)
     _add_report(commands)

@@ -1,0 +1,97 @@
+"""The transformers peer: a script that answers requests, one JSON line each, on its standard streams.
+
+Run as a file by any Python that has torch and transformers, so it imports nothing of this project. First line
+out: versions. Then for each line in, `{"prompt", "tokens", "temperature", "seed", "draft", "threshold"}`, one
+line out with the counts of new tokens after each step, the seconds since the request, and drafted tokens.
+`draft` 0: plain decoding.
+"""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+
+
+class Steps:
+    """A stopping criterion that stops nothing: called once a step, it notes when and how long the text was."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+        self.counts: list[int] = []
+        self.seconds: list[float] = []
+        self.started = time.perf_counter()
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """input_ids: [1, prompt and new tokens]."""
+        self.counts.append(input_ids.shape[1] - self.prompt)
+        self.seconds.append(time.perf_counter() - self.started)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class Worker:
+    """A target and its assistant."""
+
+    def __init__(self, target: str, draft: str) -> None:
+        self.target, self.draft = _load(target), _load(draft)
+        self.drafted = 0
+        self.draft.register_forward_hook(self._count)
+
+    def answer(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """One request."""
+        torch.manual_seed(ask["seed"])
+        ids = torch.tensor([ask["prompt"]])
+        sampling: dict[str, Any] = {"do_sample": False}
+        if ask["temperature"] > 0:
+            sampling = {"do_sample": True, "temperature": ask["temperature"], "top_k": 0, "top_p": 1.0}
+        assistance: dict[str, Any] = {}
+        if ask["draft"]:
+            own = self.draft.generation_config
+            own.num_assistant_tokens, own.num_assistant_tokens_schedule = ask["draft"], "constant"
+            own.assistant_confidence_threshold = ask["threshold"]
+            assistance = {"assistant_model": self.draft}
+        self.drafted = 0
+        steps = Steps(ids.shape[1])
+        with torch.inference_mode():
+            self.target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=ask["tokens"],
+                stopping_criteria=transformers.StoppingCriteriaList([steps]),
+                **sampling,
+                **assistance,
+            )
+        return {"counts": steps.counts, "seconds": steps.seconds, "drafted": self.drafted}
+
+    def _count(self, *_: Any) -> None:
+        """A forward of the assistant is one drafted token."""
+        self.drafted += 1
+
+
+def _load(folder: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None  # every answer has the length that was asked for
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("threads", type=int)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    worker = Worker(args.target, args.draft)
+    print(json.dumps({"version": transformers.__version__, "torch": torch.__version__}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
