@@ -47,6 +47,58 @@ class _Group:
     """Indices of the picks in the order of their rows."""
 
 
+class _TreeRows:
+    """The rows of one request: committed tokens not fed yet, then nodes that have no KV yet.
+
+    Tree slots are numbered: first the new rows in order, then the nodes that have KV and are ancestors of a
+    new row. How many new rows there are is known last, so the bits of those ancestors are shifted at the end.
+    """
+
+    def __init__(self, known: dict[int, int], fed: list[int], first: int, root: int) -> None:
+        self.tokens = list(fed)
+        self.positions = list(range(first, first + len(fed)))
+        self.missing: list[int] = []
+        self.earlier: list[int] = []
+        self.earlier_positions: list[int] = []
+        self._known = known
+        self._root = root
+        self._fed = len(fed)
+        self._masks = [((2 << index) - 1, 0) for index in range(len(fed))]
+        self._above = self._masks[-1] if fed else (0, 0)
+        self._place: dict[int, tuple[int, int, int]] = {}
+
+    @property
+    def ancestry(self) -> list[int]:
+        """One mask a row."""
+        new = len(self.tokens)
+        return [own | earlier << new for own, earlier in self._masks]
+
+    def row_of(self, pick: Expansion) -> int:
+        """The row whose logits `pick` wants; its chain is added as far as it is not there yet."""
+        own, earlier = self._above
+        row = self._fed - 1
+        for depth, (name, token) in enumerate(zip(pick.path, pick.tokens, strict=True), 1):
+            place = self._place.get(name)
+            if place is None:
+                place = self._place[name] = self._add(name, token, self._root + depth, own, earlier)
+            row, own, earlier = place
+        return row
+
+    def _add(self, name: int, token: int, position: int, own: int, earlier: int) -> tuple[int, int, int]:
+        """Row (-1: it has KV already) and masks of a chain that ends with this node."""
+        slot = self._known.get(name)
+        if slot is not None:
+            self.earlier.append(slot)
+            self.earlier_positions.append(position)
+            return -1, own, earlier | 1 << len(self.earlier) - 1
+        row = len(self.tokens)
+        self.tokens.append(token)
+        self.positions.append(position)
+        self.missing.append(name)
+        self._masks.append((own | 1 << row, earlier))
+        return row, own | 1 << row, earlier
+
+
 class ModelSource:
     """Expands nodes with one forward of `model`; `fan_out` children each."""
 
@@ -113,33 +165,25 @@ class ModelSource:
         if len(held.slots) == len(held.tokens) and not all(pick.path for pick in picks):
             self._pool.free([held.slots.pop()])  # the root's logits are wanted again
         fed = held.tokens[len(held.slots) :]
-        chains = {name: pick.path[: index + 1] for pick in picks for index, name in enumerate(pick.path)}
-        tokens = {name: token for pick in picks for name, token in zip(pick.path, pick.tokens, strict=True)}
-        missing = [name for name in chains if name not in held.nodes]
-        earlier = [name for name in chains if name in held.nodes]
-        slots = self._allocate(len(fed) + len(missing), held.slots.last(), busy)
+        first, root = len(held.slots), len(held.tokens) - 1
+        tree = _TreeRows(held.nodes, fed, first, root)
+        rows = [tree.row_of(pick) for pick in picks]
+        slots = self._allocate(len(tree.tokens), held.slots.last(), busy)
         if slots is None:
             return None
-        chunk, root = len(fed), len(held.tokens) - 1
-        place = {name: chunk + index for index, name in enumerate([*earlier, *missing])}
-        row = {name: chunk + index for index, name in enumerate(missing)}
-        rows = [row[pick.node] if pick.path else chunk - 1 for pick in picks]
         order = sorted(range(len(picks)), key=rows.__getitem__)
-        ancestors = [list(range(index + 1)) for index in range(chunk)]
-        ancestors += [[*range(chunk), *(place[each] for each in chains[name])] for name in missing]
-        fed_positions = range(root + 1 - chunk, root + 1)
-        new_positions = [root + len(chains[name]) for name in missing]
         part = RequestRows(
-            tokens=[*fed, *(tokens[name] for name in missing)],
-            positions=[*fed_positions, *new_positions],
+            tokens=tree.tokens,
+            positions=tree.positions,
             write_slots=slots,
             prefix_slots=held.slots.view(),
             wanted=[rows[index] for index in order],
-            ancestors=ancestors,
-            tree_slots=[*slots[:chunk], *(held.nodes[name] for name in earlier), *slots[chunk:]],
-            tree_positions=[*fed_positions, *(root + len(chains[name]) for name in earlier), *new_positions],
+            ancestry=tree.ancestry,
+            tree_slots=[*slots, *tree.earlier],
+            tree_positions=[*tree.positions, *tree.earlier_positions],
         )
-        return _Group(part, dict(zip(missing, slots[chunk:], strict=True)), slots[:chunk], order)
+        new_nodes = dict(zip(tree.missing, slots[len(fed) :], strict=True))
+        return _Group(part, new_nodes, slots[: len(fed)], order)
 
     def _keep(self, groups: Sequence[tuple[_Held, _Group, list[int]]]) -> None:
         for held, group, _ in groups:

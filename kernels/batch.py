@@ -58,8 +58,8 @@ class Batch:
 class RequestRows:
     """One request's part of a batch.
 
-    `ancestors[i]` lists the indices into the request's tree slots that row i attends to, itself included.
-    Where `tree_slots` is None the rows' own write slots are the tree slots, in order. Where `ancestors` is
+    Bit j of `ancestry[i]` says that row i attends to the request's j-th tree slot; a row attends to itself.
+    Where `tree_slots` is None the rows' own write slots are the tree slots, in order. Where `ancestry` is
     None the rows are a causal chunk: row i attends to rows 0..i.
     """
 
@@ -69,7 +69,7 @@ class RequestRows:
     prefix_slots: Int32Array
     wanted: Sequence[int]
     """Indices, among these rows, of those whose logits are wanted."""
-    ancestors: Sequence[Sequence[int]] | None = None
+    ancestry: Sequence[int] | None = None
     tree_slots: Sequence[int] | None = None
     tree_positions: Sequence[int] | None = None
 
@@ -81,13 +81,8 @@ def build_batch(parts: Sequence[RequestRows]) -> Batch:
     trees = [part.write_slots if part.tree_slots is None else part.tree_slots for part in parts]
     positions = [part.positions if part.tree_positions is None else part.tree_positions for part in parts]
     words = max((len(tree) + 63) // 64 for tree in trees) if parts else 1
-    ancestry = np.zeros((int(starts[-1]), words), dtype=np.uint64)  # [rows, words]
-    for part, start, count in zip(parts, starts, counts, strict=False):
-        if part.ancestors is None:
-            _fill_causal(ancestry[start : start + count])
-        else:
-            for index, bits in enumerate(part.ancestors):
-                _fill_bits(ancestry[start + index], bits)
+    masks = [mask for part, count in zip(parts, counts, strict=True) for mask in _masks(part, count)]
+    ancestry = np.frombuffer(b"".join(mask.to_bytes(8 * words, "little") for mask in masks), dtype="<u8")
     wanted = [index + start for part, start in zip(parts, starts, strict=False) for index in part.wanted]
     return Batch(
         tokens=_flat([part.tokens for part in parts]),
@@ -99,7 +94,7 @@ def build_batch(parts: Sequence[RequestRows]) -> Batch:
         tree_slots=_slots(trees),
         tree_positions=_flat(positions),
         tree_offsets=_offsets([len(tree) for tree in trees]),
-        ancestry=ancestry,
+        ancestry=ancestry.reshape(len(masks), words),
         rows_wanted=np.asarray(wanted, dtype=np.int64),
     )
 
@@ -120,17 +115,6 @@ def _offsets(lengths: Sequence[int]) -> Int32Array:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
-def _fill_bits(row: UInt64Array, indices: Sequence[int]) -> None:
-    bits = 0
-    for index in indices:
-        bits |= 1 << index
-    for word in range(len(row)):
-        row[word] = (bits >> (64 * word)) & 0xFFFFFFFFFFFFFFFF
-
-
-def _fill_causal(rows: UInt64Array) -> None:
-    for index in range(len(rows)):
-        full, rest = divmod(index + 1, 64)
-        rows[index, :full] = np.uint64(0xFFFFFFFFFFFFFFFF)
-        if rest:
-            rows[index, full] = np.uint64((1 << rest) - 1)
+def _masks(part: RequestRows, count: int) -> Sequence[int]:
+    """The ancestry of a part's rows."""
+    return [(2 << row) - 1 for row in range(count)] if part.ancestry is None else part.ancestry

@@ -109,7 +109,9 @@ def lowest_argmax(scores: torch.Tensor) -> list[int]:
     if scores.device.type == "cpu":
         values = scores.numpy()
         chosen = values.argmax(axis=1)
-        if np.isnan(values[np.arange(len(values)), chosen]).any():  # numpy takes the first NaN for the largest value
+        if np.isnan(
+            values[np.arange(len(values)), chosen]
+        ).any():  # numpy takes the first NaN for the largest value
             return lowest_argmax(torch.where(torch.isnan(scores), -torch.inf, scores))
         choices: list[int] = chosen.tolist()
         return choices
@@ -177,16 +179,17 @@ def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out:
     derivative expected_score - score(c) by 1 / scale: that is what an online fit of the scale needs.
     Scores must be finite or -inf.
     """
-    finite = scores.clamp(min=-1e30)  # a token of score -inf must weigh 0 in the mean, not NaN
-    best, tokens = torch.topk(finite, fan_out, dim=1)  # [rows, fan_out]
     inverse = (1.0 / scales) if isinstance(scales, torch.Tensor) else torch.full((len(scores),), 1.0 / scales)
-    inverse = inverse.to(finite.device)[:, None]  # [rows, 1]
-    weights = torch.softmax(finite * inverse, dim=1)  # [rows, vocabulary]
-    expected = (weights * finite).sum(dim=1, keepdim=True)
-    most = weights.amax(dim=1, keepdim=True)
-    log_probs = (best - best[:, :1]) * inverse + most.log()
-    packed = torch.cat((log_probs, best, expected, tokens.to(torch.float32)), dim=1)  # ids below 2^24: exact
-    values = packed.cpu().numpy()  # one copy from the device
+    inverse = inverse.to(scores.device)[:, None]  # [rows, 1]
+    scaled = scores * inverse
+    best, tokens = torch.topk(scaled, fan_out, dim=1)  # [rows, fan_out]
+    weights = torch.softmax(scaled, dim=1)  # [rows, vocabulary]
+    most = weights.gather(1, tokens[:, :1])
+    log_probs = best - best[:, :1] + most.log()
+    # A token of score -inf weighs 0 in the mean, not NaN.
+    expected = (weights * scaled.clamp(min=-1e30)).sum(dim=1, keepdim=True)
+    packed = torch.cat((log_probs, best / inverse, expected / inverse, tokens.to(torch.float32)), dim=1)
+    values = packed.cpu().numpy()  # one copy from the device; ids below 2^24 are exact
     return RankedChildren(
         values[:, 2 * fan_out + 1 :].astype(np.int32),
         values[:, :fan_out],

@@ -131,17 +131,16 @@ def _rows(work: Work) -> RequestRows:
     wanted = [count - 1] if work.part.final else []
     if not work.nodes:
         return RequestRows(tokens, positions, slots, request.slots.view(), wanted)
-    ancestors: list[list[int]] = [list(range(index + 1)) for index in range(count)]
+    ancestry = [(2 << index) - 1 for index in range(count)]
     index_of: dict[int, int] = {}
-    root = positions[-1]
     for node in work.nodes:
         parent = count - 1 if node.parent is None else index_of.get(node.parent.name, count - 1)
-        index_of[node.name] = len(ancestors)
+        index = index_of[node.name] = len(ancestry)
         tokens.append(node.token)
-        positions.append(root + len(ancestors[parent]) - count + 1)
-        wanted.append(len(ancestors))
-        ancestors.append([*ancestors[parent], len(ancestors)])
-    return RequestRows(tokens, positions, (*slots, *work.node_slots), request.slots.view(), wanted, ancestors)
+        positions.append(positions[parent] + 1)
+        wanted.append(index)
+        ancestry.append(ancestry[parent] | 1 << index)
+    return RequestRows(tokens, positions, (*slots, *work.node_slots), request.slots.view(), wanted, ancestry)
 
 
 def _walk(work: Work, sampled: Sampled, start: int) -> Walk:

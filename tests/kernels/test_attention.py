@@ -50,7 +50,7 @@ def rows_of(
         write_slots=[own[row] for row in rows],
         prefix_slots=np.asarray(prefix, dtype=np.int32),
         wanted=[],
-        ancestors=None if paths is None else [paths[row] for row in rows],
+        ancestry=None if paths is None else [sum(1 << index for index in paths[row]) for row in rows],
         tree_slots=own,
         tree_positions=positions,
     )

@@ -85,7 +85,7 @@ def test_tree_rows_see_their_own_path_only(pair: tuple[Any, Model]) -> None:
         write_slots=[90, 3, 81, 82, 84, 99, 98, 97],
         prefix_slots=np.asarray(slots[:19], dtype=np.int32),
         wanted=range(8),
-        ancestors=paths,
+        ancestry=[sum(1 << index for index in path) for path in paths],
     )
     result = ours.forward(build_batch([rows])).logits
     for row, path in enumerate(paths):
