@@ -68,11 +68,18 @@ def worker_command(*arguments: str) -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """This process's environment, and huge pages for torch's weights: 5-25 % more bandwidth for one row.
+    """This process's environment, and what makes torch's memory fast on CPUs.
 
-    Torch reads that variable when it is imported, so that it cannot be a setting of the worker's.
+    Huge pages for weights: 5-25 % more bandwidth for one row. A heap that keeps what was freed: the results
+    of operators are taken from memory that is mapped already, instead of being mapped page by page every
+    time. Both are read when a process starts, so that they cannot be settings of the worker's.
     """
-    return {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
+    return {
+        **os.environ,
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    }
 
 
 def start_worker(name: str, command: Sequence[str], settings: Settings) -> WorkerProcess:

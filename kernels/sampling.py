@@ -45,6 +45,7 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], noise: NoiseRows) -> Sampled:
     """Choose a token for each row of `logits` [rows, vocabulary]; `noise` lives on the same device.
 
@@ -145,6 +146,7 @@ def token_logprobs(processed: torch.Tensor, choice: int, top: int) -> TokenLogpr
     return TokenLogprobs(chosen, tuple((token, value) for token, value in pairs if value > -torch.inf))
 
 
+@torch.inference_mode()
 def draft_scores(
     logits: torch.Tensor, temperature: float | torch.Tensor, noise_rows: torch.Tensor | None
 ) -> torch.Tensor:
@@ -172,6 +174,7 @@ class RankedChildren(NamedTuple):
     expected_score: Float32Array  # [rows], mean score under the calibrated distribution
 
 
+@torch.inference_mode()
 def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out: int) -> RankedChildren:
     """Rank float32 [rows, vocabulary] scores; calibrated distribution: softmax(scores / scale).
 
