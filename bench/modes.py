@@ -21,7 +21,7 @@ from ssd_serve.verifier.measuring import measure_cost
 from ssd_serve.verifier.request import accept
 
 TARGET_CORE, DRAFT_CORE, BOTH_CORES = "cpu:0", "cpu:1", "cpu:0-1"
-_TUNING_PROMPTS, _TUNING_TOKENS = 3, 64
+_TUNING_PROMPTS, _TUNING_TOKENS = 4, 64
 _DISTURBING = 64
 """Requests that keep the drafter growing while the target is measured beside it."""
 
@@ -72,6 +72,10 @@ def run_modes(rig: Rig, plan: Plan, chosen: Mapping[float, Chosen], say: Callabl
         if isinstance(rig.target, EmulatedModel):
             notes["target_overrun_share"] = rig.target.overruns / max(1, rig.target.forwards)
             notes["target_forwards"] = rig.target.forwards
+            ssd.drafters.drain({})
+            notes["drafter_overrun_share"] = ssd.drafters.overrun_share
+            if isinstance(rig.draft, EmulatedModel):
+                notes["inline_draft_overrun_share"] = rig.draft.overruns / max(1, rig.draft.forwards)
         else:
             notes["target_step_with_and_without_drafter_ms"] = bench.disturbance(
                 ssd, next(iter(chosen.values())).prompts[0]
@@ -89,9 +93,10 @@ class _Bench:
 
     def tune(self, prompts: Sequence[Prompt], temperature: float) -> list[Way]:
         """Plain decoding, the best chain and the best tree, found on a few of the prompts."""
-        width, fan_out = self._rig.settings.draft_width, self._rig.settings.draft_fan_out
-        chains = [Way("sd-chain", steps) for steps in (2, 3, 4, 5, 6, 8)]
-        trees = [Way("sd-tree", steps, width, fan_out) for steps in (0, 1, 2, 4, 6)]
+        fan_out = self._rig.settings.draft_fan_out
+        chains = [Way("sd-chain", steps) for steps in (2, 3, 4, 5, 6, 8, 10)]
+        shapes = [(0, 2), (0, 4), (0, 8), (0, 16), (2, 4), (2, 8), (4, 4), (4, 8), (4, 16), (6, 4), (6, 8)]
+        trees = [Way("sd-tree", steps, width, fan_out) for steps, width in shapes]
         few = prompts[:_TUNING_PROMPTS]
         return [Way("ar"), self._best(chains, few, temperature), self._best(trees, few, temperature)]
 

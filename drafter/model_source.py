@@ -47,6 +47,15 @@ class _Group:
     """Indices of the picks in the order of their rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What the children of some picks depend on besides logits; seed None and temperature 0: no noise."""
+
+    seeds: list[int | None]
+    positions: list[int]
+    temperatures: list[float]
+
+
 class _TreeRows:
     """The rows of one request: committed tokens not fed yet, then nodes that have no KV yet.
 
@@ -151,10 +160,10 @@ class ModelSource:
             result = self._model.forward(build_batch([group.rows for _, group, _ in groups]))
             self._keep(groups)
             wanted = [index for _, _, indices in groups for index in indices]
+            choices = self._choices([picks[index] for index in wanted])
+            self._noise.prepare(choices.seeds, choices.positions)  # while the device computes
             result.completion.wait()
-            ranked = self._rank(
-                result.logits, [picks[index] for index in wanted], [scales[index] for index in wanted]
-            )
+            ranked = self._rank(result.logits, choices, [scales[index] for index in wanted])
             for index, candidates in zip(wanted, ranked, strict=True):
                 found[index] = candidates
         return found
@@ -190,35 +199,27 @@ class ModelSource:
             held.slots.extend(group.fed)
             held.nodes.update(group.new_nodes)
 
-    def _rank(
-        self, logits: torch.Tensor, picks: Sequence[Expansion], scales: Sequence[float]
-    ) -> list[Candidates]:
-        """Noisy scores and their best children: the noise of the position that follows each pick."""
-        seeds: list[int | None] = []
-        positions: list[int] = []
-        temperatures: list[float] = []
+    def _choices(self, picks: Sequence[Expansion]) -> _Choices:
+        choices = _Choices([], [], [])
         for pick in picks:
             held = self._requests[pick.request]
             greedy = is_greedy(held.parameters)
-            seeds.append(None if greedy else held.seed)
-            positions.append(len(held.tokens) + len(pick.path))
-            temperatures.append(0.0 if greedy else held.parameters.temperature)
-        if any(seed is not None for seed in seeds):
-            scores = draft_scores(
-                logits, torch.tensor(temperatures, device=logits.device), self._noise.rows(seeds, positions)
-            )
-        else:
+            choices.seeds.append(None if greedy else held.seed)
+            choices.positions.append(len(held.tokens) + len(pick.path))
+            choices.temperatures.append(0.0 if greedy else held.parameters.temperature)
+        return choices
+
+    def _rank(self, logits: torch.Tensor, choices: _Choices, scales: Sequence[float]) -> list[Candidates]:
+        """Noisy scores and their best children: the noise of the position that follows each pick."""
+        if choices.seeds.count(None) == len(choices.seeds):
             scores = draft_scores(logits, 0.0, None)
+        else:
+            temperatures = torch.tensor(choices.temperatures, device=logits.device)
+            scores = draft_scores(logits, temperatures, self._noise.rows(choices.seeds, choices.positions))
         ranked = ranked_children(scores, torch.tensor(scales, dtype=torch.float32), self._fan_out)
-        return [
-            Candidates(
-                ranked.tokens[row],
-                ranked.log_probs[row],
-                ranked.scores[row],
-                float(ranked.expected_score[row]),
-            )
-            for row in range(len(picks))
-        ]
+        expected: list[float] = ranked.expected_score.tolist()
+        columns = zip(ranked.tokens, ranked.log_probs, ranked.scores, expected, strict=True)
+        return [Candidates(*column) for column in columns]
 
     def _allocate(self, count: int, near: int | None, busy: set[int]) -> list[int] | None:
         """Slots, taken from the least recently expanded other requests when there are too few."""

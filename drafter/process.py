@@ -11,6 +11,7 @@ from ssd_serve.errors import EngineDeadError, PairMismatchError
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, Pause, Refusal, Resync
+from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.settings import Settings
 
 _BEAT_S = 1.0
@@ -26,17 +27,18 @@ def run(settings: Settings, name: str, drafter_socket: str) -> int:
     channel = connect(drafter_socket, _JOIN_S)
     _join(channel, drafter.hello)
     log.info("joined", step_ms=round(drafter.hello.step_ms, 2))
-    Loop(channel, drafter.core, drafter.hello.step_ms / 1e3).run()
-    if drafter.emulated is not None:
-        log.info("emulated", forwards=drafter.emulated.forwards, overruns=drafter.emulated.overruns)
+    Loop(channel, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated).run()
     return 0
 
 
 class Loop:
     """Steps the core for as long as the channel lives."""
 
-    def __init__(self, channel: Channel, core: DrafterCore, step_s: float) -> None:
+    def __init__(
+        self, channel: Channel, core: DrafterCore, step_s: float, emulated: EmulatedModel | None = None
+    ) -> None:
         self._channel = channel
+        self._emulated = emulated
         self._core = core
         self._step_s = step_s
         self._beat_at = 0.0
@@ -71,7 +73,13 @@ class Loop:
         now = time.monotonic()
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
-            self._channel.send(Heartbeat(step_ms=1e3 * self._step_s, nodes=self._core.nodes))
+            forwards = self._emulated.forwards if self._emulated else 0
+            overruns = self._emulated.overruns if self._emulated else 0
+            self._channel.send(
+                Heartbeat(
+                    step_ms=1e3 * self._step_s, nodes=self._core.nodes, forwards=forwards, overruns=overruns
+                )
+            )
 
 
 def _join(channel: Channel, hello: Hello) -> None:

@@ -48,6 +48,8 @@ class Link:
     name: str = ""
     joined: bool = False
     step_s: float = 0.0
+    overruns: tuple[int, int] = (0, 0)
+    """Of an emulated device: forwards longer than its table says, and all forwards."""
     heard_at: float = 0.0
     asked_at: float = 0.0
     behind: set[int] = field(default_factory=set)
@@ -89,6 +91,12 @@ class Drafters:
         """Seconds of the fastest joined drafter's step; 0 when unknown."""
         known = [link.step_s for link in self._links if link.joined and link.step_s > 0]
         return min(known, default=0.0)
+
+    @property
+    def overrun_share(self) -> float:
+        """Share of the drafters' emulated forwards that took longer than their table says."""
+        late, forwards = (sum(link.overruns[index] for link in self._links) for index in range(2))
+        return late / forwards if forwards else 0.0
 
     def connect(self, channel: Channel, synchronous: bool = False) -> None:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
@@ -194,6 +202,7 @@ class Drafters:
             self._join(link, message, requests)
         elif isinstance(message, Heartbeat) and message.step_ms > 0:
             link.step_s = message.step_ms / 1e3
+            link.overruns = (message.overruns, message.forwards)
         elif isinstance(message, Resync):
             request = requests.get(message.request)
             if request is not None and message.epoch == request.epoch:
