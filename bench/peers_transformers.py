@@ -17,7 +17,7 @@ import transformers
 
 
 class Steps:
-    """A stopping criterion that stops nothing: called once a step, it notes when and how long the text was."""
+    """A stopping criterion that stops nothing: called once a step, it notes time and length."""
 
     def __init__(self, prompt: int) -> None:
         self.prompt = prompt
