@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -49,13 +50,15 @@ def run_peers_command(args: argparse.Namespace) -> int:
     if args.plot is not None:
         _write(args.plot, bar_chart(result))
     if args.readme is not None:
-        _write(args.readme, replace_block(args.readme.read_text(encoding="utf-8"), text))
+        chart = "" if args.plot is None else _image(args.plot, args.readme)
+        _write(args.readme, replace_block(args.readme.read_text(encoding="utf-8"), chart + text))
     print(text)
     return 1 if result["failures"] else 0
 
 
 def _measured(args: argparse.Namespace) -> dict[str, object]:
     os.environ.update(worker_environment())  # torch is not imported yet
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
     from ssd_serve.bench.peers import Plan, run_peers
     from ssd_serve.bench.peers_ways import Peers
 
@@ -66,6 +69,11 @@ def _measured(args: argparse.Namespace) -> dict[str, object]:
         args.work,
         lambda text: print(text, file=sys.stderr, flush=True),
     )
+
+
+def _image(plot: Path, document: Path) -> str:
+    """The chart in a Markdown document, by its path from there."""
+    return f"![Decoding speed of each engine]({os.path.relpath(plot, document.parent)})\n\n"
 
 
 def _own_python() -> Path | None:

@@ -120,6 +120,7 @@ def variables(way: Way, place: Place) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.cores)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CACHE_ROOT": str(place.work / "vllm-cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(place.work / "inductor-cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_AOT_COMPILE": "0",
         "HF_HUB_OFFLINE": "1",

@@ -104,8 +104,11 @@ def test_another_file_is_refused() -> None:
 
 def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "peers.json").write_text(json.dumps(RESULT), encoding="utf-8")
-    plot, table = tmp_path / "peers.svg", tmp_path / "peers.md"
+    plot, table, readme = tmp_path / "results" / "peers.svg", tmp_path / "peers.md", tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     words = ["--from", str(tmp_path / "peers.json"), "--plot", str(plot), "--markdown", str(table)]
+    words += ["--readme", str(readme)]
     assert main(["bench", "peers", *words]) == 1, "one launch failed"
     assert capsys.readouterr().out == table.read_text(encoding="utf-8") == markdown(RESULT) + "\n"
     assert plot.read_text(encoding="utf-8") == bar_chart(RESULT)
+    assert "(results/peers.svg)\n\n| engine" in readme.read_text(encoding="utf-8")
