@@ -5,12 +5,13 @@ What differs between the two is a `Shape`. Knows neither request bodies nor the 
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 from fastapi import Request, Response
 
 from ssd_serve.server.generation import Ending, Output, Piece, Plan, Run
+from ssd_serve.server.naming import HEADER
 from ssd_serve.server.replies import Head, speculation, usage
 from ssd_serve.server.service import Service
 from ssd_serve.server.streaming import DONE, EventStream, event, while_connected
@@ -55,7 +56,8 @@ class Job:
     choices: int
     shape: Shape
     stream: bool
-    include_usage: bool
+    told_usage: Literal["never", "last", "always"]
+    """Which chunks of a stream tell the usage."""
 
     def usage(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
         """Usage at the end; a prompt counts once, however many choices it has."""
@@ -67,7 +69,7 @@ class Job:
 
 async def answer(service: Service, request: Request, job: Job) -> Response:
     """Run the job for as long as the client stays connected."""
-    headers = {"X-Request-Id": job.head.identifier}
+    headers = {HEADER: job.head.name}
     if job.stream:
         return EventStream(_events(service, job), headers, service.limits.ping_s)
     body = await while_connected(request.receive, _whole(service, job))
@@ -95,8 +97,8 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
     shape, tokens, begun = job.shape, 0, False
     endings: dict[int, Ending] = {}
     base = job.head.object(shape.chunk_kind)
-    if job.include_usage:
-        base["usage"] = None
+    if job.told_usage != "never":
+        base["usage"] = job.usage(0, {}) if job.told_usage == "always" else None
     async with Run(service, job.plans) as run:
         async for piece in run.pieces():
             if not begun:
@@ -104,6 +106,8 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
                 for chunk in _openings(job, base):
                     yield event(chunk)
             tokens += len(piece.tokens)
+            if job.told_usage == "always":
+                base["usage"] = job.usage(tokens, endings)
             part = shape.part(piece)
             last: dict[str, object] = {}
             if piece.ending is not None:
@@ -112,7 +116,7 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
                     last = {"metrics": _metrics(endings)}
             if part is not None:
                 yield event({**base, "choices": [part], **last})
-    if job.include_usage:
+    if job.told_usage != "never":
         totals = {"usage": job.usage(tokens, endings), "metrics": _metrics(endings)}
         yield event({**base, "choices": [], **totals})
     yield DONE

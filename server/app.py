@@ -20,9 +20,10 @@ from ssd_serve.server.errors import ApiError, from_ssd_error, internal
 from ssd_serve.server.information import InformationEndpoints
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
+from ssd_serve.server.naming import HEADER, NamedRequests
 from ssd_serve.server.openapi import describe_bodies
 from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from ssd_serve.server.root_path import RootPath
+from ssd_serve.server.root_path import RootPath, path_within
 from ssd_serve.server.service import Gate, Service
 from ssd_serve.server.streaming import ClientGoneError
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
@@ -77,6 +78,7 @@ def create_app(
     _add_error_handlers(app)
     if settings.api_key:
         app.add_middleware(BearerAuth, api_key=settings.api_key)
+    app.add_middleware(NamedRequests)
     if settings.cors_origins:
         # Outside of the key: browsers ask for permission without one.
         app.add_middleware(
@@ -84,7 +86,7 @@ def create_app(
             allow_origins=settings.cors_origins.split(","),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=[HEADER, "Retry-After"],
         )
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
@@ -93,13 +95,19 @@ def create_app(
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     information = InformationEndpoints(service)
-    app.add_api_route("/health", information.health, methods=["GET"])
-    app.add_api_route("/ping", information.health, methods=["GET", "POST"], include_in_schema=False)
-    app.add_api_route("/v1/models", information.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", information.model, methods=["GET"])
-    app.add_api_route("/version", information.version, methods=["GET"])
-    app.add_api_route("/load", information.load, methods=["GET"])
-    app.add_api_route("/metrics", information.metrics, methods=["GET"])
+    gets: dict[str, Handler] = {
+        "/health": information.health,
+        "/v1/models": information.models,
+        "/v1/models/{name:path}": information.model,
+        "/version": information.version,
+        "/load": information.load,
+        "/metrics": information.metrics,
+    }
+    for path, handler in gets.items():
+        app.add_api_route(path, handler, methods=["GET"])
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+    ping = ["GET", "HEAD", "POST"]
+    app.add_api_route("/ping", information.health, methods=ping, include_in_schema=False)
 
     tokenizing = TokenizingEndpoints(service)
     posts: dict[str, tuple[Handler, type[BaseModel]]] = {
@@ -119,20 +127,20 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def known(_request: Request, error: Exception) -> Response:
         return (from_ssd_error(error) if isinstance(error, SsdError) else internal()).response()
 
-    async def http(_request: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-        messages = {404: "there is nothing at this path", 405: "this path does not take this method"}
+        path = path_within(request.scope)
+        messages = {
+            404: f"there is nothing at {path}; GET /openapi.json tells what there is",
+            405: f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}",
+        }
         return ApiError(status, messages.get(status, str(error)), headers=headers).response()
 
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
-    async def unexpected(_request: Request, _error: Exception) -> Response:
-        return internal().response()
-
     app.add_exception_handler(SsdError, known)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGoneError, gone)
     app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(Exception, unexpected)

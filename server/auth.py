@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.root_path import path_within
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 class BearerAuth:

@@ -9,12 +9,13 @@ from ssd_serve.messages import Ready, TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, answer
 from ssd_serve.server.body import read_body
-from ssd_serve.server.completions import check_stream_options, wants_usage
+from ssd_serve.server.completions import check_stream_options, usage_wanted
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.generation import Ending, Output, Piece, Plan
+from ssd_serve.server.naming import request_name
 from ssd_serve.server.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.protocol import ChatRequest
-from ssd_serve.server.replies import Head, chat_logprobs, new_identifier
+from ssd_serve.server.replies import Head, chat_logprobs
 from ssd_serve.server.sampling import (
     bad_word_tokens,
     given,
@@ -88,9 +89,10 @@ class ChatEndpoint:
     async def handle(self, request: Request) -> Response:
         """Check, run, answer."""
         body = await read_body(request, ChatRequest, self.service.limits)
-        return await answer(self.service, request, await self.job(body))
+        job = await self.job(body, request_name(request, body.request_id))
+        return await answer(self.service, request, job)
 
-    async def job(self, body: ChatRequest) -> Job:
+    async def job(self, body: ChatRequest, name: str) -> Job:
         """Check the body against the model and plan its choices."""
         service = self.service
         service.require_model(body.model)
@@ -124,8 +126,8 @@ class ChatEndpoint:
             for i in range(choices)
         ]
         shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))
-        head = Head.now(new_identifier("chatcmpl"), service.model, service.fingerprint(ready), seed)
-        return Job(head, plans, choices, shape, given(body.stream, False), wants_usage(body))
+        head = Head.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
+        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body))
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

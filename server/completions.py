@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fastapi import Request, Response
 
@@ -10,9 +11,10 @@ from ssd_serve.server.answers import Job, answer
 from ssd_serve.server.body import read_body
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.generation import Ending, Output, Piece, Plan
+from ssd_serve.server.naming import request_name
 from ssd_serve.server.prompts import TokenPrompt, completion_prompts, prompt_count
 from ssd_serve.server.protocol import CompletionRequest, GenerationRequest
-from ssd_serve.server.replies import Head, completion_logprobs, new_identifier
+from ssd_serve.server.replies import Head, completion_logprobs
 from ssd_serve.server.sampling import (
     bad_word_tokens,
     given,
@@ -102,9 +104,10 @@ class CompletionsEndpoint:
     async def handle(self, request: Request) -> Response:
         """Check, run, answer."""
         body = await read_body(request, CompletionRequest, self.service.limits)
-        return await answer(self.service, request, await self.job(body))
+        job = await self.job(body, request_name(request, body.request_id))
+        return await answer(self.service, request, job)
 
-    async def job(self, body: CompletionRequest) -> Job:
+    async def job(self, body: CompletionRequest, name: str) -> Job:
         """Check the body against the model and plan its choices."""
         service = self.service
         service.require_model(body.model)
@@ -115,6 +118,10 @@ class CompletionsEndpoint:
                 "echo with logprobs needs prompt logprobs, which are not built", "echo", "not_built"
             )
         choices = given(body.n, 1)
+        if body.best_of is not None and body.best_of != choices:
+            raise bad_request(
+                "best_of: only as many as n; choosing among more is not built", "best_of", "not_built"
+            )
         service.require_room(prompt_count(body.prompt) * choices)
         prompts = await completion_prompts(service, ready, body.prompt, given(body.add_special_tokens, True))
         skip_special = given(body.skip_special_tokens, True)
@@ -144,8 +151,8 @@ class CompletionsEndpoint:
             logprobs=body.logprobs is not None,
             token_ids=given(body.return_token_ids, False),
         )
-        head = Head.now(new_identifier("cmpl"), service.model, service.fingerprint(ready), seed)
-        return Job(head, plans, choices, shape, given(body.stream, False), wants_usage(body))
+        head = Head.now("cmpl", name, service.model, service.fingerprint(ready), seed)
+        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body))
 
     def _echoed(self, prompt: TokenPrompt, skip_special: bool) -> str:
         if prompt.text is not None:
@@ -159,6 +166,9 @@ def check_stream_options(body: GenerationRequest) -> None:
         raise bad_request("stream_options: only allowed with stream: true", "stream_options", "invalid_value")
 
 
-def wants_usage(body: GenerationRequest) -> bool:
-    """Whether a stream ends with a usage chunk."""
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+def usage_wanted(body: GenerationRequest) -> Literal["never", "last", "always"]:
+    """Which chunks of a stream tell the usage."""
+    options = body.stream_options
+    if options is None or not options.include_usage:
+        return "never"
+    return "always" if options.continuous_usage_stats else "last"

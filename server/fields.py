@@ -20,6 +20,7 @@ from ssd_serve.server.limits import (
     MAX_STOPS,
     MAX_TOKEN_ID,
 )
+from ssd_serve.server.naming import NAME
 
 
 class Strict(BaseModel):
@@ -87,6 +88,9 @@ LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS),
 ]
+
+
+RequestName = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 
 def _prompt_shape(value: object) -> str | None:

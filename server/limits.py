@@ -31,6 +31,8 @@ class Limits:
     """Threads that tokenise at the same time."""
     shutdown_s: float = 5.0
     """How long running requests may go on after a signal to stop."""
+    keep_alive_s: int = 75
+    """Idle connections stay open for so long: more than the 60 s of usual proxies, so that they end them."""
     ping_s: float = 15.0
     """A stream with nothing to say for so long sends a comment, so that proxies keep it open."""
     engine_silence_s: float = 60.0

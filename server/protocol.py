@@ -16,6 +16,7 @@ from ssd_serve.server.fields import (
     LogitBias,
     NotBuilt,
     Prompt,
+    RequestName,
     Stop,
     StopTokenIds,
     Strict,
@@ -32,8 +33,10 @@ class StreamOptions(Strict):
     """What a stream carries besides the text."""
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
+    continuous_usage_stats: bool | None = Field(
+        None, description="with include_usage: every chunk tells the usage so far"
+    )
     include_obfuscation: Ignored = None
-    continuous_usage_stats: Annotated[object, not_built(False)] = None
 
 
 class TextFormat(Strict):
@@ -77,26 +80,32 @@ class GenerationRequest(Strict):
         None, description="let the tokenizer add its begin token to a text"
     )
 
+    request_id: RequestName | None = Field(
+        None, description="name of the request in its answer, unless the header X-Request-Id gives one"
+    )
     user: Ignored = None
     safety_identifier: Ignored = None
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
 
-    best_of: Annotated[object, not_built(1)] = None
     cache_salt: NotBuilt = None
     guided_choice: NotBuilt = None
     guided_grammar: NotBuilt = None
     guided_json: NotBuilt = None
     guided_regex: NotBuilt = None
+    kv_transfer_params: NotBuilt = None
     length_penalty: Annotated[object, not_built(1, 1.0)] = None
     priority: Annotated[object, not_built(0)] = None
     prompt_logprobs: NotBuilt = None
-    request_id: NotBuilt = None
+    repetition_detection: NotBuilt = None
     response_format: TextFormat | None = None
     spaces_between_special_tokens: Annotated[object, not_built(True)] = None
+    return_tokens_as_token_ids: Annotated[object, not_built(False)] = None
     structured_outputs: NotBuilt = None
+    thinking_token_budget: NotBuilt = None
     truncate_prompt_tokens: NotBuilt = None
     use_beam_search: Annotated[object, not_built(False)] = None
+    vllm_xargs: NotBuilt = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -106,6 +115,8 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = Field(None, description="begin the text with the prompt")
     logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
 
+    best_of: int | None = Field(None, ge=1, description="only as many as n: choosing among more is not built")
+    prompt_embeds: NotBuilt = None
     suffix: Annotated[object, not_built("")] = None
 
 
@@ -152,12 +163,16 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: ChatTemplateOptions | None = None
 
     audio: NotBuilt = None
+    best_of: Annotated[object, not_built(1)] = None
     chat_template: NotBuilt = None
     continue_final_message: Annotated[object, not_built(False)] = None
     documents: NotBuilt = None
     echo: Annotated[object, not_built(False)] = None
     function_call: Annotated[object, not_built("none")] = None
     functions: Annotated[object, not_built([])] = None
+    include_reasoning: Annotated[object, not_built(True, False)] = None
+    media_io_kwargs: NotBuilt = None
+    mm_processor_kwargs: NotBuilt = None
     modalities: Annotated[object, not_built(["text"])] = None
     moderation: NotBuilt = None
     parallel_tool_calls: Annotated[object, not_built(True, False)] = None

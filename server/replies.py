@@ -4,7 +4,6 @@ Plain dictionaries, ready for JSON. Knows the shapes, not where the values come 
 """
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +16,9 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every object of one response begins with."""
+    """What every object of one response begins with. `name` is the request's, told in a header."""
 
+    name: str
     identifier: str
     created: int
     model: str
@@ -26,9 +26,9 @@ class Head:
     seed: int
 
     @classmethod
-    def now(cls, identifier: str, model: str, fingerprint: str, seed: int) -> "Head":
-        """The head of a response that begins now."""
-        return cls(identifier, int(time.time()), model, fingerprint, seed)
+    def now(cls, kind: str, name: str, model: str, fingerprint: str, seed: int) -> "Head":
+        """The head of a response that begins now; `kind` begins its id."""
+        return cls(name, f"{kind}-{name}", int(time.time()), model, fingerprint, seed)
 
     def object(self, kind: str) -> dict[str, object]:
         """A response or chunk without its choices."""
@@ -39,11 +39,6 @@ class Head:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
-
-
-def new_identifier(prefix: str) -> str:
-    """An id that no other response has."""
-    return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:

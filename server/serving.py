@@ -104,6 +104,7 @@ def build_server(
         ws="none",
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
+        timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=math.ceil(limits.shutdown_s) + _LAST_WORDS_S,
     )
     return HttpServer(config, gate, engine_client.stop, limits.shutdown_s)

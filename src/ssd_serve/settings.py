@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="address to listen on; loopback by default")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     api_key: str | None = Field(
-        default=None, description="when set, every request but /health needs this bearer token"
+        default=None, description="when set, every request but /health and /ping needs this bearer token"
     )
     cors_origins: Annotated[str, AfterValidator(_origins)] | None = Field(
         default=None,

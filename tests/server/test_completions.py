@@ -57,6 +57,23 @@ async def test_a_stream_says_the_same_in_pieces() -> None:
     assert len({chunk["id"] for chunk in found}) == 1
 
 
+async def test_every_chunk_tells_the_usage_so_far_when_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with open_house(lambda _: say("Hello", group=2)) as house:
+        found = await events(house, PATH, prompt="Say it", n=2, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 10)
+    assert all(chunk["usage"]["prompt_tokens"] == 7 for chunk in found)
+    assert found[-1]["choices"] == []
+
+
+async def test_as_many_as_n_are_the_best() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        found = await post(house, PATH, prompt="a", n=2, best_of=2)
+    assert len(found["choices"]) == 2
+
+
 async def test_usage_is_only_streamed_when_asked_for() -> None:
     async with open_house(lambda _: say("Hi")) as house:
         found = await events(house, PATH, prompt="x")

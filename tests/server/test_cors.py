@@ -1,11 +1,13 @@
 """Web pages of other origins, and a proxy that shows the server under a path of its own."""
 
+from collections.abc import Sequence
+
 import httpx
 import pytest
 
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Settings, resolve
-from tests.server.fakes import say
+from tests.server.fakes import ByteTokenizer, say
 from tests.server.houses import House, open_house
 
 pytestmark = pytest.mark.anyio
@@ -47,6 +49,19 @@ async def test_named_origins_may_call_with_a_key(origins: str) -> None:
     for each in (asked, answer, stream, wrong, refused):
         assert each.headers["access-control-allow-origin"] in (PAGE, "*")
     assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_a_fault_of_ours_can_be_read_by_web_pages_too() -> None:
+    def fail(_: Sequence[int]) -> str:
+        raise ZeroDivisionError
+
+    tokenizer = ByteTokenizer()
+    tokenizer.decode = fail  # type: ignore[method-assign, assignment]
+    async with open_house(lambda _: say("x"), Settings(cors_origins="*"), tokenizer=tokenizer) as house:
+        answer = await house.http.post("/detokenize", json={"tokens": [97]}, headers={"Origin": PAGE})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["access-control-allow-origin"] == "*"
 
 
 async def test_other_origins_may_not() -> None:

@@ -66,6 +66,9 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stream_options": {}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
+    ({"prompt": "a", "request_id": "two words"}, "request_id"),
+    ({"prompt": "a", "request_id": "a" * 129}, "request_id"),
     ({"prompt": "a", "suffix": "end"}, "suffix"),
     ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
     ({"prompt": "a", "allowed_token_ids": [VOCABULARY]}, "allowed_token_ids"),
@@ -276,6 +279,17 @@ async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
     assert before.json()["error"]["code"] == "internal_error"
     assert '"code":"internal_error"' in stream.text
     assert "ZeroDivision" not in before.text + whole.text + stream.text
+    assert before.headers["x-request-id"]
+
+
+async def test_a_wrong_path_or_method_is_told_what_is_right() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        path = await house.http.post("/v1/embeddings", json={})
+        method = await house.http.get(COMPLETIONS)
+    assert (path.status_code, method.status_code) == (404, 405)
+    assert "/v1/embeddings; GET /openapi.json tells" in path.json()["error"]["message"]
+    assert method.headers["allow"] == "POST"
+    assert method.json()["error"]["message"] == f"{COMPLETIONS} takes POST, not GET"
 
 
 class SpacesTokenizer(ByteTokenizer):

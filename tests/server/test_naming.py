@@ -1,0 +1,57 @@
+"""Each request has a name that its answer tells, whatever becomes of it."""
+
+import pytest
+
+from ssd_serve.settings import Settings
+from tests.server.fakes import say
+from tests.server.houses import open_house
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "Hi"}]
+HEADER = "X-Request-Id"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "begin"),
+    [(COMPLETIONS, {"prompt": "a"}, "cmpl-"), (CHAT, {"messages": ASK}, "chatcmpl-")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_name_is_told_in_header_and_id(
+    path: str, body: dict[str, object], begin: str, stream: bool
+) -> None:
+    async with open_house(lambda _: say("x")) as house:
+        for headers, asked, name in (
+            ({HEADER: "trace-7/a"}, None, "trace-7/a"),
+            ({HEADER: "trace-7/a"}, "other", "trace-7/a"),
+            ({}, "job:9", "job:9"),
+        ):
+            sent = {**body, "stream": stream, "request_id": asked}
+            answer = await house.http.post(path, json=sent, headers=headers)
+            assert answer.headers.get_list(HEADER) == [name]
+            assert f'"id":"{begin}{name}"' in answer.text
+
+
+async def test_requests_without_a_usable_name_get_one_of_their_own() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        names = [
+            (await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)).headers[HEADER]
+            for headers in ({}, {}, {HEADER: "two words"}, {HEADER: "a" * 129}, {HEADER: ""})
+        ]
+    assert len(set(names)) == 5
+    assert all(len(name) == 32 and name.isalnum() for name in names)
+
+
+async def test_refused_requests_tell_it_too() -> None:
+    async with open_house(lambda _: say("x"), Settings(api_key="sesame")) as house:
+        named, key = {HEADER: "mine"}, {HEADER: "mine", "Authorization": "Bearer sesame"}
+        answers = [
+            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=named),
+            await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=key),
+            await house.http.get("/nowhere", headers=key),
+            await house.http.get("/health", headers=named),
+            await house.http.get("/ping", headers=named),
+        ]
+    assert [answer.status_code for answer in answers] == [401, 400, 404, 200, 200]
+    assert all(answer.headers[HEADER] == "mine" for answer in answers)
