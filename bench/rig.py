@@ -17,7 +17,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.process import start_worker, worker_command
 from ssd_serve.cluster.run_dir import make_run_dir
-from ssd_serve.devices import parse_device
+from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
@@ -35,9 +35,10 @@ from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.engine import Bounds, Engine, Governing
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.layout import Cores, Layout
 from ssd_serve.verifier.measuring import measure_cost
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
@@ -126,12 +127,21 @@ class Rig:
             cost or self.cost,
             policy,
             bounds,
-            governor=Governor() if way.mode == "ssd" and settings.speculation_may_stop else None,
+            governing=self._governing(policy, cost or self.cost) if way.mode == "ssd" else None,
         )
         if way.mode.startswith("sd-"):
             engine.drafters.connect(InlineChannel(self._core(way), self.hello), synchronous=True)
             engine.drafters.drain({})
         return engine
+
+    def _governing(self, policy: GrowPolicy, cost: CostTable) -> Governing | None:
+        """As in serving, on a device of the target's own."""
+        if not self.settings.speculation_may_stop:
+            return None
+        policies: dict[Layout, GrowPolicy] = {Layout.BESIDE: policy, Layout.PLAIN: Never()}
+        return Governing(
+            Governor(tuple(policies)), Cores(Device("cpu"), None), dict.fromkeys(policies, cost), policies
+        )
 
     def _core(self, way: Way) -> DrafterCore:
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth

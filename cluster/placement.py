@@ -9,12 +9,14 @@ from ssd_serve.settings import Mode, Settings
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The decision. `draft` is None without a drafter process; `front_end` has the cores of the server."""
+    """The decision. `draft` is None without a drafter process; `front_end` has the cores of the server;
+    `alone` is where the target computes while no drafter works beside it, if not where it always does."""
 
     mode: Mode
     target: Device
     draft: Device | None
     front_end: Device
+    alone: Device | None = None
 
     @property
     def shares_a_device(self) -> bool:
@@ -41,7 +43,7 @@ def place(settings: Settings, machine: Machine) -> Placement:
     if target is None:
         target = Device("cpu", _others(machine.cores, draft))
     front_end = draft if draft.kind == "cpu" else Device("cpu", _others(machine.cores, target))
-    return Placement(mode, target, draft, front_end)
+    return Placement(mode, target, draft, front_end, _alone(settings, target, machine))
 
 
 def resolved(settings: Settings, placement: Placement) -> Settings:
@@ -50,6 +52,7 @@ def resolved(settings: Settings, placement: Placement) -> Settings:
         update={
             "mode": placement.mode,
             "target_device": str(placement.target),
+            "target_device_alone": str(placement.alone) if placement.alone is not None else None,
             "draft_device": str(placement.draft) if placement.draft is not None else None,
             "draft": settings.draft_model if placement.mode is not Mode.AR else None,
         }
@@ -76,6 +79,14 @@ def _mode(settings: Settings, machine: Machine) -> Mode:
             "or SSD_MODE=ar"
         )
     return settings.mode
+
+
+def _alone(settings: Settings, target: Device, machine: Machine) -> Device | None:
+    """In mode auto all cores, unless the target's were named."""
+    alone = _named(settings.target_device_alone, machine, "SSD_TARGET_DEVICE_ALONE")
+    if alone is None and settings.mode is Mode.AUTO and target.kind == "cpu" and not settings.target_device:
+        alone = _whole(machine)
+    return alone if alone != target else None
 
 
 def _whole(machine: Machine) -> Device:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
+from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
@@ -24,9 +25,10 @@ from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.drafters import Drafters, check_hello
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.engine import Bounds, Engine, Governing
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.layout import Cores, Layout
 from ssd_serve.verifier.measuring import measure_cost
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
@@ -67,20 +69,59 @@ def assemble_verifier(
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
-    cost = measure_cost(model)
+    governing = _governing(settings, model)
+    cost = next(iter(governing.costs.values()))
     step_s = cost.seconds(1)
     hello = _hello(model.facts, Tokenizer(path))
     if policy is None:
-        policy = WhenItPays(settings.mode is Mode.SSD) if settings.grow_first else Never()
-    engine = _engine(settings, model, slots, Drafters(hello, log=log), cost, policy)
-    inline = _inline(settings, hello, say) if settings.mode is Mode.SD else None
+        policy = next(iter(governing.policies.values()))
+    engine = _engine(settings, model, slots, Drafters(hello, log=log), cost, policy, governing)
+    inline = _inline(settings, hello, say) if Layout.INLINE in governing.policies else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
     return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline)
 
 
+def _governing(settings: Settings, model: Model) -> Governing:
+    """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
+    last."""
+    beside = parse_device(settings.target_device or "cpu")
+    alone = parse_device(settings.target_device_alone) if settings.target_device_alone else beside
+    layouts = {
+        Mode.AR: (Layout.PLAIN,),
+        Mode.SD: (Layout.INLINE, Layout.PLAIN),
+        Mode.SSD: (Layout.BESIDE, Layout.PLAIN),
+    }.get(settings.mode, (Layout.PLAIN,))
+    if settings.mode is Mode.SSD and alone != beside:
+        layouts = (Layout.BESIDE, Layout.INLINE, Layout.PLAIN)
+    cores = Cores(beside, alone)
+    tables: dict[Device, CostTable] = {}
+    for layout in reversed(layouts):  # the first one's cores are those that remain
+        cores.enter(layout)
+        if cores.of(layout) not in tables:
+            tables[cores.of(layout)] = measure_cost(model)
+    return Governing(
+        Governor(layouts),
+        cores,
+        {layout: tables[cores.of(layout)] for layout in layouts},
+        {layout: _policy(settings, layout) for layout in layouts},
+    )
+
+
+def _policy(settings: Settings, layout: Layout) -> GrowPolicy:
+    if layout is Layout.PLAIN or not settings.grow_first:
+        return Never()
+    return WhenItPays(concurrent=layout is Layout.BESIDE)
+
+
 def _engine(
-    settings: Settings, model: Model, slots: int, drafters: Drafters, cost: CostTable, policy: GrowPolicy
+    settings: Settings,
+    model: Model,
+    slots: int,
+    drafters: Drafters,
+    cost: CostTable,
+    policy: GrowPolicy,
+    governing: Governing | None,
 ) -> Engine:
     facts = model.facts
     pool = SlotPool(slots)
@@ -96,8 +137,11 @@ def _engine(
     )
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), device=facts.device)
     rounds = Rounds(model, noise, facts.eos_token_ids)
-    governor = Governor() if settings.speculation_may_stop else None
-    return Engine(rounds, Scheduler(pool, prefix, limits), drafters, cost, policy, bounds, governor=governor)
+    if not settings.speculation_may_stop or settings.mode is Mode.AR:
+        governing = None
+    return Engine(
+        rounds, Scheduler(pool, prefix, limits), drafters, cost, policy, bounds, governing=governing
+    )
 
 
 def _inline(settings: Settings, hello: Hello, say: Callable[[str], None]) -> InlineChannel:

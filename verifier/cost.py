@@ -96,6 +96,11 @@ class CostTable:
         """Seconds of a forward of `rows` rows."""
         return float(self.span(rows, rows, reading)[0])
 
+    def first_seconds(self, rows: int, reading: Reading) -> float:
+        """The same as it was measured at start, whatever was seen since: a unit that does not drift."""
+        read = self._context_s * reading.context + self._row_context_s * reading.row_context
+        return float(np.interp(rows, self._points, self._shape)) + read
+
     def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
         """A forward of `rows` rows took `seconds`."""
         if not 0 < rows <= MOST_ROWS or seconds <= 0:

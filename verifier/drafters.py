@@ -25,6 +25,7 @@ from ssd_serve.messages import (
     Refusal,
     Resync,
 )
+from ssd_serve.verifier.layout import Layout
 from ssd_serve.verifier.request import Request
 
 _SILENT_STEPS = 3
@@ -32,6 +33,15 @@ _SILENT_EXTRA_S = 0.020
 _HEARTBEAT_S = 2.0
 _HELD_TOKENS = 32
 """Tokens of a request that drafters hear together while speculation is switched off: one cheap chunk."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What a paused drafter has not been told yet of a request."""
+
+    request: Request
+    tokens: list[int]
+    root: int
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +57,9 @@ class Link:
     """It works only while it is waited for, so its silence means nothing."""
     name: str = ""
     joined: bool = False
+    paused: bool = False
+    """Nothing is expected of it now; it hears what was committed in larger pieces."""
+    held: dict[int, _Held] = field(default_factory=dict)
     step_s: float = 0.0
     overruns: tuple[int, int] = (0, 0)
     """Of an emulated device: forwards longer than its table says, and all forwards."""
@@ -67,8 +80,7 @@ class Drafters:
         self._log = log or get_logger("verifier")
         self._links: list[Link] = []
         self._beat_at = 0.0
-        self._paused = False
-        self._held: dict[int, tuple[Request, list[int], int]] = {}
+        self._layout: Layout | None = None
         self.joins = 0
 
     @property
@@ -78,8 +90,8 @@ class Drafters:
 
     @property
     def working(self) -> bool:
-        """Whether nodes may be expected: a drafter has joined, and speculation is not switched off."""
-        return not self._paused and self.alive > 0
+        """Whether nodes may be expected: a drafter has joined, and drafting is not switched off."""
+        return any(link.joined and not link.paused for link in self._links)
 
     @property
     def channels(self) -> list[Channel]:
@@ -88,8 +100,8 @@ class Drafters:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the fastest joined drafter's step; 0 when unknown."""
-        known = [link.step_s for link in self._links if link.joined and link.step_s > 0]
+        """Seconds of the fastest working drafter's step; 0 when unknown."""
+        known = [link.step_s for link in self._links if link.joined and not link.paused and link.step_s > 0]
         return min(known, default=0.0)
 
     @property
@@ -102,38 +114,55 @@ class Drafters:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
         self._links.append(Link(channel, synchronous, heard_at=self._clock()))
 
-    def pause(self, paused: bool) -> None:
-        """Switch speculation off or on. Switched off, drafters hear what was committed in larger pieces."""
-        if paused == self._paused:
+    def use(self, layout: Layout) -> None:
+        """Let the drafters of this layout work, and the others pause."""
+        self._layout = layout
+        for link in self._links:
+            self._set_paused(link)
+
+    def _set_paused(self, link: Link) -> None:
+        wanted = Layout.INLINE if link.synchronous else Layout.BESIDE
+        paused = self._layout is not None and self._layout is not wanted
+        if paused == link.paused:
             return
-        self._paused = paused
-        for number in list(self._held):
-            self._tell(number)
-        self._send_all(Pause(paused), None)
+        link.paused = paused
+        for number in list(link.held):
+            self._tell(link, number)
+        if link.joined:
+            link.channel.send(Pause(paused))
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, or start again at its current tokens, under a new epoch."""
-        self._held.pop(request.number, None)
-        self._send_all(request.open(), request.number)
+        message = request.open()
+        for link in self._links:
+            link.held.pop(request.number, None)
+            if link.joined:
+                self._send(link, message, request.number)
 
     def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
         """Publish what a round committed; call after the request's tokens were extended."""
-        _, held, _ = self._held.get(request.number, (request, [], 0))
-        held.extend(tokens)
-        self._held[request.number] = (request, held, root)
-        if not self._paused or len(held) >= _HELD_TOKENS:
-            self._tell(request.number)
+        for link in self._links:
+            if not link.joined:
+                continue
+            held = link.held.get(request.number)
+            if held is None:
+                held = link.held[request.number] = _Held(request, [], root)
+            held.tokens.extend(tokens)
+            held.root = root
+            if not link.paused or len(held.tokens) >= _HELD_TOKENS:
+                self._tell(link, request.number)
 
-    def _tell(self, number: int) -> None:
-        request, tokens, root = self._held.pop(number)
-        position = len(request.tokens) - len(tokens)
-        self._send_all(Outcome(number, request.epoch, position, tuple(tokens), root), number)
+    def _tell(self, link: Link, number: int) -> None:
+        held = link.held.pop(number)
+        position = len(held.request.tokens) - len(held.tokens)
+        message = Outcome(number, held.request.epoch, position, tuple(held.tokens), held.root)
+        self._send(link, message, number)
 
     def close(self, request: Request) -> None:
         """Stop drafting for a request."""
         message = Close(request.number, request.epoch)
-        self._held.pop(request.number, None)
         for link in self._links:
+            link.held.pop(request.number, None)
             link.behind.discard(request.number)
             if link.joined and not link.channel.send(message):
                 link.unclosed[message.request] = message.epoch
@@ -162,7 +191,7 @@ class Drafters:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a drafter says something."""
-        return bool(poll(self.channels, timeout_s))
+        return bool(poll([link.channel for link in self._links if not link.paused], timeout_s))
 
     def listen(self, timeout_s: float) -> bool:
         """Wait until a drafter with a device of its own says something; False when there is none."""
@@ -174,6 +203,7 @@ class Drafters:
         now = self._clock()
         return any(
             link.joined
+            and not link.paused
             and (
                 link.synchronous
                 or link.heard_at >= link.asked_at
@@ -217,8 +247,7 @@ class Drafters:
         link.name, link.joined, link.step_s = hello.name, True, hello.step_ms / 1e3
         self.joins += 1
         link.channel.send(self._hello)
-        if self._paused:
-            link.channel.send(Pause(paused=True))
+        self._set_paused(link)
         for request in requests.values():
             self.open(request)
         self._log.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))

@@ -7,7 +7,7 @@ It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,7 @@ from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Outlook
+from ssd_serve.verifier.layout import Cores, Layout
 from ssd_serve.verifier.ranking import RankedNode, rank
 from ssd_serve.verifier.request import Request, Tally, accept
 from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
@@ -68,6 +69,17 @@ class Totals:
     prompt_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Governing:
+    """What may change while the engine runs, by layout: the cores, what forwards cost there, and how long a
+    round waits for drafts."""
+
+    governor: Governor[Layout]
+    cores: Cores
+    costs: Mapping[Layout, CostTable]
+    policies: Mapping[Layout, GrowPolicy]
+
+
 class Engine:
     """Verifies rounds for all requests. All collaborators are given; the engine starts nothing."""
 
@@ -80,14 +92,15 @@ class Engine:
         policy: GrowPolicy,
         bounds: Bounds,
         host: HostCost | None = None,
-        governor: Governor | None = None,
+        governing: Governing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.drafters = drafters
         self.cost = cost
         self.host = host or HostCost()
-        self.governor = governor
+        self.governing = governing
+        self._layout: Layout | None = None
         self.clocked = Clocked()
         self.totals = Totals()
         self._rounds = rounds
@@ -170,8 +183,7 @@ class Engine:
 
     def _choose_work(self, parts: Sequence[Part]) -> list[Work]:
         """Choose the nodes, waiting for growth first where that pays."""
-        if self.governor is not None and self._decoding(parts):
-            self.drafters.pause(not self.governor.speculate(self._decoding(parts)))
+        self._lay_out(self._decoding(parts))
         outlook, ranked = self._outlook(parts, 0)
         while self._decoding(parts) and self.drafters.worth_waiting() and self._policy.wants(outlook):
             started = self._clock()
@@ -183,6 +195,17 @@ class Engine:
             outlook, ranked = self._outlook(parts, before.steps + 1)
             self._policy.learn(before, outlook, waited_s)
         return self._place(parts, ranked[: outlook.choice.nodes])
+
+    def _lay_out(self, requests: int) -> None:
+        """Draft in the way that the governor chooses."""
+        if self.governing is None or not requests:
+            return
+        layout = self.governing.governor.choose(requests)
+        if layout is not self._layout:
+            self._layout = layout
+            self.cost, self._policy = self.governing.costs[layout], self.governing.policies[layout]
+            self.governing.cores.enter(layout)
+            self.drafters.use(layout)
 
     def _outlook(self, parts: Sequence[Part], steps: int) -> tuple[Outlook, list[RankedNode]]:
         """The round as it would be now, and its candidate nodes."""
@@ -228,14 +251,18 @@ class Engine:
         self.scheduler.pool.free(
             [slot for index, slot in enumerate(work.node_slots) if index not in accepted]
         )
+        request.scored += len(walk.prompt_logprobs)
         if not walk.tokens:
-            return []
+            told = walk.prompt_logprobs
+            return [Committed(request.number, (), prompt_logprobs=told)] if told else []
         before = request.generated
         request.tokens.extend(walk.tokens)
         if request.counts is not None:
             request.counts.extend(walk.tokens)
         self._advance(walk, request, first=before == 0 and not work.nodes)
-        reports: list[VerifierReport] = [Committed(request.number, walk.tokens, walk.logprobs)]
+        reports: list[VerifierReport] = [
+            Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs)
+        ]
         if walk.ended:
             del self._requests[request.number]
             self._retire(request)
@@ -284,10 +311,10 @@ class Engine:
         tokens = sum(len(walk.tokens) for walk in walks)
         self.host.observe(requests, flight.rows - requests, clocked.host_s - host_s)
         self._rate.observe(requests, tokens, total_s)
-        if self.governor is not None and self.drafters.alive:
+        if self.governing is not None and self.drafters.alive:
             reading = Reading(flight.reading.context, flight.reading.context)
-            plain_s = self.cost.seconds(requests, reading) + self.host.seconds(requests, 0)
-            self.governor.observe(requests, tokens, total_s, plain_s)
+            plain_s = self.governing.costs[Layout.PLAIN].first_seconds(requests, reading)
+            self.governing.governor.observe(requests, tokens, total_s, plain_s)
 
     def _impossible(self, message: Submit) -> Refused | None:
         bounds, number = self._bounds, message.request

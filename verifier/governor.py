@@ -1,42 +1,39 @@
-"""Whether to speculate at all: what speculation really gives against plain decoding, by level of load.
+"""Which way to draft: what each really gives, timed on live rounds, by level of load.
 
 The budget prices nodes; it does not see what a drafter costs by being there: messages, waits, a memory bus
-that two devices share. So both ways are timed on live rounds, and the faster one runs. Speculation that leads
-clearly is not disturbed by trials. Plain Python; knows no drafters and no trees.
+that two devices share, a core that the target could have. So every way is tried, and the fastest one runs. A
+clear lead over plain decoding is not disturbed to look at plain decoding. Plain Python; knows no drafters and
+no trees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Generic, TypeVar
+
+Way = TypeVar("Way")
 
 _MEMORY = 1 - 1 / 256
 _SETTLING = 6
-"""Rounds after a switch that are not counted: a drafter has to catch up, or to fall silent."""
+"""Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
 _CHECK = 64
-_PROBE = 24
-_TRIAL = 96
+_TRIAL, _PLAIN_TRIAL = 96, 24
 _CLEAR_LEAD = 1.3
-_STALE = 4096
 _FIRST_PATIENCE, _MOST_PATIENCE = 512, 16384
 _MOST_LOST = 16.0
-"""A first or later trial of speculation ends early when it has cost this many plain rounds."""
-
-
-class _Phase(Enum):
-    SPECULATING = "speculating"
-    PROBING = "probing"
-    """A few plain rounds, to know what plain decoding gives."""
-    PLAIN = "plain"
-    TRYING = "trying"
-    """A few speculative rounds, to see whether it pays by now."""
+"""A trial ends early when it has cost this many plain rounds."""
 
 
 @dataclass(slots=True)
-class _Side:
-    """One way to decode: tokens, as the time that plain rounds should take for them, and the time spent."""
+class _Record:
+    """What one way gave: tokens, as the time that plain rounds should take for them, and the time spent."""
 
     gained_s: float = 0.0
     spent_s: float = 0.0
     rounds: int = 0
+    tried: bool = False
+    age: int = 0
+    """Rounds since it was last used."""
+    patience: int = _FIRST_PATIENCE
 
     def add(self, gained_s: float, spent_s: float) -> None:
         if self.rounds > 8:  # a descheduled process is not a slow way to decode
@@ -45,51 +42,47 @@ class _Side:
         self.spent_s = _MEMORY * self.spent_s + spent_s
         self.rounds += 1
 
+    def forget(self) -> None:
+        self.gained_s = self.spent_s = 0.0
+        self.rounds = 0
+
     @property
     def gain(self) -> float:
         return self.gained_s / self.spent_s if self.spent_s else 0.0
 
 
 @dataclass(slots=True)
-class _Level:
-    phase: _Phase = _Phase.SPECULATING
+class _Level(Generic[Way]):
+    best: Way
+    running: Way
+    records: dict[Way, _Record] = field(default_factory=dict)
     rounds: int = 0
-    """Rounds in this phase."""
-    speculative: _Side = field(default_factory=_Side)
-    plain: _Side = field(default_factory=_Side)
-    plain_age: int = 0
-    patience: int = _FIRST_PATIENCE
+    """Rounds since the last change."""
     lost: float = 0.0
-    """Plain rounds that this phase has cost, against what plain decoding is known or expected to give."""
+    """Plain rounds that the running way has cost lately, against the best other way."""
 
-    @property
-    def on(self) -> bool:
-        return self.phase in (_Phase.SPECULATING, _Phase.TRYING)
-
-    @property
-    def plain_gain(self) -> float:
-        """What plain decoding gives; 1, as the cost model says, until it was measured."""
-        return self.plain.gain if self.plain.rounds else 1.0
-
-    def enter(self, phase: _Phase) -> None:
-        self.phase, self.rounds, self.lost = phase, 0, 0.0
+    def enter(self, way: Way) -> None:
+        self.running, self.rounds, self.lost = way, 0, 0.0
 
 
-class Governor:
-    """Switches speculation on and off, by level of load: a power of two of decoding requests."""
+class Governor(Generic[Way]):
+    """Chooses among ways to draft; the first is taken to be the best until others are measured, the last is
+    plain decoding. Levels of load are powers of two of decoding requests."""
 
-    def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self._ways = tuple(ways)
+        self._plain = self._ways[-1]
+        self._levels: dict[int, _Level[Way]] = {}
 
-    def speculate(self, requests: int) -> bool:
-        """Whether a round of `requests` decoding requests should speculate."""
-        return self._level(requests).on
+    def choose(self, requests: int) -> Way:
+        """The way of the next round of `requests` decoding requests."""
+        return self._level(requests).running
 
-    def gains(self) -> dict[int, tuple[float, float]]:
-        """By the least number of requests of each level: gain of speculating and of plain decoding; 0:
-        unknown."""
+    def gains(self) -> dict[int, dict[Way, float]]:
+        """By the least number of requests of each level: what each way gives, in units of plain decoding as
+        the cost model expects it; 0: unknown."""
         return {
-            1 << (bits - 1): (level.speculative.gain, level.plain.gain)
+            1 << (bits - 1): {way: record.gain for way, record in level.records.items()}
             for bits, level in sorted(self._levels.items())
         }
 
@@ -99,51 +92,66 @@ class Governor:
             return
         level = self._level(requests)
         level.rounds += 1
-        level.plain_age += 1
+        for record in level.records.values():
+            record.age += 1
+        running = level.records[level.running]
+        running.age = 0
         if level.rounds > _SETTLING:
-            side = level.speculative if level.on else level.plain
-            side.add(tokens / requests * plain_s, seconds)
-        level.lost = max(0.0, level.lost + level.plain_gain * seconds / plain_s - tokens / requests)
+            running.add(tokens / requests * plain_s, seconds)
+        against = self._rival(level)
+        level.lost = max(0.0, level.lost + against * seconds / plain_s - tokens / requests)
         self._move(level)
 
-    def _level(self, requests: int) -> _Level:
-        return self._levels.setdefault(max(1, requests).bit_length(), _Level())
+    def _level(self, requests: int) -> _Level[Way]:
+        bits = max(1, requests).bit_length()
+        level = self._levels.get(bits)
+        if level is None:
+            records = {way: _Record() for way in self._ways}
+            level = self._levels[bits] = _Level(self._ways[0], self._ways[0], records)
+        return level
 
-    @staticmethod
-    def _move(level: _Level) -> None:
-        match level.phase:
-            case _Phase.SPECULATING:
-                if level.rounds % _CHECK == 0 or level.lost > _MOST_LOST:
-                    _check(level)
-            case _Phase.PROBING:
-                if level.rounds >= _PROBE + _SETTLING:
-                    level.plain_age = 0
-                    worse = level.speculative.gain < level.plain.gain
-                    level.enter(_Phase.PLAIN if worse else _Phase.SPECULATING)
-            case _Phase.PLAIN:
-                if level.rounds >= level.patience:
-                    level.speculative = _Side()
-                    level.enter(_Phase.TRYING)
-            case _Phase.TRYING:
-                if level.rounds >= _TRIAL + _SETTLING or level.lost > _MOST_LOST:
-                    _judge_trial(level)
+    def _rival(self, level: _Level[Way]) -> float:
+        """Gain of the best way but the running one. Plain decoding gives 1, as the cost model says, until it
+        was measured."""
+        return max((self._gain(level, way) for way in self._ways if way != level.running), default=0.0)
 
+    def _gain(self, level: _Level[Way], way: Way) -> float:
+        record = level.records[way]
+        return 1.0 if way == self._plain and not record.rounds else record.gain
 
-def _check(level: _Level) -> None:
-    """Every `_CHECK` speculative rounds: go on, look again what plain decoding gives, or stop."""
-    level.lost = 0.0
-    if level.speculative.gain > _CLEAR_LEAD * level.plain_gain:
-        return
-    if level.plain.rounds and level.plain_age < _STALE and level.speculative.gain >= level.plain.gain:
-        return
-    level.plain = _Side()
-    level.enter(_Phase.PROBING)
+    def _move(self, level: _Level[Way]) -> None:
+        trial = _PLAIN_TRIAL if level.running == self._plain else _TRIAL
+        if level.running != level.best:
+            if level.rounds >= trial + _SETTLING or level.lost > _MOST_LOST:
+                self._judge(level)
+        elif level.rounds % _CHECK == 0 or level.lost > _MOST_LOST:
+            level.lost = 0.0
+            rival = self._candidate(level)
+            if rival is not None:
+                level.records[rival].forget()
+                level.enter(rival)
 
+    def _candidate(self, level: _Level[Way]) -> Way | None:
+        """A way that deserves a trial now: never measured, or not for as long as its patience."""
+        mine = self._gain(level, level.best)
+        for way in self._ways:
+            record = level.records[way]
+            if way == level.best:
+                continue
+            if way == self._plain and mine > _CLEAR_LEAD * self._gain(level, way):
+                continue
+            if not record.tried or record.age >= record.patience or record.gain > mine:
+                return way
+        return None
 
-def _judge_trial(level: _Level) -> None:
-    if level.speculative.gain > level.plain.gain:
-        level.patience = _FIRST_PATIENCE
-        level.enter(_Phase.SPECULATING)
-    else:
-        level.patience = min(2 * level.patience, _MOST_PATIENCE)
-        level.enter(_Phase.PLAIN)
+    def _judge(self, level: _Level[Way]) -> None:
+        """The end of a trial: the better one of the tried way and the best so far goes on."""
+        tried, best = level.records[level.running], level.records[level.best]
+        tried.tried = best.tried = True
+        if tried.gain > best.gain:
+            tried.patience = best.patience = _FIRST_PATIENCE
+            level.best = level.running
+            level.rounds = 0
+        else:
+            tried.patience = min(2 * tried.patience, _MOST_PATIENCE)
+            level.enter(level.best)

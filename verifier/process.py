@@ -31,7 +31,7 @@ def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
     loop = Loop(server, joining, verifier.engine)
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafter")
-        loop.await_drafter(_JOIN_S)
+        loop.await_drafter(_JOIN_S, already=verifier.inline is not None)
     server.send(_ready(settings, verifier))
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
@@ -50,10 +50,14 @@ class Loop:
         self._unsent: deque[Message] = deque()
         self._status_at = 0.0
 
-    def await_drafter(self, timeout_s: float) -> None:
-        """Wait until a drafter has joined; go on without one when none comes."""
+    def await_drafter(self, timeout_s: float, already: int) -> None:
+        """Wait until a drafter has joined, besides those that have `already`; go on without one when none
+        comes."""
+        self._engine.drafters.drain({})
         deadline = time.monotonic() + timeout_s
-        while not self._engine.drafters.alive and time.monotonic() < deadline and not self._server.closed:
+        while (
+            self._engine.drafters.alive <= already and time.monotonic() < deadline and not self._server.closed
+        ):
             self._accept()
             self._sleep(0.05)
             self._engine.drafters.drain({})

@@ -71,6 +71,10 @@ class Settings(BaseSettings):
         default=None,
         description="device of the target: cpu, cpu:0, cpu:0-1, cuda:0; empty: chosen by the mode",
     )
+    target_device_alone: str | None = Field(
+        default=None,
+        description="device of the target while no drafter works beside it; mode auto chooses all cores",
+    )
     draft_device: str | None = Field(
         default=None, description="device of the drafter; empty: chosen by the mode"
     )

@@ -25,7 +25,7 @@ def machine(cores: int, gpus: int = 0) -> Machine:
 @pytest.mark.parametrize(
     ("have", "mode", "expected"),
     [
-        (machine(2), Mode.AUTO, Placement(Mode.SSD, cpu(0), cpu(1), cpu(1))),
+        (machine(2), Mode.AUTO, Placement(Mode.SSD, cpu(0), cpu(1), cpu(1), cpu(0, 1))),
         (machine(4), Mode.SSD, Placement(Mode.SSD, cpu(0, 1, 2), cpu(3), cpu(3))),
         (machine(1), Mode.AUTO, Placement(Mode.SD, cpu(0), None, cpu(0))),
         (machine(1), Mode.SSD, Placement(Mode.SSD, cpu(0), cpu(0), cpu(0))),
@@ -38,6 +38,14 @@ def machine(cores: int, gpus: int = 0) -> Machine:
 )
 def test_defaults(have: Machine, mode: Mode, expected: Placement) -> None:
     assert place(Settings(mode=mode), have) == expected
+
+
+def test_the_cores_of_a_silent_drafter_are_lent_in_mode_auto_only() -> None:
+    assert place(Settings(mode=Mode.SSD), machine(4)).alone is None
+    assert place(Settings(mode=Mode.AUTO), machine(4)).alone == cpu(0, 1, 2, 3)
+    assert place(Settings(mode=Mode.AUTO, target_device="cpu:0"), machine(4)).alone is None
+    named = Settings(mode=Mode.SSD, target_device="cpu:0", target_device_alone="cpu:0-1")
+    assert place(named, machine(4)).alone == cpu(0, 1)
 
 
 def test_no_draft_model_means_plain_decoding() -> None:

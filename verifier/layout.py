@@ -1,0 +1,42 @@
+"""The ways in which a verifier may draft, and moving its threads between them.
+
+On CPUs the cores are the devices: while no drafter works beside the target, the target may have them all.
+Knows threads and cores; no requests and no models.
+"""
+
+import os
+from enum import Enum
+
+import torch
+
+from ssd_serve.devices import Device
+
+
+class Layout(Enum):
+    """Who drafts: a drafter on its own device, one inline on the target's, or nobody."""
+
+    BESIDE = "beside"
+    INLINE = "inline"
+    PLAIN = "plain"
+
+
+class Cores:
+    """The target's cores by layout: `beside` a drafter, and `alone`. Other devices than CPUs stay as they
+    are."""
+
+    def __init__(self, beside: Device, alone: Device | None) -> None:
+        self._beside = beside
+        self._alone = alone or beside
+
+    def of(self, layout: Layout) -> Device:
+        """The cores of a layout."""
+        return self._beside if layout is Layout.BESIDE else self._alone
+
+    def enter(self, layout: Layout) -> None:
+        """Compute on the cores of this layout from now on, with as many threads."""
+        device = self.of(layout)
+        if device.kind != "cpu" or not device.indices or self._beside == self._alone:
+            return
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, device.indices)
+        torch.set_num_threads(len(device.indices))
