@@ -37,6 +37,7 @@ from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from ssd_serve.seeds import mix, root_name
 from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
+from ssd_serve.verifier.deciding import Decider, DraftBounds
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.growing import Never, Steps
@@ -118,13 +119,15 @@ class Pair:
         # The plain baseline computes every prompt: reuse is one more thing to be proven.
         prefix = PrefixCache(pool) if case.mode != "ar" else None
         budget = 0 if case.mode == "ar" else case.budget
-        bounds = Bounds(512, self.vocabulary, self.eos, budget, _GROWTH.nodes, _GROWTH.width)
+        bounds = Bounds(512, self.vocabulary, self.eos, _GROWTH.nodes)
         scheduler = Scheduler(pool, prefix, Limits(case.batch, 1024, _PREFILL_CHUNK))
         rounds = Rounds(self.target, self.noise, self.eos)
         policy = Steps(_STEPS) if budget else Never()
         # Time stands still for the drafters' links: a busy machine must not make one look silent.
         drafters = Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error"))
-        return Engine(rounds, scheduler, drafters, FixedCost(), policy, bounds, FixedHost())
+        draft_bounds = DraftBounds(512, budget, _GROWTH.width)
+        decider = Decider(drafters, FixedCost(), policy, draft_bounds, FixedHost())
+        return Engine(rounds, scheduler, drafters, decider, bounds)
 
     def core(self) -> DrafterCore:
         """A fresh drafter."""

@@ -34,8 +34,9 @@ from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine, Governing
+from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
@@ -108,14 +109,13 @@ class Rig:
         if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
             policy = Never()
         facts = target.facts
-        bounds = Bounds(
+        draft_bounds = DraftBounds(
             facts.context,
-            facts.vocabulary,
-            facts.eos_token_ids,
             0 if way.mode == "ar" else settings.budget,
-            settings.tree_nodes,
             settings.draft_width if way.mode == "ssd" else way.width,
         )
+        drafters = Drafters(self.hello, log=get_logger("bench", "warning"))
+        governing = self._governing(policy, cost or self.cost) if way.mode == "ssd" else None
         scheduler = Scheduler(
             SlotPool(_SLOTS), None, Limits(settings.max_running, 1024, settings.prefill_chunk)
         )
@@ -123,11 +123,9 @@ class Rig:
         engine = Engine(
             rounds,
             scheduler,
-            Drafters(self.hello, log=get_logger("bench", "warning")),
-            cost or self.cost,
-            policy,
-            bounds,
-            governing=self._governing(policy, cost or self.cost) if way.mode == "ssd" else None,
+            drafters,
+            Decider(drafters, cost or self.cost, policy, draft_bounds, governing=governing),
+            Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, settings.tree_nodes),
         )
         if way.mode.startswith("sd-"):
             engine.drafters.connect(InlineChannel(self._core(way), self.hello), synchronous=True)

@@ -28,6 +28,7 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.models.interface import ForwardResult, ModelFacts
+from ssd_serve.verifier.deciding import Decider, DraftBounds
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.growing import GrowPolicy, WhenItPays
@@ -185,11 +186,13 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
         PrefixCache(pool) if case.prefix else None,
         Limits(case.max_running, case.max_waiting, case.prefill_chunk),
     )
-    bounds = Bounds(4096, VOCABULARY, (EOS,), case.budget, case.growth.nodes, case.growth.width)
+    bounds = Bounds(4096, VOCABULARY, (EOS,), case.growth.nodes)
     rounds = Rounds(model, NoiseRows(VOCABULARY, 4096), (EOS,))
     # Time stands still for drafters, and costs are fixed: no test depends on how busy the machine is.
     drafters = Drafters(HELLO, clock=lambda: 0.0)
-    return Engine(rounds, scheduler, drafters, FixedCost(), case.policy(), bounds), model
+    draft_bounds = DraftBounds(4096, case.budget, case.growth.width)
+    decider = Decider(drafters, FixedCost(), case.policy(), draft_bounds)
+    return Engine(rounds, scheduler, drafters, decider, bounds), model
 
 
 @dataclass(frozen=True)

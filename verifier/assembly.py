@@ -24,8 +24,9 @@ from ssd_serve.models.memory import available_memory
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
 from ssd_serve.verifier.drafters import Drafters, check_hello
-from ssd_serve.verifier.engine import Bounds, Engine, Governing
+from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
@@ -121,27 +122,20 @@ def _engine(
     drafters: Drafters,
     cost: CostTable,
     policy: GrowPolicy,
-    governing: Governing | None,
+    governing: Governing,
 ) -> Engine:
     facts = model.facts
     pool = SlotPool(slots)
     prefix = PrefixCache(pool) if settings.prefix_cache else None
     limits = Limits(settings.max_running, settings.max_waiting, settings.prefill_chunk)
-    bounds = Bounds(
-        context=facts.context,
-        vocabulary=facts.vocabulary,
-        eos=facts.eos_token_ids,
-        budget=settings.budget if settings.mode is not Mode.AR else 0,
-        tree_nodes=settings.tree_nodes,
-        draft_width=settings.draft_width,
-    )
+    budget = settings.budget if settings.mode is not Mode.AR else 0
+    draft_bounds = DraftBounds(facts.context, budget, settings.draft_width)
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), device=facts.device)
     rounds = Rounds(model, noise, facts.eos_token_ids)
-    if not settings.speculation_may_stop or settings.mode is Mode.AR:
-        governing = None
-    return Engine(
-        rounds, Scheduler(pool, prefix, limits), drafters, cost, policy, bounds, governing=governing
-    )
+    governed = settings.speculation_may_stop and settings.mode is not Mode.AR
+    decider = Decider(drafters, cost, policy, draft_bounds, governing=governing if governed else None)
+    bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, settings.tree_nodes)
+    return Engine(rounds, Scheduler(pool, prefix, limits), drafters, decider, bounds)
 
 
 def _inline(settings: Settings, hello: Hello, say: Callable[[str], None]) -> InlineChannel:

@@ -7,42 +7,31 @@ It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
 
 from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.processors import TokenCounts, needs_counts
 from ssd_serve.messages import Committed, Finished, Refused, Submit, VerifierReport
-from ssd_serve.verifier.budget import Rate, choose
-from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost, Reading
+from ssd_serve.verifier.deciding import Decider, Round
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.governor import Governor
-from ssd_serve.verifier.growing import GrowPolicy, Outlook
-from ssd_serve.verifier.layout import Cores, Layout
-from ssd_serve.verifier.ranking import RankedNode, rank
+from ssd_serve.verifier.ranking import RankedNode
 from ssd_serve.verifier.request import Request, Tally, accept
 from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
 from ssd_serve.verifier.scheduler import Part, Scheduler
 
-_CANDIDATES = 64
-"""Most nodes of a round where the settings name no budget; the cost model chooses among them."""
 _WAKING_S = 0.0015
 """Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Fixed bounds of the engine. `budget` None leaves the number of nodes to the cost model alone."""
+    """Fixed bounds of the engine's requests; `tree_nodes`: most candidates in a replica."""
 
     context: int
     vocabulary: int
     eos: tuple[int, ...]
-    budget: int | None
     tree_nodes: int
-    draft_width: int
 
 
 @dataclass(slots=True)
@@ -69,17 +58,6 @@ class Totals:
     prompt_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Governing:
-    """What may change while the engine runs, by layout: the cores, what forwards cost there, and how long a
-    round waits for drafts."""
-
-    governor: Governor[Layout]
-    cores: Cores
-    costs: Mapping[Layout, CostTable]
-    policies: Mapping[Layout, GrowPolicy]
-
-
 class Engine:
     """Verifies rounds for all requests. All collaborators are given; the engine starts nothing."""
 
@@ -88,25 +66,17 @@ class Engine:
         rounds: Rounds,
         scheduler: Scheduler,
         drafters: Drafters,
-        cost: CostTable,
-        policy: GrowPolicy,
+        decider: Decider,
         bounds: Bounds,
-        host: HostCost | None = None,
-        governing: Governing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.drafters = drafters
-        self.cost = cost
-        self.host = host or HostCost()
-        self.governing = governing
-        self._layout: Layout | None = None
+        self.decider = decider
         self.clocked = Clocked()
         self.totals = Totals()
         self._rounds = rounds
-        self._policy = policy
         self._bounds = bounds
-        self._rate = Rate()
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._active: dict[int, Request] = {}
@@ -146,28 +116,31 @@ class Engine:
     def step(self) -> list[VerifierReport]:
         """One round over everything that is running; returns what the front end must know."""
         started = self._clock()
-        self.drafters.drain(self._active)
+        self._drain()
         parts = self._choose_parts()
         if not parts:
             return []
-        work = self._choose_work(parts)
-        flight = self._rounds.launch(work)
+        nodes, waited_s = self.decider.choose(parts, self._drain)
+        flight = self._rounds.launch(self._place(parts, nodes))
         forward_s = self._listen(flight)
         walks = self._rounds.finish(flight)
         reports: list[VerifierReport] = []
         for walk in walks:
             reports.extend(self._commit(walk))
-        self._account(flight, walks, forward_s, self._clock() - started)
+        self._account(flight, walks, forward_s, waited_s, self._clock() - started)
         return reports
+
+    def _drain(self) -> None:
+        self.drafters.drain(self._active)
 
     def _listen(self, flight: Flight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
         if not flight.ready():
-            ends = flight.started + self.cost.seconds(flight.rows, flight.reading) - _WAKING_S
+            ends = flight.started + self.decider.cost.seconds(flight.rows, flight.reading) - _WAKING_S
             while not flight.ready() and self.drafters.listen(ends - self._clock()):
-                self.drafters.drain(self._active)
+                self._drain()
         forward_s = flight.wait()
-        self.drafters.drain(self._active)
+        self._drain()
         return forward_s
 
     def _choose_parts(self) -> list[Part]:
@@ -180,55 +153,6 @@ class Engine:
             self.drafters.close(request)
             request.replica = None
         return parts
-
-    def _choose_work(self, parts: Sequence[Part]) -> list[Work]:
-        """Choose the nodes, waiting for growth first where that pays."""
-        self._lay_out(self._decoding(parts))
-        outlook, ranked = self._outlook(parts, 0)
-        while self._decoding(parts) and self.drafters.worth_waiting() and self._policy.wants(outlook):
-            started = self._clock()
-            self.drafters.wait(2 * max(outlook.step_s, 1e-3))
-            self.drafters.drain(self._active)
-            waited_s = self._clock() - started
-            self.clocked.wait_s += waited_s
-            before = outlook
-            outlook, ranked = self._outlook(parts, before.steps + 1)
-            self._policy.learn(before, outlook, waited_s)
-        return self._place(parts, ranked[: outlook.choice.nodes])
-
-    def _lay_out(self, requests: int) -> None:
-        """Draft in the way that the governor chooses."""
-        if self.governing is None or not requests:
-            return
-        layout = self.governing.governor.choose(requests)
-        if layout is not self._layout:
-            self._layout = layout
-            self.cost, self._policy = self.governing.costs[layout], self.governing.policies[layout]
-            self.governing.cores.enter(layout)
-            self.drafters.use(layout)
-
-    def _outlook(self, parts: Sequence[Part], steps: int) -> tuple[Outlook, list[RankedNode]]:
-        """The round as it would be now, and its candidate nodes."""
-        bounds, decoding = self._bounds, self._decoding(parts)
-        most = _CANDIDATES if bounds.budget is None else bounds.budget
-        ranking = rank(parts, most if self.drafters.working else 0, bounds.context, bounds.draft_width)
-        reaches = np.array([item[0] for item in ranking.nodes])
-        rate = self._rate.value(decoding)
-        choice = choose(reaches, decoding, self._round_seconds(parts, len(reaches)), rate)
-        step_s = self.drafters.step_s
-        return Outlook(choice, ranking.leaves, rate, step_s, steps, ranking.missed), ranking.nodes
-
-    def _round_seconds(self, parts: Sequence[Part], most: int) -> npt.NDArray[np.float64]:
-        """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
-        rows = sum(len(part.slots) for part in parts)
-        most = max(0, min(most, MOST_ROWS - rows))
-        reading = _reading(parts)
-        forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
-        return forward_s + self.host.node_s * np.arange(most + 1)
-
-    @staticmethod
-    def _decoding(parts: Sequence[Part]) -> int:
-        return sum(part.request.decoding for part in parts)
 
     def _place(self, parts: Sequence[Part], chosen: Sequence[RankedNode]) -> list[Work]:
         """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
@@ -297,24 +221,27 @@ class Engine:
             self.drafters.close(request)
         self.scheduler.remove(request)
 
-    def _account(self, flight: Flight, walks: Sequence[Walk], forward_s: float, total_s: float) -> None:
+    def _account(
+        self, flight: Flight, walks: Sequence[Walk], forward_s: float, waited_s: float, total_s: float
+    ) -> None:
         clocked = self.clocked
-        host_s = clocked.host_s
         clocked.forward_s += forward_s
+        clocked.wait_s += waited_s
         clocked.total_s += total_s
         clocked.rounds += 1
         clocked.rows += flight.rows
-        self.cost.observe(flight.rows, forward_s, flight.reading)
-        requests = sum(len(walk.work.part.slots) == 1 and bool(walk.tokens) for walk in walks)
-        if requests < len(walks):
-            return  # prompts were read: no measure of decoding
-        tokens = sum(len(walk.tokens) for walk in walks)
-        self.host.observe(requests, flight.rows - requests, clocked.host_s - host_s)
-        self._rate.observe(requests, tokens, total_s)
-        if self.governing is not None and self.drafters.alive:
-            reading = Reading(flight.reading.context, flight.reading.context)
-            plain_s = self.governing.costs[Layout.PLAIN].first_seconds(requests, reading)
-            self.governing.governor.observe(requests, tokens, total_s, plain_s)
+        decoding = all(len(walk.work.part.slots) == 1 and walk.tokens for walk in walks)
+        self.decider.learn(
+            Round(
+                requests=len(walks) if decoding else 0,
+                rows=flight.rows,
+                reading=flight.reading,
+                tokens=sum(len(walk.tokens) for walk in walks),
+                forward_s=forward_s,
+                host_s=total_s - forward_s - waited_s,
+                total_s=total_s,
+            )
+        )
 
     def _impossible(self, message: Submit) -> Refused | None:
         bounds, number = self._bounds, message.request
@@ -334,10 +261,3 @@ class Engine:
         if self.scheduler.full():
             return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
         return None
-
-
-def _reading(parts: Sequence[Part]) -> Reading:
-    """What attention reads for the pending tokens alone."""
-    contexts = [len(part.request.slots) for part in parts]
-    rows = [len(part.slots) for part in parts]
-    return Reading(sum(contexts), sum(a * b for a, b in zip(contexts, rows, strict=True)))

@@ -1,0 +1,150 @@
+"""The decisions of a round: in which layout, which nodes, and whether the trees grow first.
+
+One objective, the expected committed tokens per second, under what was measured: forwards, host time, waits,
+and what each layout really gives. Knows the drafters as something to wait for; runs no forward and owns no
+request.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.verifier.budget import Rate, choose
+from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost, Reading
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.governor import Governor
+from ssd_serve.verifier.growing import GrowPolicy, Outlook
+from ssd_serve.verifier.layout import Cores, Layout
+from ssd_serve.verifier.ranking import RankedNode, rank
+from ssd_serve.verifier.scheduler import Part
+
+_CANDIDATES = 64
+"""Most nodes of a round where the settings name no budget; the cost model chooses among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Governing:
+    """What may change while the engine runs, by layout: the cores, what forwards cost there, and how long a
+    round waits for drafts."""
+
+    governor: Governor[Layout]
+    cores: Cores
+    costs: Mapping[Layout, CostTable]
+    policies: Mapping[Layout, GrowPolicy]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBounds:
+    """`budget`: most nodes of a round, None: the cost model alone decides; `width`: nodes of a draft step."""
+
+    context: int
+    budget: int | None
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round was: `requests` decoding requests in `rows` rows gave `tokens` tokens."""
+
+    requests: int
+    rows: int
+    reading: Reading
+    tokens: int
+    forward_s: float
+    host_s: float
+    total_s: float
+
+
+class Decider:
+    """Decides rounds and learns from them. `governing` None: one layout for ever, with this cost and
+    policy."""
+
+    def __init__(
+        self,
+        drafters: Drafters,
+        cost: CostTable,
+        policy: GrowPolicy,
+        bounds: DraftBounds,
+        host: HostCost | None = None,
+        governing: Governing | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.cost = cost
+        self.host = host or HostCost()
+        self.governing = governing
+        self.layout: Layout | None = None
+        self._drafters = drafters
+        self._policy = policy
+        self._bounds = bounds
+        self._rate = Rate()
+        self._clock = clock
+
+    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], float]:
+        """The nodes of a round, best first, and the seconds spent waiting for growth; `drain` takes what
+        came."""
+        requests = sum(part.request.decoding for part in parts)
+        self._lay_out(requests)
+        waited_s = 0.0
+        outlook, ranked = self._outlook(parts, requests, 0)
+        while requests and self._drafters.worth_waiting() and self._policy.wants(outlook):
+            started = self._clock()
+            self._drafters.wait(2 * max(outlook.step_s, 1e-3))
+            drain()
+            spent_s = self._clock() - started
+            waited_s += spent_s
+            before = outlook
+            outlook, ranked = self._outlook(parts, requests, before.steps + 1)
+            self._policy.learn(before, outlook, spent_s)
+        return ranked[: outlook.choice.nodes], waited_s
+
+    def learn(self, round_: Round) -> None:
+        """Take a round's times into account; those that read prompts tell what forwards cost, no more."""
+        self.cost.observe(round_.rows, round_.forward_s, round_.reading)
+        if not round_.requests:
+            return
+        self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
+        self._rate.observe(round_.requests, round_.tokens, round_.total_s)
+        if self.governing is not None and self._drafters.alive:
+            plain = Reading(round_.reading.context, round_.reading.context)
+            plain_s = self.governing.costs[Layout.PLAIN].first_seconds(round_.requests, plain)
+            self.governing.governor.observe(round_.requests, round_.tokens, round_.total_s, plain_s)
+
+    def _lay_out(self, requests: int) -> None:
+        """Draft in the way that the governor chooses."""
+        if self.governing is None or not requests:
+            return
+        layout = self.governing.governor.choose(requests)
+        if layout is not self.layout:
+            self.layout = layout
+            self.cost, self._policy = self.governing.costs[layout], self.governing.policies[layout]
+            self.governing.cores.enter(layout)
+            self._drafters.use(layout)
+
+    def _outlook(self, parts: Sequence[Part], requests: int, steps: int) -> tuple[Outlook, list[RankedNode]]:
+        """The round as it would be now, and its candidate nodes."""
+        most = _CANDIDATES if self._bounds.budget is None else self._bounds.budget
+        working = self._drafters.working
+        ranking = rank(parts, most if working else 0, self._bounds.context, self._bounds.width)
+        reaches = np.array([item[0] for item in ranking.nodes])
+        rate = self._rate.value(requests)
+        choice = choose(reaches, requests, self._round_seconds(parts, len(reaches)), rate)
+        step_s = self._drafters.step_s
+        return Outlook(choice, ranking.leaves, rate, step_s, steps, ranking.missed), ranking.nodes
+
+    def _round_seconds(self, parts: Sequence[Part], most: int) -> npt.NDArray[np.float64]:
+        """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
+        rows = sum(len(part.slots) for part in parts)
+        most = max(0, min(most, MOST_ROWS - rows))
+        reading = _reading(parts)
+        forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
+        return forward_s + self.host.node_s * np.arange(most + 1)
+
+
+def _reading(parts: Sequence[Part]) -> Reading:
+    """What attention reads for the pending tokens alone."""
+    contexts = [len(part.request.slots) for part in parts]
+    rows = [len(part.slots) for part in parts]
+    return Reading(sum(contexts), sum(a * b for a, b in zip(contexts, rows, strict=True)))
