@@ -19,7 +19,7 @@ _CHECK = 64
 _TRIAL, _PLAIN_TRIAL = 96, 24
 _CLEAR_LEAD = 1.3
 _FIRST_PATIENCE, _MOST_PATIENCE = 512, 16384
-_MOST_LOST = 16.0
+_MOST_LOST = 10.0
 """A trial ends early when it has cost this many plain rounds."""
 
 
