@@ -35,6 +35,8 @@ class SamplingRow(NamedTuple):
     generated: int = 0
     """Number of output tokens before this choice, path included."""
     eos: tuple[int, ...] = ()
+    known: int | None = None
+    """The token that stands there already: the row only tells its log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], noise: NoiseRows) 
     logprobs: list[TokenLogprobs | None] = [None] * len(rows)
     for index, row in enumerate(rows):
         if row.parameters.logprobs is not None:
-            logprobs[index] = token_logprobs(scaled[index], choices[index], row.parameters.logprobs)
+            told = choices[index] if row.known is None else row.known
+            logprobs[index] = token_logprobs(scaled[index], told, row.parameters.logprobs)
     return Sampled(choices, logprobs)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from fastapi import Request, Response
 
+from ssd_serve.messages import TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, answer
 from ssd_serve.server.body import read_body
@@ -30,14 +31,22 @@ DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """What of a prompt stands before its output. `offsets` are where its tokens begin, if they are told."""
+
+    text: str = ""
+    offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionShape:
     """Choices as `/v1/completions` writes them."""
 
     texts: TokenTexts
     prompts: Sequence[TokenPrompt]
     choices: int
-    echoed: Sequence[str]
-    """Text before each prompt's output; empty unless echo."""
+    echoes: Sequence[Echo]
+    """Of each prompt."""
     logprobs: bool
     token_ids: bool
     whole_kind: str = "text_completion"
@@ -46,23 +55,24 @@ class CompletionShape:
     def opening(self, choice: int) -> dict[str, object] | None:
         """The echoed prompt, or an empty text that only opens the stream."""
         prompt = choice // self.choices
-        if choice > 0 and not self.echoed[prompt] and not self.token_ids:
+        text = self.echoes[prompt].text
+        if choice > 0 and not text and not self.token_ids:
             return None
-        return {**self._entry(choice, self.echoed[prompt], None, None), **self._prompt_ids(prompt)}
+        return {**self._entry(choice, text, None, None), **self._prompt_ids(prompt)}
 
     def part(self, piece: Piece) -> dict[str, object] | None:
         """One piece."""
         if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
             return None
-        details = self._logprobs(piece.choice, piece) if piece.tokens else None
+        details = self._logprobs(piece.choice, piece) if self.logprobs and piece.tokens else None
         entry = self._entry(piece.choice, piece.text, details, piece.ending)
         return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
 
     def whole(self, choice: int, output: Output) -> dict[str, object]:
         """A whole choice."""
         prompt = choice // self.choices
-        details = self._logprobs(choice, output)
-        entry = self._entry(choice, self.echoed[prompt] + output.text, details, output.ending)
+        details = self._logprobs(choice, output, output.prompt_logprobs) if self.logprobs else None
+        entry = self._entry(choice, self.echoes[prompt].text + output.text, details, output.ending)
         return (
             {**entry, "token_ids": list(output.tokens), **self._prompt_ids(prompt)}
             if self.token_ids
@@ -84,12 +94,17 @@ class CompletionShape:
             "stop_reason": ending.cause if ending else None,
         }
 
-    def _logprobs(self, choice: int, told: Piece | Output) -> dict[str, object] | None:
-        if not self.logprobs:
-            return None
-        begin = len(self.echoed[choice // self.choices])
-        offsets = [begin + offset for offset in told.offsets]
-        return completion_logprobs(self.texts, told.tokens, told.logprobs, offsets)
+    def _logprobs(
+        self, choice: int, told: Piece | Output, of_prompt: Sequence[TokenLogprobs] = ()
+    ) -> dict[str, object]:
+        """Of the output, and before it of the prompt where that is told."""
+        prompt = choice // self.choices
+        echo = self.echoes[prompt]
+        offsets = [*echo.offsets, *(len(echo.text) + offset for offset in told.offsets)]
+        if not echo.offsets:
+            return completion_logprobs(self.texts, told.tokens, told.logprobs, offsets)
+        tokens = [*self.prompts[prompt].ids, *told.tokens]
+        return completion_logprobs(self.texts, tokens, [None, *of_prompt, *told.logprobs], offsets)
 
     def _prompt_ids(self, prompt: int) -> dict[str, object]:
         return {"prompt_token_ids": list(self.prompts[prompt].ids)} if self.token_ids else {}
@@ -113,10 +128,9 @@ class CompletionsEndpoint:
         service.require_model(body.model)
         ready = service.require_ready()
         check_stream_options(body)
-        if body.echo and body.logprobs is not None:
-            raise bad_request(
-                "echo with logprobs needs prompt logprobs, which are not built", "echo", "not_built"
-            )
+        scored = bool(body.echo) and body.logprobs is not None
+        if scored and body.stream:
+            raise bad_request("echo: with logprobs it cannot be streamed", "echo", "not_built")
         choices = given(body.n, 1)
         if body.best_of is not None and body.best_of != choices:
             raise bad_request(
@@ -136,6 +150,7 @@ class CompletionsEndpoint:
                 ready,
                 max_tokens=most,
                 logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if scored else None,
                 bad_words=banned,
                 ending=rules.ending_tokens,
             )
@@ -147,17 +162,29 @@ class CompletionsEndpoint:
             texts=service.texts,
             prompts=prompts,
             choices=choices,
-            echoed=[self._echoed(prompt, skip_special) if body.echo else "" for prompt in prompts],
+            echoes=[
+                await self._echo(prompt, skip_special, scored) if body.echo else Echo() for prompt in prompts
+            ],
             logprobs=body.logprobs is not None,
             token_ids=given(body.return_token_ids, False),
         )
         head = Head.now("cmpl", name, service.model, service.fingerprint(ready), seed)
         return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body))
 
-    def _echoed(self, prompt: TokenPrompt, skip_special: bool) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        return self.service.tokenizer.decode(prompt.ids, skip_special_tokens=skip_special)
+    async def _echo(self, prompt: TokenPrompt, skip_special: bool, scored: bool) -> Echo:
+        tokenizer = self.service.tokenizer
+
+        def work() -> Echo:
+            text = prompt.text
+            if text is None:
+                text = tokenizer.decode(prompt.ids, skip_special_tokens=skip_special)
+            stream, offsets, length = tokenizer.detokenizer((), skip_special), list[int](), 0
+            for token in prompt.ids if scored else ():
+                offsets.append(length)
+                length += len(stream.push(token))
+            return Echo(text, tuple(offsets))
+
+        return await self.service.off_loop.run(len(prompt.ids), work)
 
 
 def check_stream_options(body: GenerationRequest) -> None:

@@ -53,6 +53,7 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...]
     offsets: tuple[int, ...]
     ending: Ending | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class Output:
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     offsets: list[int] = field(default_factory=list[int])
     ending: Ending | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    """Of the prompt's tokens from the second on, where they were asked for."""
 
     def add(self, piece: Piece) -> None:
         """Append one piece."""
@@ -71,6 +74,7 @@ class Output:
         self.tokens.extend(piece.tokens)
         self.logprobs.extend(piece.logprobs)
         self.offsets.extend(piece.offsets)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
         self.ending = piece.ending or self.ending
 
 
@@ -94,7 +98,7 @@ class _Choice:
     def absorb(self, report: Committed) -> Piece:
         """Take tokens one by one, up to the one that completes a stop string."""
         assembler = self.assembler
-        self._reports += 1
+        self._reports += bool(report.tokens)  # the others only tell of the prompt
         text = ""
         offsets: list[int] = []
         for token in report.tokens:
@@ -113,6 +117,7 @@ class _Choice:
             logprobs=report.logprobs[:counted],
             offsets=tuple(offsets),
             ending=None,
+            prompt_logprobs=report.prompt_logprobs,
         )
 
     def end(self, report: Finished) -> Piece:

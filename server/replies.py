@@ -88,14 +88,18 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def completion_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+    texts: TokenTexts,
+    tokens: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    offsets: Sequence[int],
 ) -> dict[str, object]:
-    """The logprobs object of the completions API."""
+    """The logprobs object of the completions API; None stands for a prompt's first token, which has none."""
     return {
         "tokens": [texts.of(token) for token in tokens],
-        "token_logprobs": [finite(entry.chosen) for entry in entries],
+        "token_logprobs": [None if entry is None else finite(entry.chosen) for entry in entries],
         "top_logprobs": [
-            _top_by_text(texts, token, entry) for token, entry in zip(tokens, entries, strict=True)
+            None if entry is None else _top_by_text(texts, token, entry)
+            for token, entry in zip(tokens, entries, strict=True)
         ],
         "text_offset": list(offsets),
     }

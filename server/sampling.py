@@ -45,6 +45,7 @@ def sampling_parameters(
     *,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     bad_words: BadWords = (),
     ending: Collection[int] = (),
 ) -> SamplingParameters:
@@ -88,6 +89,7 @@ def sampling_parameters(
         stop_token_ids=tuple(stop_ids),
         ignore_eos=given(request.ignore_eos, False),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

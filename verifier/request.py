@@ -57,6 +57,14 @@ class Request:
     epoch: int = 0
     replica: Replica | None = None
     tally: Tally = field(default_factory=Tally)
+    scored: int = 0
+    """Tokens of the prompt, from the second on, whose log-probabilities were told."""
+
+    @property
+    def unscored(self) -> range:
+        """Positions of the prompt whose rows must tell the log-probability of the next token."""
+        asked = self.parameters.prompt_logprobs is not None
+        return range(self.scored, self.prompt_length - 1) if asked else range(0)
 
     @property
     def pending(self) -> int:

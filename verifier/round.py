@@ -12,7 +12,7 @@ from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.noise import NoiseRows
 from ssd_serve.kernels.sampling import Sampled, SamplingRow, noise_keys, sample
-from ssd_serve.messages import TokenLogprobs
+from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.verifier.cost import Reading
 from ssd_serve.verifier.scheduler import Part
@@ -32,9 +32,16 @@ class Work:
         return len(self.part.slots) + len(self.nodes)
 
     @property
+    def scoring(self) -> range:
+        """Rows of the prompt whose logits are wanted to tell the probability of the prompt's next token."""
+        first, unscored = len(self.part.request.slots), self.part.request.unscored
+        start = max(unscored.start - first, 0)
+        return range(start, max(start, min(unscored.stop - first, len(self.part.slots))))
+
+    @property
     def wanted(self) -> int:
-        """Rows whose logits are wanted: the root's and every node's."""
-        return 1 + len(self.nodes) if self.part.final else 0
+        """Rows whose logits are wanted: scoring ones, then the root's and every node's."""
+        return len(self.scoring) + (1 + len(self.nodes) if self.part.final else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class Walk:
     ended: str
     """'stop', 'length' or '' when the text goes on."""
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Rounds:
@@ -101,8 +109,11 @@ class Rounds:
         return walks
 
     def _sampling_rows(self, work: Work) -> list[SamplingRow]:
-        """The root's row, then one for each node, in the order of the forward's rows."""
+        """Scoring rows, the root's row, then one for each node, in the order of the forward's rows."""
         request = work.part.request
+        rows = _scoring_rows(work)
+        if not work.part.final:
+            return rows
         parameters, seed, counts = request.parameters, request.seed, request.counts
         first, generated = len(request.tokens), request.generated
         eos = () if parameters.ignore_eos else self._eos
@@ -110,10 +121,21 @@ class Rounds:
         for node in work.nodes:
             above = () if node.parent is None else paths.get(node.parent.name, ())
             paths[node.name] = (*above, node.token)
-        return [
+        rows += [
             SamplingRow(parameters, seed, first + len(path), counts, path, generated + len(path), eos)
             for path in ((), *paths.values())
         ]
+        return rows
+
+
+def _scoring_rows(work: Work) -> list[SamplingRow]:
+    """Rows of the prompt whose next token is known: greedy, so that nothing changes the logits."""
+    request, first = work.part.request, len(work.part.request.slots) + 1
+    parameters = SamplingParameters(temperature=0.0, logprobs=request.parameters.prompt_logprobs)
+    return [
+        SamplingRow(parameters, request.seed, first + index, known=request.tokens[first + index])
+        for index in work.scoring
+    ]
 
 
 def _reading(work: Sequence[Work]) -> Reading:
@@ -128,7 +150,7 @@ def _rows(work: Work) -> RequestRows:
     computed, count = len(request.slots), len(work.part.slots)
     tokens = request.tokens[computed : computed + count]
     positions = list(range(computed, computed + count))
-    wanted = [count - 1] if work.part.final else []
+    wanted = [*work.scoring, *([count - 1] if work.part.final else ())]
     if not work.nodes:
         return RequestRows(tokens, positions, slots, request.slots.view(), wanted)
     ancestry = [(2 << index) - 1 for index in range(count)]
@@ -150,8 +172,10 @@ def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
     first choice without such a row is the bonus token; its KV is never assumed.
     """
     request = work.part.request
+    first, start = start, start + len(work.scoring)
+    told = tuple(each for each in sampled.logprobs[first:start] if each is not None)
     if not work.part.final:
-        return Walk(work, (), (), "", ())
+        return Walk(work, (), (), "", (), told)
     children: dict[tuple[int, int], int] = {}
     row_of = {node.name: index for index, node in enumerate(work.nodes)}
     for index, node in enumerate(work.nodes):
@@ -177,4 +201,4 @@ def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
             break
         accepted.append(child)
         here = child
-    return Walk(work, tuple(accepted), tuple(tokens), ended, tuple(logprobs))
+    return Walk(work, tuple(accepted), tuple(tokens), ended, tuple(logprobs), told)

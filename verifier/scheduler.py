@@ -89,7 +89,7 @@ class Scheduler:
         for request in list(self.running):
             if request in preempted:
                 continue
-            if left and not request.decoding:
+            if left and not request.decoding and self._may_borrow(request):
                 self._count(request, 0, self._borrow(request))
                 if self._spared(request, parts) >= self._limits.worth_reusing:
                     continue
@@ -166,9 +166,13 @@ class Scheduler:
                 slots: list[int] = request.slots.view()[:count].tolist()
                 request.handle = self.prefix.share(request.tokens[:count], slots, request.handle)
 
+    def _may_borrow(self, request: Request) -> bool:
+        """Whether cached tokens spare this request anything: one whose prompt is scored needs every row."""
+        return self.prefix is not None and not request.unscored
+
     def _borrow(self, request: Request) -> int:
         """Use what is cached beyond what the request has read itself; returns how many tokens that spares."""
-        if self.prefix is None:
+        if self.prefix is None or not self._may_borrow(request):
             return 0
         slots, handle = self.prefix.match(request.tokens)
         found = slots[len(request.slots) :]
@@ -188,11 +192,12 @@ class Scheduler:
         if not request.tally.preemptions:
             request.tally.cached_prompt_tokens += found
 
-    def _spared(self, request: Request, parts: Sequence[Part]) -> int:
+    @staticmethod
+    def _spared(request: Request, parts: Sequence[Part]) -> int:
         """How many more tokens of this request will be cached once these parts are computed."""
         read = len(request.slots)
         most = read
-        for part in parts if self.prefix is not None else ():
+        for part in parts:
             other = part.request
             end = min(len(other.slots) + len(part.slots), other.prompt_length, len(request.tokens) - 1)
             if end > most:

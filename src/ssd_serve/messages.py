@@ -38,6 +38,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no log-probabilities; k >= 0: the chosen token's and those of the k most probable tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens from the second on, under the model's own distribution."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -91,7 +93,10 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
     request: int
     tokens: tuple[int, ...]
+    """Empty where a part of the prompt was read whose log-probabilities were asked for."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens; the first of them is the prompt's second token."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

@@ -44,6 +44,7 @@ ROWS = st.lists(
         path=st.lists(st.integers(0, VOCABULARY - 1), max_size=4).map(tuple),
         generated=st.integers(0, 6),
         eos=st.just((0,)),
+        known=st.none(),
     ),
     min_size=1,
     max_size=9,
@@ -188,3 +189,17 @@ def test_ranked_children_are_the_calibrated_softmax() -> None:
         np.testing.assert_allclose(top, scores.gather(1, ids).numpy(), rtol=1e-5)
         mean = (reference.exp() * scores.to(torch.float64).clamp(min=-1e30)).sum(1)
         np.testing.assert_allclose(expected, mean.numpy(), atol=1e-4)
+
+
+def test_a_known_token_is_told_under_the_logits_as_they_are() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 2)
+    parameters = SamplingParameters(temperature=0.0, logprobs=2)
+    rows = [SamplingRow(parameters, 1, 5, known=3), SamplingRow(parameters, 1, 6)]
+    told = sample(logits, rows, NoiseRows(4, capacity=2)).logprobs
+    expected = torch.log_softmax(logits[0], 0).tolist()
+    assert [None if each is None else each.chosen for each in told] == pytest.approx(
+        [expected[3], expected[1]]
+    )
+    assert told[0] is not None
+    assert [token for token, _ in told[0].top] == [1, 2]
+    assert [value for _, value in told[0].top] == pytest.approx(expected[1:3])

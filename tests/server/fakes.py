@@ -246,13 +246,25 @@ class FakeEngine:
             if token in ending and play.tokens + len(kept) > parameters.min_tokens:
                 stop = token
                 break
+        of_prompt = self._prompt_logprobs(play) if play.played == 0 else ()
         play.played += 1
         play.tokens += len(kept)
-        self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept)))
+        half = len(of_prompt) // 2  # a prompt is read in chunks; the last one brings the first token
+        if half:
+            self.channel.send(Committed(request, (), prompt_logprobs=of_prompt[:half]))
+        self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept), of_prompt[half:]))
         if stop is not None:
             self._end(Finished(request, "stop", FIGURES, stop_token=stop))
         elif play.tokens >= parameters.max_tokens:
             self._end(Finished(request, "length", FIGURES))
+
+    def _prompt_logprobs(self, play: _Play) -> tuple[TokenLogprobs, ...]:
+        """-1, -2, ... from the second token on."""
+        if play.submit.parameters.prompt_logprobs is None:
+            return ()
+        return tuple(
+            TokenLogprobs(-float(place), ((122, -0.1),)) for place in range(1, len(play.submit.prompt))
+        )
 
     def _logprobs(self, play: _Play, kept: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         count = play.submit.parameters.logprobs

@@ -214,6 +214,24 @@ async def test_echo_repeats_the_prompt_before_the_text() -> None:
     assert texts == ["a!", "b!"]
 
 
+async def test_echo_with_logprobs_tells_those_of_the_prompt_before_those_of_the_text() -> None:
+    """The very first token has none; a special token has no text and no width."""
+    async with open_house(lambda _: say("xyz", group=2)) as house:
+        found = await post(house, PATH, prompt=["Hé!", "ab"], echo=True, logprobs=1, max_tokens=3, n=2)
+        plain = await post(house, PATH, prompt="Hé!", logprobs=1, max_tokens=3)
+        asked = [submit.parameters.prompt_logprobs for submit in house.engine.submits()]
+    assert asked == [1, 1, 1, 1, None]
+    assert [choice["text"] for choice in found["choices"]] == ["Hé!xyz"] * 2 + ["abxyz"] * 2
+    told = found["choices"][1]["logprobs"]
+    assert told["tokens"] == ["<begin>", "H", "�", "�", "!", "x", "y", "z"]
+    assert told["token_logprobs"] == [None, -1.0, -2.0, -3.0, -4.0, -0.5, -0.5, -0.5]
+    assert told["top_logprobs"][:2] == [None, {"H": -1.0, "z": -0.1}]
+    assert told["text_offset"] == [0, 0, 1, 1, 2, 3, 4, 5]
+    assert found["usage"]["completion_tokens"] == 12
+    assert found["metrics"]["speculative_decoding"]["num_spec_steps"] == 16
+    assert plain["choices"][0]["logprobs"]["tokens"] == ["x", "y", "z"]
+
+
 async def test_logprobs_tell_tokens_values_and_offsets() -> None:
     async with open_house(lambda _: say("xyz")) as house:
         whole = await post(house, PATH, prompt="a", logprobs=3)

@@ -61,7 +61,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(3000)}}, "logit_bias"),
     ({"prompt": "a", "logprobs": True}, "logprobs"),
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "stream_options": {}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
