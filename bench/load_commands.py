@@ -46,8 +46,8 @@ def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pairs", type=_count, default=12, help="bursts of each mode and concurrency")
     group.add_argument("--launches", type=_count, default=3, help="how often the servers are started anew")
     group.add_argument("--waves", type=_count, default=2, help="requests of a burst, times concurrency")
-    group.add_argument("--tokens", type=_count, default=48, help="new tokens of each request")
-    group.add_argument("--prompt-tokens", type=_count, default=64, help="longest prompt")
+    group.add_argument("--tokens", type=_count, default=32, help="new tokens of each request")
+    group.add_argument("--prompt-tokens", type=_count, default=32, help="longest prompt")
     group.add_argument(
         "--ttft-limit-ms", type=_positive, default=450.0, help="a good answer's time to the first token"
     )
