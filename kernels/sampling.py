@@ -191,14 +191,15 @@ def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out:
     best, tokens = torch.topk(scaled, fan_out, dim=1)  # [rows, fan_out]
     weights = torch.softmax(scaled, dim=1)  # [rows, vocabulary]
     most = weights.gather(1, tokens[:, :1])
-    log_probs = best - best[:, :1] + most.log()
-    # A token of score -inf weighs 0 in the mean, not NaN.
-    expected = (weights * scaled.clamp(min=-1e30)).sum(dim=1, keepdim=True)
-    packed = torch.cat((log_probs, best / inverse, expected / inverse, tokens.to(torch.float32)), dim=1)
-    values = packed.cpu().numpy()  # one copy from the device; ids below 2^24 are exact
+    expected = (weights * scaled).sum(dim=1, keepdim=True)
+    packed = torch.cat((best, most, expected, inverse, tokens.to(torch.float32)), dim=1)
+    values: Float32Array = packed.cpu().numpy()  # one copy from the device; ids below 2^24 are exact
+    top, (share, mean, factor) = values[:, :fan_out], values[:, fan_out : fan_out + 3].T
+    if np.isnan(mean).any():  # a token of score -inf weighs 0 in the mean, not NaN
+        mean = (weights * scaled.clamp(min=-1e30)).sum(dim=1).cpu().numpy()
     return RankedChildren(
-        values[:, 2 * fan_out + 1 :].astype(np.int32),
-        values[:, :fan_out],
-        values[:, fan_out : 2 * fan_out],
-        values[:, 2 * fan_out],
+        values[:, fan_out + 3 :].astype(np.int32),
+        top - top[:, :1] + np.log(share)[:, None],
+        top / factor[:, None],
+        mean / factor,
     )
