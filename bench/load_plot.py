@@ -20,7 +20,7 @@ _DASHES = {"auto": "6 4", "ar-all-devices": "2 3"}
 _WIDTH, _HEIGHT = 860, 380
 _TOP, _BOTTOM, _GUTTER = 44, 84, 64
 _PANEL = (_WIDTH - 2 * _GUTTER - 24) / 2
-_TICKS = 5
+_MOST_TICKS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,12 @@ def _panel(panel: Panel, left: float) -> list[str]:
     points = [point for line in panel.lines.values() for point in line]
     if not points:
         return []
-    step = nice_step(max(value for _, value in points) / _TICKS or 1.0)
-    frame = _Frame(left, tuple(sorted({each for each, _ in points})), step * _TICKS)
+    highest = max(value for _, value in points)
+    step = nice_step(highest / _MOST_TICKS or 1.0)
+    ticks = max(1, math.ceil(highest / step))
+    frame = _Frame(left, tuple(sorted({each for each, _ in points})), step * ticks)
     parts = [f'<text x="{left}" y="{_TOP - 20}" font-weight="bold">{escape(panel.title)}</text>']
-    for tick in range(_TICKS + 1):
+    for tick in range(ticks + 1):
         y = frame.y(tick * step)
         parts.append(f'<line x1="{left}" y1="{y}" x2="{left + _PANEL}" y2="{y}" stroke="#e5e5e5"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{tick * step:g}</text>')
