@@ -14,7 +14,7 @@ from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
 _AT_ONCE, _MOST_TRIED = 16, 240
-_EMULATED_WIDTH = 8
+_EMULATED_WIDTH = 12
 BALLAST_HIDDEN, TARGET_LAYERS, DRAFT_LAYERS = 1024, 16, 2
 
 
