@@ -198,14 +198,15 @@ def _measure(
     """All asks at all temperatures, each temperature after a warm-up that is not counted."""
     found: list[Launch] = []
     for temperature, some in asks.items():
-        engine.ask(_shorter(some[0], _WARM_UP_TOKENS))
-        samples: list[Sample] = [engine.ask(ask) for ask in some]
-        reason = wrong_speculation(way, samples)
-        if reason is not None:
-            raise PeerError(reason)
-        launch = Launch(way, temperature, number, tuple(samples))
-        run.say(f"  {way.label}, temperature {temperature:g}: {launch.tokens_per_s:.1f} tokens/s")
-        found.append(launch)
+        with _reporting(run, way, f"temperature {temperature:g}"):
+            engine.ask(_shorter(some[0], _WARM_UP_TOKENS))
+            samples: list[Sample] = [engine.ask(ask) for ask in some]
+            reason = wrong_speculation(way, samples)
+            if reason is not None:
+                raise PeerError(reason)
+            launch = Launch(way, temperature, number, tuple(samples))
+            run.say(f"  {way.label}, temperature {temperature:g}: {launch.tokens_per_s:.1f} tokens/s")
+            found.append(launch)
     return found
 
 
