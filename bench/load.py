@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ssd_serve.bench.load_client import Answer, LoadClient, Wanted
-from ssd_serve.bench.load_outcome import Burst, pairs, ratios, results
+from ssd_serve.bench.load_outcome import AUTO, Burst, pairs, ratios, results
 from ssd_serve.bench.load_resume import ResumePlan, check_resume
 from ssd_serve.bench.load_servers import Server, on_cores, served
-from ssd_serve.bench.load_setups import ballast_pair, setups
+from ssd_serve.bench.load_setups import Devices, ballast_pair, setups
 from ssd_serve.bench.load_statistics import Limits, percentile, summary, throughput
 from ssd_serve.bench.load_trace import Arrival, RequestMaker, fit, read_trace
 from ssd_serve.bench.machine import hardware, versions
@@ -42,20 +42,22 @@ _SURVIVOR = 16
 class Plan:
     """What to run. `launches` share the pairs out; every launch has its own warm-up and resume check.
 
-    Without `concurrencies` there is no closed loop.
+    `learning` bursts more warm up the modes that choose by measuring. Without `concurrencies` there is no
+    closed loop.
     """
 
     modes: tuple[str, ...]
     concurrencies: tuple[int, ...]
     pairs: int
     launches: int
+    learning: int
     waves: int
     tokens: int
     prompt_tokens: int
     temperature: float
     limits: Limits
     ballast: bool
-    all_devices: bool
+    devices: Devices
     resume: bool
     trace: Path | None
     time_scale: float
@@ -91,7 +93,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         if plan.ballast:
             say("writing the ballast pair")
             own = own.model_copy(update=ballast_pair(folder))
-        chosen = setups(own, plan.modes, plan.all_devices, this_machine())
+        chosen = setups(own, plan.modes, plan.devices, this_machine())
         found.notes.update(chosen.described())
         found.notes["device_table"] = own.emulate
         connect = _connector(plan.temperature, own.api_key)
@@ -178,8 +180,11 @@ class Session:
         warm_up = self._requests(f"warm-up:{launch}:{concurrency}", concurrency)
         for name in names:
             await clients[name].closed_loop(warm_up, concurrency)
+            for turn in range(plan.learning if name.startswith(AUTO) else 0):
+                wanted = self._requests(f"learning:{launch}:{concurrency}:{turn}", self._size(concurrency))
+                await clients[name].closed_loop(wanted, concurrency)
         for pair in range(launch, plan.pairs, plan.launches):
-            wanted = self._requests(f"{concurrency}:{pair}", max(_FEWEST, plan.waves * concurrency))
+            wanted = self._requests(f"{concurrency}:{pair}", self._size(concurrency))
             for order, name in enumerate(_turn(names, pair)):
                 await asyncio.sleep(self._rest_s)
                 before = _clocks(servers)
@@ -190,6 +195,9 @@ class Session:
                     Burst(name, concurrency, launch, pair, order, tuple(answers), *shares)
                 )
         self._tell(launch, concurrency)
+
+    def _size(self, concurrency: int) -> int:
+        return max(_FEWEST, self._plan.waves * concurrency)
 
     def _requests(self, name: str, count: int) -> list[Wanted]:
         return self._maker.burst(name, count, self._plan.prompt_tokens, self._plan.tokens)

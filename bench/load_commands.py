@@ -15,9 +15,10 @@ from ssd_serve.settings import Mode
 
 _OWN_SETTINGS = (
     *("mode", "host", "port", "run_dir", "prefix_cache", "served_model_name", "root_path", "cors_origins"),
+    *("target_device_alone", "speculation_may_stop"),
     *("api_key", "hf_token", "tls_certificate", "tls_key"),
 )
-"""What the benchmark chooses by itself, and secrets, which servers read from the environment."""
+"""What the benchmark chooses by itself, what would hide the servers from it, and secrets."""
 
 
 def add_load(commands: Commands) -> None:
@@ -28,7 +29,12 @@ def add_load(commands: Commands) -> None:
     modes = [mode.value for mode in Mode]
     parser.add_argument("--modes", choices=modes, nargs="+", default=modes, help="which servers to compare")
     parser.add_argument("--ballast", action="store_true", help="the embedded pair at a larger cost")
-    parser.add_argument("--no-all-devices", action="store_true", help="leave out plain decoding on all cores")
+    parser.add_argument(
+        "--devices",
+        choices=("same", "all", "both"),
+        default="both",
+        help="the same device for every target, or all devices for targets without a drafter",
+    )
     parser.add_argument("--temperature", type=_positive_or_zero, default=1.0)
     _add_closed_loop(parser)
     _add_trace(parser)
@@ -44,7 +50,10 @@ def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
         "--concurrency", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests at once"
     )
     group.add_argument("--pairs", type=_count, default=12, help="bursts of each mode and concurrency")
-    group.add_argument("--launches", type=_count, default=3, help="how often the servers are started anew")
+    group.add_argument("--launches", type=_count, default=2, help="how often the servers are started anew")
+    group.add_argument(
+        "--learning", type=_bursts, default=3, help="bursts more to warm up the modes that learn"
+    )
     group.add_argument("--waves", type=_count, default=2, help="requests of a burst, times concurrency")
     group.add_argument("--tokens", type=_count, default=32, help="new tokens of each request")
     group.add_argument("--prompt-tokens", type=_count, default=32, help="longest prompt")
@@ -86,13 +95,14 @@ def _run_load(args: argparse.Namespace) -> int:
         concurrencies=() if args.no_closed_loop else tuple(sorted(set(args.concurrency))),
         pairs=args.pairs,
         launches=1 if args.no_closed_loop else min(args.launches, args.pairs),
+        learning=args.learning,
         waves=args.waves,
         tokens=args.tokens,
         prompt_tokens=args.prompt_tokens,
         temperature=args.temperature,
         limits=Limits(args.ttft_limit_ms, args.tpot_limit_ms),
         ballast=args.ballast,
-        all_devices=not args.no_all_devices,
+        devices=args.devices,
         resume=not args.no_resume,
         trace=args.trace,
         time_scale=args.time_scale,
@@ -123,6 +133,10 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def _bursts(text: str) -> int:
+    return 0 if int(text) == 0 else _count(text)
 
 
 def _positive(text: str) -> float:

@@ -4,7 +4,7 @@ A pair is one set of requests sent to every mode in turn. Knows answers, not ser
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.bench.load_client import Answer
@@ -19,8 +19,11 @@ from ssd_serve.bench.load_statistics import (
 )
 
 AUTO, PLAIN = "auto", "ar"
-ALL_DEVICES = "ar-all-devices"
-"""Plain decoding where the target has the drafter's device as well."""
+ALL_DEVICES = "-all-devices"
+"""Ends the names of modes in which the target may use the drafter's device as well."""
+SAME = ("ar", "sd", "ssd", AUTO)
+ALL = (f"ar{ALL_DEVICES}", f"sd{ALL_DEVICES}", "ssd", f"{AUTO}{ALL_DEVICES}")
+"""Modes that are compared with one another; the last is judged by the others. SSD always has both devices."""
 
 _LEAST_MEDIAN = 0.95
 _REACH = 0.98
@@ -48,7 +51,7 @@ class Burst:
 
 
 def results(bursts: Sequence[Burst], setting: str, limits: Limits) -> list[dict[str, object]]:
-    """One row for each concurrency and mode, in the order of `bursts`. Throughput is the median burst's."""
+    """One row for each concurrency and mode. Throughput is the median burst's."""
     rows: list[dict[str, object]] = []
     for (concurrency, mode), some in _grouped(bursts).items():
         speeds = [burst.tokens_per_s for burst in some]
@@ -94,44 +97,35 @@ def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
 
 
 def ratios(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
-    """Auto against every other mode, pair by pair.
+    """Auto against every other mode of its group, pair by pair.
 
-    `best` marks the mode with the highest geometric mean among those on the same devices. `holds`: the upper
-    end of the 95 % interval reaches 0.98 (0.97 against plain decoding) and the median is at least 0.95.
+    `best` marks the mode with the highest geometric mean. `holds`: the upper end of the 95 % interval reaches
+    0.98 (0.97 against plain decoding) and the median is at least 0.95.
     """
     speeds: dict[int, dict[str, dict[int, float]]] = {}
     for burst in bursts:
         by_mode = speeds.setdefault(burst.concurrency, {})
         by_mode.setdefault(burst.mode, {})[burst.pair] = burst.tokens_per_s
-    rows: list[dict[str, object]] = []
-    for concurrency, by_mode in speeds.items():
-        others = {mode: own for mode, own in by_mode.items() if mode != AUTO}
-        if AUTO not in by_mode or not others:
-            continue
-        best = best_mode(others)
-        for mode, own in others.items():
-            found = [speed / own[pair] for pair, speed in by_mode[AUTO].items() if pair in own]
-            rows.append(
-                {
-                    "setting": setting,
-                    "concurrency": concurrency,
-                    "ratio": f"{AUTO}/{mode}",
-                    "best": mode == best,
-                    "pairs": len(found),
-                    **_judged(found, _REACH_PLAIN if mode == PLAIN else _REACH),
-                }
-            )
-    return rows
+    return [
+        {"setting": setting, "concurrency": concurrency, **row}
+        for *others, auto in (SAME, ALL)
+        for concurrency, by_mode in speeds.items()
+        for row in _against(by_mode.get(auto, {}), auto, {m: by_mode[m] for m in others if m in by_mode})
+    ]
 
 
-def best_mode(speeds: Mapping[str, Mapping[int, float]]) -> str | None:
-    """The mode with the highest geometric mean of its pairs; the one with more devices does not compete."""
-    means = {
-        mode: statistics.geometric_mean(list(own.values()))
-        for mode, own in speeds.items()
-        if mode != ALL_DEVICES
-    }
-    return max(means, key=means.__getitem__, default=None)
+def _against(
+    own: Mapping[int, float], name: str, others: Mapping[str, Mapping[int, float]]
+) -> Iterator[dict[str, object]]:
+    """One mode's speeds by pair against those of others."""
+    means = {mode: statistics.geometric_mean(list(speeds.values())) for mode, speeds in others.items()}
+    best = max(means, key=means.__getitem__, default=None)
+    for mode, speeds in others.items():
+        found = [speed / speeds[pair] for pair, speed in own.items() if pair in speeds]
+        if found:
+            reach = _REACH_PLAIN if mode.removesuffix(ALL_DEVICES) == PLAIN else _REACH
+            about = {"ratio": f"{name}/{mode}", "best": mode == best, "pairs": len(found)}
+            yield {**about, **_judged(found, reach)}
 
 
 def _judged(found: Sequence[float], reach: float) -> dict[str, object]:
@@ -150,7 +144,7 @@ def _judged(found: Sequence[float], reach: float) -> dict[str, object]:
 def _grouped(bursts: Sequence[Burst]) -> dict[tuple[int, str], list[Burst]]:
     """By concurrency and mode; concurrencies in the order in which they were measured."""
     grouped: dict[tuple[int, str], list[Burst]] = {}
-    modes = dict.fromkeys(burst.mode for burst in sorted(bursts, key=lambda burst: burst.mode))
+    modes = dict.fromkeys((*SAME, *ALL))
     for concurrency in dict.fromkeys(burst.concurrency for burst in bursts):
         for mode in modes:
             some = [burst for burst in bursts if (burst.concurrency, burst.mode) == (concurrency, mode)]

@@ -13,12 +13,12 @@ _COLOURS = {
     "sd": "#e69f00",
     "ssd": "#0072b2",
     "auto": "#d55e00",
-    "ar-all-devices": "#bdbdbd",
 }
 """Told apart without colour vision too (after Okabe and Ito); others are black."""
-_DASHES = {"auto": "6 4", "ar-all-devices": "2 3"}
-_WIDTH, _HEIGHT = 860, 380
-_TOP, _BOTTOM, _GUTTER = 44, 84, 64
+_DASH, _AUTO_DASH = "2 3", "7 4"
+_WIDTH, _HEIGHT = 860, 404
+_TOP, _BOTTOM, _GUTTER = 44, 108, 64
+_LEGEND = 4
 _PANEL = (_WIDTH - 2 * _GUTTER - 24) / 2
 _MOST_TICKS = 6
 
@@ -59,7 +59,7 @@ def draw(panels: Sequence[Panel]) -> str:
     for index, panel in enumerate(panels):
         parts += _panel(panel, _GUTTER + index * (_PANEL + _GUTTER))
     for index, mode in enumerate(modes):
-        x, y = _GUTTER + 12 + index * 150, _HEIGHT - 18
+        x, y = _GUTTER + 12 + index % _LEGEND * 180, _HEIGHT - 38 + index // _LEGEND * 20
         parts.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 26}" y2="{y - 4}" {_stroke(mode)}/>')
         parts.append(f'<text x="{x + 32}" y="{y}">{escape(mode)}</text>')
     return "\n".join([*parts, "</svg>", ""])
@@ -88,16 +88,22 @@ def _panel(panel: Panel, left: float) -> list[str]:
         x, y = frame.x(concurrency), _HEIGHT - _BOTTOM + 18
         parts.append(f'<text x="{x}" y="{y}" text-anchor="middle">{concurrency}</text>')
     middle = left + _PANEL / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 46}" text-anchor="middle">requests at once</text>')
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 70}" text-anchor="middle">requests at once</text>')
     for mode, line in panel.lines.items():
         places = [(frame.x(concurrency), frame.y(value)) for concurrency, value in sorted(line)]
         path = " ".join(f"{x},{y}" for x, y in places)
         parts.append(f'<polyline points="{path}" fill="none" {_stroke(mode)}/>')
-        colour = _COLOURS.get(mode, "#000")
+        colour = _colour(mode)
         parts += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in places]
     return parts
 
 
 def _stroke(mode: str) -> str:
-    dash = f' stroke-dasharray="{_DASHES[mode]}"' if mode in _DASHES else ""
-    return f'stroke="{_COLOURS.get(mode, "#000")}" stroke-width="2"{dash}'
+    """A mode on more devices has its colour and dots."""
+    dash = "" if mode in _COLOURS else _DASH
+    dash = _AUTO_DASH if mode == "auto" else dash
+    return f'stroke="{_colour(mode)}" stroke-width="2"' + (f' stroke-dasharray="{dash}"' if dash else "")
+
+
+def _colour(mode: str) -> str:
+    return _COLOURS.get(mode.partition("-")[0], "#000")

@@ -3,7 +3,7 @@
 import pytest
 
 from ssd_serve.bench.load_client import Answer, Speculation
-from ssd_serve.bench.load_outcome import ALL_DEVICES, Burst, best_mode, pairs, ratios, results
+from ssd_serve.bench.load_outcome import Burst, pairs, ratios, results
 from ssd_serve.bench.load_statistics import Limits
 
 LIMITS = Limits(ttft_ms=10_000, tpot_ms=10_000)
@@ -58,12 +58,19 @@ def test_ratios_are_of_the_same_pair_and_name_the_best_mode() -> None:
     assert {row["pairs"] for row in rows} == {3}
 
 
-def test_more_devices_are_compared_but_are_never_the_best_mode() -> None:
-    bursts = speeds(ar=[10.0, 10.0], auto=[10.0, 10.0], ar_all_devices=[99.0, 99.0])
+def test_modes_are_judged_among_those_with_the_same_devices() -> None:
+    bursts = speeds(
+        ar=[10.0, 10.0],
+        ssd=[20.0, 20.0],
+        auto=[20.0, 20.0],
+        ar_all_devices=[30.0, 30.0],
+        auto_all_devices=[30.0, 30.0],
+    )
     rows = {str(row["ratio"]): row for row in ratios(bursts, "real")}
-    assert not rows[f"auto/{ALL_DEVICES}"]["best"]
-    assert rows["auto/ar"]["best"]
-    assert best_mode({ALL_DEVICES: {0: 9.0}}) is None
+    assert list(rows) == ["auto/ar", "auto/ssd", "auto-all-devices/ar-all-devices", "auto-all-devices/ssd"]
+    best = [name for name, row in rows.items() if row["best"]]
+    assert best == ["auto/ssd", "auto-all-devices/ar-all-devices"]
+    assert rows["auto-all-devices/ssd"]["median"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,7 @@ def test_more_devices_are_compared_but_are_never_the_best_mode() -> None:
         ("ssd", [0.97, 0.97, 0.97], False),
         ("ar", [0.97, 0.97, 0.97], True),
         ("ar", [0.969, 0.969, 0.969], False),
+        ("sd", [0.97, 0.97, 0.97], False),
         ("ssd", [0.94, 0.96, 0.99], True),
         ("ssd", [0.5, 0.94, 2.0], False),
     ],

@@ -72,7 +72,7 @@ RESULT: dict[str, Any] = {
     ],
     "ratios": [
         ratio("ar", 1, 1.6, best=True),
-        ratio("ar-all-devices", 1, 1.4),
+        ratio("ar", 1, 1.4, ratio="auto-all-devices/ar-all-devices", best=True),
         ratio("ar", 8, 0.96, best=True, holds=False),
     ],
     "trace": [row("ar", 0, 33.0, tokens_per_s_quartiles=[])],
@@ -99,10 +99,10 @@ RESULT: dict[str, Any] = {
 
 
 def test_every_mode_has_its_line_and_the_devices_their_tables() -> None:
-    same, _, whole = load_tables(RESULT).partition("**All devices to plain decoding**")
+    same, _, whole = load_tables(RESULT).partition("**Closed loop, all devices")
     line = "| 60.0 (59.0 to 61.0) | 50 / 90 / 99 | 15.2 / 19.0 / 20.0 | 0.88 | 2.50 |  |"
     assert f"| 1 | plain (ar) {line}" in same.splitlines()
-    assert "all devices" not in same
+    assert ", all devices" not in same
     assert any(each.startswith("| 1 | plain (ar), all devices | 70.0") for each in whole.splitlines())
     assert "0.88, 2 failed" in same
 
@@ -112,7 +112,8 @@ def test_the_best_mode_is_marked_and_judged() -> None:
     assert "| at once | auto/ar | as good as the best |" in lines
     assert "| 1 | **1.600 (1.590 to 1.610)** | yes |" in lines
     assert "| 8 | **0.960 (0.950 to 0.970)** | no |" in lines
-    assert "| 1 | 1.400 (1.390 to 1.410) |" in lines
+    assert "| at once | auto-all-devices/ar-all-devices | as good as the best |" in lines
+    assert "| 1 | **1.400 (1.390 to 1.410)** | yes |" in lines
 
 
 def test_trace_and_resumption() -> None:
@@ -200,6 +201,7 @@ def test_something_else_is_refused(result: dict[str, object]) -> None:
         (["--modes", "fast"], "invalid choice"),
         (["--no-closed-loop"], "leaves nothing to do"),
         (["--port", "1"], "the flag --port is unknown"),
+        (["--learning", "-1"], "--learning: must be at least 1"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

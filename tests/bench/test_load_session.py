@@ -22,13 +22,14 @@ PLAN = Plan(
     concurrencies=(1, 3),
     pairs=5,
     launches=2,
+    learning=0,
     waves=2,
     tokens=6,
     prompt_tokens=10,
     temperature=1.0,
     limits=Limits(1000.0, 1000.0),
     ballast=False,
-    all_devices=False,
+    devices="same",
     resume=False,
     trace=None,
     time_scale=0.01,
@@ -85,6 +86,13 @@ def test_warm_ups_are_sent_but_not_counted() -> None:
     measured = Measured().run(0)
     counted = sum(len(each.answers) for each in measured.found.bursts if each.mode == "ar")
     assert len(measured.apis["ar"].bodies) == counted + 1 + 3
+
+
+def test_what_learns_is_warmed_up_longer_but_measured_alike() -> None:
+    learning, plain = Measured(replace(PLAN, learning=2)).run(0), Measured().run(0)
+    sent = {name: len(api.bodies) - len(plain.apis[name].bodies) for name, api in learning.apis.items()}
+    assert sent == {"ar": 0, "ssd": 0, "auto": 2 * 4 + 2 * 6}
+    assert len(learning.found.bursts) == len(plain.found.bursts)
 
 
 def test_no_mode_always_comes_first_or_after_the_same_other() -> None:
