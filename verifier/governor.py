@@ -98,8 +98,8 @@ class Governor(Generic[Way]):
         running.age = 0
         if level.rounds > _SETTLING:
             running.add(tokens / requests * plain_s, seconds)
-        against = self._rival(level)
-        level.lost = max(0.0, level.lost + against * seconds / plain_s - tokens / requests)
+            loss = self._rival(level) * seconds / plain_s - tokens / requests
+            level.lost = max(0.0, level.lost + loss)
         self._move(level)
 
     def _level(self, requests: int) -> _Level[Way]:
