@@ -54,6 +54,10 @@ class Channel(Protocol):
         and the message was not taken."""
         ...
 
+    def post(self, message: Message) -> bool:
+        """Queue a message; `flush` or the next `send` sends it. False as for `send`."""
+        ...
+
     def flush(self) -> bool:
         """Send what can be sent now; True when nothing is pending."""
         ...
@@ -109,15 +113,21 @@ class SocketChannel:
 
     def send(self, message: Message) -> bool:
         """See `Channel.send`. A message that is too large is a `ProtocolError`; the channel stays open."""
+        if not self.post(message):
+            return False
+        self.flush()
+        return not self._ended
+
+    def post(self, message: Message) -> bool:
+        """See `Channel.post`."""
         if self._ended:
             return False
-        if self._outgoing:
+        if len(self._outgoing) > self._queue_bytes:
             self.flush()
             if self._ended or len(self._outgoing) > self._queue_bytes:
                 return False
         self._outgoing += self._writer.encode(message)
-        self.flush()
-        return not self._ended
+        return True
 
     def flush(self) -> bool:
         """Send what can be sent now; True when nothing is pending."""

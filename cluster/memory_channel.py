@@ -121,6 +121,10 @@ class MemoryChannel:
         """Hand the message to the schedule. False when too many are under way, or the channel is closed."""
         return self._outgoing.send(message)
 
+    def post(self, message: Message) -> bool:
+        """The same: nothing is gained by sending together."""
+        return self.send(message)
+
     def send_raw(self, frame: bytes) -> None:
         """Put raw bytes on the wire, to test what a peer does with nonsense."""
         self._outgoing.send_raw(frame)

@@ -49,6 +49,10 @@ class InlineChannel:
             self._inbox.extend(self._core.handle(message))
         return not self._closed
 
+    def post(self, message: Message) -> bool:
+        """Handle the message now."""
+        return self.send(message)
+
     def flush(self) -> bool:
         """Nothing is ever pending."""
         return True

@@ -21,8 +21,9 @@ from ssd_serve.verifier.layout import Cores, Layout
 from ssd_serve.verifier.ranking import RankedNode, rank
 from ssd_serve.verifier.scheduler import Part
 
-_CANDIDATES = 64
-"""Most nodes of a round where the settings name no budget; the cost model chooses among them."""
+_CANDIDATES, _CANDIDATES_EACH = 64, 8
+"""Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
+chooses among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +126,12 @@ class Decider:
 
     def _outlook(self, parts: Sequence[Part], requests: int, steps: int) -> tuple[Outlook, list[RankedNode]]:
         """The round as it would be now, and its candidate nodes."""
-        most = _CANDIDATES if self._bounds.budget is None else self._bounds.budget
+        bounds, rate = self._bounds, self._rate.value(requests)
+        most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
+        least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
         working = self._drafters.working
-        ranking = rank(parts, most if working else 0, self._bounds.context, self._bounds.width)
+        ranking = rank(parts, most if working else 0, bounds.context, bounds.width, least)
         reaches = np.array([item[0] for item in ranking.nodes])
-        rate = self._rate.value(requests)
         choice = choose(reaches, requests, self._round_seconds(parts, len(reaches)), rate)
         step_s = self._drafters.step_s
         return Outlook(choice, ranking.leaves, rate, step_s, steps, ranking.missed), ranking.nodes

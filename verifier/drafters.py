@@ -140,7 +140,8 @@ class Drafters:
                 self._send(link, message, request.number)
 
     def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
-        """Publish what a round committed; call after the request's tokens were extended."""
+        """Publish what a round committed, with the next `flush`; call after the request's tokens were
+        extended."""
         for link in self._links:
             if not link.joined:
                 continue
@@ -156,7 +157,13 @@ class Drafters:
         held = link.held.pop(number)
         position = len(held.request.tokens) - len(held.tokens)
         message = Outcome(number, held.request.epoch, position, tuple(held.tokens), held.root)
-        self._send(link, message, number)
+        self._send(link, message, number, now=False)
+
+    def flush(self) -> None:
+        """Send the outcomes of a round together."""
+        for link in self._links:
+            if link.channel.pending:
+                link.channel.flush()
 
     def close(self, request: Request) -> None:
         """Stop drafting for a request."""
@@ -271,12 +278,13 @@ class Drafters:
             if link.joined:
                 self._send(link, message, number)
 
-    def _send(self, link: Link, message: DrafterMessage, number: int | None) -> None:
+    def _send(self, link: Link, message: DrafterMessage, number: int | None, now: bool = True) -> None:
         if isinstance(message, Open | Outcome) and link.heard_at >= link.asked_at:
             link.asked_at = self._clock()
         if number is not None and number in link.behind:
             return
-        if not link.channel.send(message) and number is not None:
+        taken = link.channel.send(message) if now else link.channel.post(message)
+        if not taken and number is not None:
             link.behind.add(number)
 
 

@@ -127,6 +127,7 @@ class Engine:
         reports: list[VerifierReport] = []
         for walk in walks:
             reports.extend(self._commit(walk))
+        self.drafters.flush()
         self._account(flight, walks, forward_s, waited_s, self._clock() - started)
         return reports
 

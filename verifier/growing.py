@@ -30,6 +30,10 @@ class Outlook:
     missed: int = 0
     """Decoding requests below whose root nothing has grown."""
 
+    def worth(self, rate: float) -> float:
+        """Expected tokens, less what the time of the round is worth: more nodes also make it longer."""
+        return self.choice.tokens - rate * self.choice.seconds
+
 
 class GrowPolicy(Protocol):
     """Decides whether to wait for one more draft step."""
@@ -74,9 +78,10 @@ class WhenItPays:
         return pays
 
     def learn(self, before: Outlook, after: Outlook, waited_s: float) -> None:
-        """Adjust the share of the leaves' reach that a whole step turns into expected tokens."""
+        """Adjust the share of the leaves' reach by which a whole step makes the round worth more."""
         steps = min(2.0, max(0.3, waited_s / before.step_s))  # what arrives may have been half done already
-        self._gain.observe(steps * float(before.leaves.sum()), after.choice.tokens - before.choice.tokens)
+        added = after.worth(before.rate) - before.worth(before.rate)
+        self._gain.observe(steps * float(before.leaves.sum()), added)
 
 
 class Never:

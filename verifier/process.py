@@ -105,8 +105,9 @@ class Loop:
             self._status_at = now
             self._unsent.append(_status(self._engine))
             self._engine.drafters.beat()
-        while self._unsent and self._server.send(self._unsent[0]):
+        while self._unsent and self._server.post(self._unsent[0]):
             self._unsent.popleft()
+        self._server.flush()
 
 
 def _await_server(servers: Listener) -> Channel:
