@@ -29,7 +29,8 @@ class Ranking:
 
 
 class _Heap:
-    """The next candidates of all requests: one entry for each node that was looked at, its best child not taken."""
+    """The next candidates of all requests: one entry for each node that was looked at, its best child not
+    taken."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, int, Node, int]] = []
@@ -60,8 +61,8 @@ class _Heap:
 
 
 def rank(parts: Sequence[Part], most: int, context: int, width: int, least: float = 0.0) -> Ranking:
-    """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width` best
-    leaves.
+    """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
+    best leaves.
 
     No node lies where its row could not matter any more: beyond `max_tokens` or the context.
     """
