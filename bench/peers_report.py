@@ -13,8 +13,8 @@ from ssd_serve.bench.peers_ways import OURS
 from ssd_serve.errors import UserError
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
-_OUR_COLOUR, _PEER_COLOUR, _TEXT, _FAINT = "#0b6e4f", "#8a94a3", "#1f2328", "#d0d7de"
-_WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _HEAD = 860, 250, 90, 16, 24, 46
+_OUR_COLOUR, _PEER_COLOUR, _TEXT = "#3fa37c", "#a9b1bc", "#1f2328"
+_WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _HEAD = 900, 290, 90, 16, 24, 46
 
 
 class _Row(msgspec.Struct, frozen=True):
