@@ -1,4 +1,5 @@
-"""The command line of the benchmarks: `ssd bench modes | load | peers | packed | lossless | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | peers | packed | lossless | calibration |
+ablate | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -9,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from ssd_serve.bench.ablate_commands import add_ablate
+from ssd_serve.bench.calibration_commands import add_calibration
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.cluster.process import worker_environment
@@ -25,7 +28,10 @@ def add_commands(subparsers: Commands) -> None:
     add_load(commands)
     add_peers(commands)
     _add_packed(commands)
+    _add_host(commands)
     _add_lossless(commands)
+    add_calibration(commands)
+    add_ablate(commands)
     _add_report(commands)
 
 
@@ -104,6 +110,25 @@ def _run_packed(args: argparse.Namespace) -> int:
     print(table(result))
     if args.json is not None:
         _write(result, args.json)
+    return 0
+
+
+def _add_host(commands: Commands) -> None:
+    parser = commands.add_parser("host", help="what the host adds to a round and to a draft step")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], help="requests at once")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    add_settings_flags(parser)
+    parser.set_defaults(run=_run_host)
+
+
+def _run_host(args: argparse.Namespace) -> int:
+    os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
+    from ssd_serve.bench.host import run_host
+
+    result = run_host(
+        settings_from(args), args.batches, lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    _write(result, args.json)
     return 0
 
 

@@ -29,6 +29,8 @@ _HEAD = (
 )
 _NOTES = {
     "target_overrun_share": "share of target forwards that took longer than the table says",
+    "drafter_overrun_share": "the same of the drafter's forwards",
+    "inline_draft_overrun_share": "the same of the synchronous drafts' forwards",
     "target_step_with_and_without_drafter_ms": "target step in ms, alone and beside a drafter, by rows",
 }
 

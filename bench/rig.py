@@ -33,7 +33,7 @@ from ssd_serve.models.load import load_model
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
@@ -64,6 +64,16 @@ class Way:
             return self.mode
         shape = "" if self.mode == "sd-chain" else f" {self.width}x{self.fan_out}"
         return f"{self.mode}{shape} {self.steps or 'adaptive'}"
+
+
+class _Free(CostTable):
+    """Rows cost nothing, whatever is seen."""
+
+    def __init__(self) -> None:
+        super().__init__([Timing(1, 0, 1.0)])
+
+    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
+        """Not at all."""
 
 
 class Rig:
@@ -102,20 +112,33 @@ class Rig:
             step_ms=1e3 * self.draft_step_s,
         )
 
-    def engine(self, way: Way, cost: CostTable | None = None, model: Model | None = None) -> Engine:
-        """A fresh engine over the shared target. `ssd` still needs its drafter connected."""
+    def engine(
+        self,
+        way: Way,
+        cost: CostTable | None = None,
+        model: Model | None = None,
+        verified: int | None = None,
+    ) -> Engine:
+        """A fresh engine over the shared target. `ssd` still needs its drafter connected.
+
+        `verified`: as many nodes in every round, whatever they cost, and no waiting.
+        """
         settings, target = self.settings, model or self.target
         policy: GrowPolicy = Steps(way.steps) if way.steps else WhenItPays(way.mode == "ssd")
         if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
             policy = Never()
+        if verified is not None:
+            policy, cost = Never(), _Free()
         facts = target.facts
+        budget = settings.budget if verified is None else verified
         draft_bounds = DraftBounds(
             facts.context,
-            0 if way.mode == "ar" else settings.budget,
+            0 if way.mode == "ar" else budget,
             settings.draft_width if way.mode == "ssd" else way.width,
         )
         drafters = Drafters(self.hello, log=get_logger("bench", "warning"))
-        governing = self._governing(policy, cost or self.cost) if way.mode == "ssd" else None
+        governed = way.mode == "ssd" and verified is None
+        governing = self._governing(policy, cost or self.cost) if governed else None
         scheduler = Scheduler(
             SlotPool(_SLOTS), None, Limits(settings.max_running, 1024, settings.prefill_chunk)
         )
@@ -128,7 +151,7 @@ class Rig:
             Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, settings.tree_nodes),
         )
         if way.mode.startswith("sd-"):
-            engine.drafters.connect(InlineChannel(self._core(way), self.hello), synchronous=True)
+            engine.drafters.connect(InlineChannel(self.core(way), self.hello), synchronous=True)
             engine.drafters.drain({})
         return engine
 
@@ -141,10 +164,11 @@ class Rig:
             Governor(tuple(policies)), Cores(Device("cpu"), None), dict.fromkeys(policies, cost), policies
         )
 
-    def _core(self, way: Way) -> DrafterCore:
+    def core(self, way: Way, draft: Model | None = None) -> DrafterCore:
+        """A fresh drafter in this process."""
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
-        source = ModelSource(self.draft, SlotPool(2 * _SLOTS), self._draft_noise, way.fan_out)
+        source = ModelSource(draft or self.draft, SlotPool(2 * _SLOTS), self._draft_noise, way.fan_out)
         return DrafterCore(source, limits, frozenset(self.real.facts.eos_token_ids), "bench")
 
 

@@ -3,6 +3,7 @@
 Knows the parts; it opens no sockets and runs no round.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
-from ssd_serve.logs import Logger
+from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.config import model_name
 from ssd_serve.models.emulated import EmulatedModel, device_table
@@ -30,7 +31,8 @@ from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
-from ssd_serve.verifier.measuring import measure_cost
+from ssd_serve.verifier.measuring import remembered_cost
+from ssd_serve.verifier.remembering import TimingFiles
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
@@ -70,7 +72,9 @@ def assemble_verifier(
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
-    governing = _governing(settings, model)
+    governing = _governing(
+        settings, model, TimingFiles(settings.cache_dir.expanduser(), log or get_logger("verifier"))
+    )
     cost = next(iter(governing.costs.values()))
     step_s = cost.seconds(1)
     hello = _hello(model.facts, Tokenizer(path))
@@ -83,7 +87,7 @@ def assemble_verifier(
     return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline)
 
 
-def _governing(settings: Settings, model: Model) -> Governing:
+def _governing(settings: Settings, model: Model, files: TimingFiles) -> Governing:
     """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
     last."""
     beside = parse_device(settings.target_device or "cpu")
@@ -100,7 +104,7 @@ def _governing(settings: Settings, model: Model) -> Governing:
     for layout in reversed(layouts):  # the first one's cores are those that remain
         cores.enter(layout)
         if cores.of(layout) not in tables:
-            tables[cores.of(layout)] = measure_cost(model)
+            tables[cores.of(layout)] = remembered_cost(model, str(cores.of(layout)), files)
     return Governing(
         Governor(layouts),
         cores,
@@ -129,7 +133,8 @@ def _engine(
     prefix = PrefixCache(pool) if settings.prefix_cache else None
     limits = Limits(settings.max_running, settings.max_waiting, settings.prefill_chunk)
     budget = settings.budget if settings.mode is not Mode.AR else 0
-    draft_bounds = DraftBounds(facts.context, budget, settings.draft_width)
+    most_tpot_s = settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf
+    draft_bounds = DraftBounds(facts.context, budget, settings.draft_width, most_tpot_s)
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), device=facts.device)
     rounds = Rounds(model, noise, facts.eos_token_ids)
     governed = settings.speculation_may_stop and settings.mode is not Mode.AR

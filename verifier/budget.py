@@ -6,6 +6,7 @@ verified when its reach exceeds `r` times the time that its row adds, and growth
 that it should add exceed `r` times the wait. Plain numpy; knows no models and no messages.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +23,25 @@ class Choice:
 
 
 def choose(
-    reaches: npt.NDArray[np.float64], roots: int, seconds: npt.NDArray[np.float64], rate: float
+    reaches: npt.NDArray[np.float64],
+    roots: int,
+    seconds: npt.NDArray[np.float64],
+    rate: float,
+    most_tpot_s: float = math.inf,
 ) -> Choice:
     """Best number of nodes to verify beside `roots` roots.
 
     `reaches` [nodes] falls; `seconds` [most + 1], most <= nodes, is what the round takes with 0, 1, ... most
-    nodes. `rate` is in tokens a second; 0 means unknown, then the round's own rate is maximised.
+    nodes. `rate` is in tokens a second; 0 means unknown, then the round's own rate is maximised. Rounds in
+    which a request's token takes longer than `most_tpot_s` are left out, unless all do: then the shortest is
+    taken.
     """
     tokens = roots + np.concatenate(([0.0], np.cumsum(reaches[: len(seconds) - 1])))  # [most + 1]
     value = tokens - rate * seconds if rate > 0 else tokens / np.maximum(seconds, 1e-9)
+    if most_tpot_s < math.inf:
+        tpot_s = seconds * roots / np.maximum(tokens, 1e-9)
+        kept = tpot_s <= most_tpot_s
+        value = np.where(kept, value, -np.inf) if kept.any() else -tpot_s
     best = int(np.argmax(value))
     return Choice(best, float(tokens[best]), float(seconds[best]))
 
@@ -53,6 +64,11 @@ class Rate:
             return
         self._tokens_per_request += self._memory * (each - self._tokens_per_request)
         self._seconds += self._memory * (min(seconds, 3 * self._seconds) - self._seconds)
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Committed tokens of a request in a round; 1 while unknown."""
+        return max(1.0, self._tokens_per_request)
 
     def value(self, requests: int) -> float:
         """Tokens a second with `requests` decoding requests; 0 while unknown."""

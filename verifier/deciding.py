@@ -5,6 +5,7 @@ and what each layout really gives. Knows the drafters as something to wait for; 
 request.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ssd_serve.verifier.layout import Cores, Layout
 from ssd_serve.verifier.ranking import RankedNode, rank
 from ssd_serve.verifier.scheduler import Part
 
+_LEAST_PROMPT_ROWS = 16
 _CANDIDATES, _CANDIDATES_EACH = 64, 8
 """Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
 chooses among them."""
@@ -39,11 +41,13 @@ class Governing:
 
 @dataclass(frozen=True, slots=True)
 class DraftBounds:
-    """`budget`: most nodes of a round, None: the cost model alone decides; `width`: nodes of a draft step."""
+    """`budget`: most nodes of a round, None: the cost model alone decides; `width`: nodes of a draft step;
+    `most_tpot_s`: seconds that a token of a running request should take at most."""
 
     context: int
     budget: int | None
     width: int
+    most_tpot_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,16 @@ class Decider:
             self._policy.learn(before, outlook, spent_s)
         return ranked[: outlook.choice.nodes], waited_s
 
+    def prompt_rows(self, requests: int, most: int) -> int:
+        """How many of `most` prompt rows a round may read beside `requests` decoding requests, so that their
+        tokens come in time; never so few that prompts would not get on."""
+        limit_s = self._bounds.most_tpot_s
+        if limit_s == math.inf or requests == 0:
+            return most
+        seconds = self.cost.span(requests, requests + most) + self.host.seconds(requests, 0)
+        fitting = int(np.searchsorted(seconds, limit_s * self._rate.tokens_a_round, side="right")) - 1
+        return min(most, max(_LEAST_PROMPT_ROWS, fitting))
+
     def learn(self, round_: Round) -> None:
         """Take a round's times into account; those that read prompts tell what forwards cost, no more."""
         self.cost.observe(round_.rows, round_.forward_s, round_.reading)
@@ -132,9 +146,17 @@ class Decider:
         working = self._drafters.working
         ranking = rank(parts, most if working else 0, bounds.context, bounds.width, least)
         reaches = np.array([item[0] for item in ranking.nodes])
-        choice = choose(reaches, requests, self._round_seconds(parts, len(reaches)), rate)
+        seconds = self._round_seconds(parts, len(reaches))
+        choice = choose(reaches, requests, seconds, rate, bounds.most_tpot_s)
+        # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
+        leaves = np.maximum(ranking.leaves - rate * self._row_seconds(parts), 0.0)
         step_s = self._drafters.step_s
-        return Outlook(choice, ranking.leaves, rate, step_s, steps, ranking.missed), ranking.nodes
+        return Outlook(choice, leaves, rate, step_s, steps, ranking.missed), ranking.nodes
+
+    def _row_seconds(self, parts: Sequence[Part]) -> float:
+        """What one more node adds to a round, as the mean of the next eight."""
+        seconds = self._round_seconds(parts, 8)
+        return float(seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
 
     def _round_seconds(self, parts: Sequence[Part], most: int) -> npt.NDArray[np.float64]:
         """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""

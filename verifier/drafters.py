@@ -112,7 +112,9 @@ class Drafters:
 
     def connect(self, channel: Channel, synchronous: bool = False) -> None:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
-        self._links.append(Link(channel, synchronous, heard_at=self._clock()))
+        link = Link(channel, synchronous, heard_at=self._clock())
+        self._links.append(link)
+        self._set_paused(link)
 
     def use(self, layout: Layout) -> None:
         """Let the drafters of this layout work, and the others pause."""
@@ -254,7 +256,8 @@ class Drafters:
         link.name, link.joined, link.step_s = hello.name, True, hello.step_ms / 1e3
         self.joins += 1
         link.channel.send(self._hello)
-        self._set_paused(link)
+        if link.paused:
+            link.channel.send(Pause(paused=True))
         for request in requests.values():
             self.open(request)
         self._log.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))

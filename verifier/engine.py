@@ -148,7 +148,9 @@ class Engine:
         for request in self.scheduler.admit():
             self._active[request.number] = request
             self.drafters.open(request)
-        parts, preempted = self.scheduler.plan()
+        scheduler = self.scheduler
+        rows = self.decider.prompt_rows(scheduler.decoding, scheduler.prefill_chunk)
+        parts, preempted = scheduler.plan(rows)
         for request in preempted:
             self._active.pop(request.number, None)
             self.drafters.close(request)

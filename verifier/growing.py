@@ -20,7 +20,7 @@ class Outlook:
 
     choice: Choice
     leaves: npt.NDArray[np.float64]
-    """Reach of the leaves that one draft step could expand, best first."""
+    """Reach of the leaves that one draft step could expand, best first, less the price of a row."""
     rate: float
     """Long-run tokens a second; 0 while unknown."""
     step_s: float

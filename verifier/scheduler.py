@@ -53,6 +53,11 @@ class Scheduler:
         self.preemptions = 0
         self._limits = limits
 
+    @property
+    def prefill_chunk(self) -> int:
+        """Most prompt tokens of a round."""
+        return self._limits.prefill_chunk
+
     def full(self) -> bool:
         """Whether another request would overfill the queue."""
         return len(self.waiting) >= self._limits.max_waiting and len(self.running) >= self._limits.max_running
@@ -81,11 +86,19 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def plan(self) -> tuple[list[Part], list[Request]]:
-        """The parts of the next round, oldest request first, and the requests that had to be preempted."""
+    @property
+    def decoding(self) -> int:
+        """Number of running requests whose prompts are read."""
+        return sum(request.decoding for request in self.running)
+
+    def plan(self, prompt_rows: int | None = None) -> tuple[list[Part], list[Request]]:
+        """The parts of the next round, oldest request first, and the requests that had to be preempted.
+
+        At most `prompt_rows` tokens of prompts are read, and never more than the limits allow.
+        """
         parts: list[Part] = []
         preempted: list[Request] = []
-        left = self._limits.prefill_chunk
+        left = self._limits.prefill_chunk if prompt_rows is None else prompt_rows
         for request in list(self.running):
             if request in preempted:
                 continue

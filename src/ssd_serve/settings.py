@@ -132,6 +132,14 @@ class Settings(BaseSettings):
     )
     draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
     draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
+    cache_dir: Path = Field(
+        default=Path("~/.cache/ssd-serve"), description="folder where measured step times are remembered"
+    )
+    tpot_target_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="most milliseconds for a token of a running request; empty: fastest overall",
+    )
     grow_first: bool = Field(default=True, description="wait for one more draft step where that pays")
     speculation_may_stop: bool = Field(
         default=True, description="stop speculating while plain decoding measures faster"

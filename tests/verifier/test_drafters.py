@@ -14,12 +14,14 @@ from ssd_serve.messages import (
     Message,
     Open,
     Outcome,
+    Pause,
     Refusal,
     Resync,
     SamplingParameters,
     Submit,
 )
 from ssd_serve.verifier.drafters import Drafters, check_hello
+from ssd_serve.verifier.layout import Layout
 from ssd_serve.verifier.request import Request, accept
 from tests.fakes import HELLO, VOCABULARY
 
@@ -265,3 +267,66 @@ def test_heartbeats_come_when_due() -> None:
         house.drafters.beat()
         house.clock.now += 1.0
     assert its.receive() == [Heartbeat()] * 3
+
+
+def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() -> None:
+    house = House()
+    beside, inline = house.join(), house.join(synchronous=True)
+    for its in (beside, inline):
+        its.receive()
+    house.drafters.use(Layout.INLINE)
+    assert beside.receive() == [Pause(paused=True)]
+    assert house.drafters.working
+    for token in (4, 5, 6):
+        house.commit(0, token)
+    assert [message.tokens for message in inline.receive() if isinstance(message, Outcome)] == [
+        (4,),
+        (5,),
+        (6,),
+    ]
+    assert beside.receive() == []
+    house.drafters.use(Layout.BESIDE)
+    heard = beside.receive()
+    request = house.requests[0]
+    assert request.replica is not None
+    assert heard == [
+        Outcome(0, request.epoch, 3, (4, 5, 6), request.replica.tree.root.name),
+        Pause(paused=False),
+    ]
+    assert of(Pause, inline.receive()) == [Pause(paused=True)]
+    house.drafters.use(Layout.PLAIN)
+    assert not house.drafters.working
+    assert not house.drafters.worth_waiting()
+    assert house.drafters.step_s == 0.0
+
+
+def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
+    house = House()
+    its = house.join()
+    its.receive()
+    house.drafters.use(Layout.PLAIN)
+    for token in range(70):
+        house.commit(1, token % VOCABULARY)
+    pieces = [len(message.tokens) for message in its.receive() if isinstance(message, Outcome)]
+    assert pieces == [32, 32]
+
+
+def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
+    house = House()
+    its = house.join()
+    house.drafters.use(Layout.PLAIN)
+    its.receive()
+    for number in (0, 1):
+        house.commit(number, 4)
+    house.drafters.close(house.requests[0])
+    house.drafters.open(house.requests[1])
+    house.drafters.use(Layout.BESIDE)
+    assert of(Outcome, its.receive()) == []
+
+
+def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
+    house = House()
+    house.drafters.use(Layout.PLAIN)
+    assert Pause(paused=True) in house.join().receive()
+    assert not house.drafters.working
+    assert house.drafters.alive == 1

@@ -1,0 +1,99 @@
+"""Layouts change while requests run, and the text does not."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.devices import Device
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.messages import Close, Open, Outcome, Pause, Resync
+from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.deciding import Governing
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.governor import Governor
+from ssd_serve.verifier.growing import Steps
+from ssd_serve.verifier.layout import Cores, Layout
+from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
+
+WAYS = (Layout.BESIDE, Layout.INLINE, Layout.PLAIN)
+
+
+class Restless(Governor[Layout]):
+    """Changes its mind every few rounds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(WAYS)
+        self._random = random.Random(seed)
+        self._layout = WAYS[0]
+        self.changes = 0
+
+    def choose(self, requests: int) -> Layout:
+        if self._random.random() < 0.6:
+            layout = self._random.choice(WAYS)
+            self.changes += layout is not self._layout
+            self._layout = layout
+        return self._layout
+
+
+def restless(seed: int) -> tuple[Engine, Restless]:
+    """An engine with a drafter inline and one at the other end of a channel, under a restless governor."""
+    case = Case(policy=lambda: Steps(2), slots=4096)
+    engine, _ = make_engine(case)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+    mine, its = memory_pair()
+    core = make_core(case)
+
+    def work() -> None:
+        for message in its.receive():
+            if isinstance(message, Open | Outcome | Close | Resync | Pause):
+                for reply in core.handle(message):
+                    its.send(reply)
+        for growth in core.step():
+            its.send(growth)
+
+    its.send(HELLO)
+    mine.on_wait = work
+    engine.drafters.connect(mine)
+    governor = Restless(seed)
+    engine.decider.governing = Governing(
+        governor,
+        Cores(Device("cpu"), None),
+        dict.fromkeys(WAYS, CostTable()),
+        {way: Steps(0 if way is Layout.PLAIN else 2) for way in WAYS},
+    )
+    return engine, governor
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_text_is_the_same_whoever_drafts(seed: int) -> None:
+    expected = run(make_engine(Case(drafter="none", slots=4096))[0], mixed_requests(6))
+    engine, governor = restless(seed)
+    outputs = run(engine, mixed_requests(6))
+    assert {number: output.tokens for number, output in outputs.items()} == {
+        number: output.tokens for number, output in expected.items()
+    }
+    assert governor.changes > 3
+    assert sum(output.figures.accepted for output in outputs.values()) > 0
+    assert engine.scheduler.prefix is not None
+    assert engine.scheduler.pool.used == engine.scheduler.prefix.size
+
+
+def test_threads_follow_the_cores_of_the_layout() -> None:
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    first, *others = sorted(allowed)
+    cores = Cores(Device("cpu", (first,)), Device("cpu", (first, *others[:1])))
+    try:
+        cores.enter(Layout.PLAIN)
+        assert os.sched_getaffinity(0) == {first, *others[:1]}
+        assert torch.get_num_threads() == 1 + len(others[:1])
+        cores.enter(Layout.BESIDE)
+        assert os.sched_getaffinity(0) == {first}
+        assert torch.get_num_threads() == 1
+        Cores(Device("cuda", (0,)), None).enter(Layout.PLAIN)  # a GPU has no cores to lend
+        assert torch.get_num_threads() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(threads)
