@@ -92,6 +92,8 @@ class Decider:
         came."""
         requests = sum(part.request.decoding for part in parts)
         self._lay_out(requests)
+        if not self._drafters.working or self._bounds.budget == 0:
+            return [], 0.0
         waited_s = 0.0
         outlook, ranked = self._outlook(parts, requests, 0)
         while requests and self._drafters.worth_waiting() and self._policy.wants(outlook):
@@ -143,8 +145,7 @@ class Decider:
         bounds, rate = self._bounds, self._rate.value(requests)
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
-        working = self._drafters.working
-        ranking = rank(parts, most if working else 0, bounds.context, bounds.width, least)
+        ranking = rank(parts, most, bounds.context, bounds.width, least)
         reaches = np.array([item[0] for item in ranking.nodes])
         seconds = self._round_seconds(parts, len(reaches))
         choice = choose(reaches, requests, seconds, rate, bounds.most_tpot_s)
