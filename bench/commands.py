@@ -10,8 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-from ssd_serve.bench.ablate_commands import add_ablate
-from ssd_serve.bench.calibration_commands import add_calibration
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.cluster.process import worker_environment
@@ -30,8 +28,6 @@ def add_commands(subparsers: Commands) -> None:
     _add_packed(commands)
     _add_host(commands)
     _add_lossless(commands)
-    add_calibration(commands)
-    add_ablate(commands)
     _add_report(commands)
 
 
