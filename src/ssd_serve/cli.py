@@ -25,6 +25,7 @@ from ssd_serve.errors import (
     SsdError,
 )
 from ssd_serve.flags import Commands, Parser, add_settings_flags, given_flags
+from ssd_serve.plan_commands import add_plan
 from ssd_serve.recipes.commands import add_commands as add_recipe_commands
 from ssd_serve.settings import Origin, flag_name, origins, resolve, suggestion
 
@@ -81,6 +82,7 @@ def build_parser() -> Parser:
     _add_serve(commands)
     _add_generate(commands)
     _add_settings(commands)
+    add_plan(commands)
     add_bench_commands(commands)
     add_recipe_commands(commands)
     _add_worker(commands)

@@ -1,0 +1,283 @@
+"""`ssd plan`: shapes of known models, step times of known devices, and what follows from both.
+
+Published figures stand in for a machine that is not here; everything else is arithmetic on synthetic numbers.
+"""
+
+import json
+
+import pytest
+import torch
+
+from ssd_serve import cli
+from ssd_serve.bench.roofline_probe import Roof
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.errors import CheckpointError, SettingsError
+from ssd_serve.models.device_tables import DeviceSheet, device_sheet, sheet_names
+from ssd_serve.plan import Plan, Wish, make_plan
+from ssd_serve.plan_devices import Measured, Sheets, cost_table
+from ssd_serve.plan_models import PlannedModel, known_config, known_names, planned_model, sized
+from ssd_serve.plan_page import as_json, page
+from ssd_serve.plan_simulation import Costs, Guesses, Way, simulate
+from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
+
+Captured = pytest.CaptureFixture[str]
+LIMITS = GrowthLimits(width=16, fan_out=8, depth=16, nodes=4096)
+PLAIN_SHEET = DeviceSheet("test", 100, 1000, 100, 1.0, 1.0, 0.0, 0.0)
+
+
+def known(name: str) -> PlannedModel:
+    config = known_config(name)
+    assert config is not None
+    return sized(name, config, torch.bfloat16, "cuda:0")
+
+
+def flat(target_s: float, draft_s: float) -> Costs:
+    """Steps that cost the same for any number of rows, and hardly any host time."""
+    table = CostTable([Timing(rows, 0, target_s) for rows in (1, 64)])
+    return Costs(table, HostCost(node_s=1e-9), draft_s, LIMITS, context=0)
+
+
+def small_model(matrix_bytes: float = 1e9, kv_heads: int = 8) -> PlannedModel:
+    size = int(matrix_bytes)
+    return PlannedModel("small", 10, kv_heads, 1000, 4096, 2, size, size, 1000, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-3.1-405b", 405.9),
+        ("llama-3.1-70b", 70.6),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.2-3b", 3.21),
+        ("llama-3.2-1b", 1.24),
+        ("llama-2-7b", 6.74),
+        ("qwen2.5-72b", 72.7),
+        ("qwen2.5-0.5b", 0.49),
+        ("qwen3-32b", 32.8),
+        ("qwen3-1.7b", 1.72),
+        ("qwen3-0.6b", 0.60),
+    ],
+)
+def test_known_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    assert known(name).resident_bytes / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_token_of_llama_70b_takes_320_kib_of_kv_cache() -> None:
+    assert known("llama-3.1-70b").kv_bytes_per_token == 2 * 80 * 8 * 128 * 2
+
+
+def test_a_tied_head_is_held_twice_on_cpus_only() -> None:
+    config = known_config("llama-3.2-1b")
+    assert config is not None
+    on_cpu, on_gpu = (sized("x", config, torch.bfloat16, place) for place in ("cpu", "cuda:0"))
+    assert on_cpu.resident_bytes - on_gpu.resident_bytes == 128256 * 2048 * 2
+    assert on_cpu.matrix_bytes == on_gpu.matrix_bytes == on_gpu.resident_bytes
+
+
+def test_the_embedded_pair_is_read_from_its_folder() -> None:
+    target = planned_model("embedded", "target", torch.float32, "cpu", None)
+    draft = planned_model("embedded", "draft", torch.float32, "cpu", None)
+    assert target.name == "embedded-target"
+    assert target.vocabulary == draft.vocabulary == 4096
+    assert target.matrix_bytes > draft.matrix_bytes > 0
+
+
+def test_a_name_that_is_nothing_is_refused_with_what_is_known() -> None:
+    with pytest.raises(CheckpointError, match=r"llama-3.1-70b, .*qwen3-0.6b"):
+        planned_model("llama-9", "target", torch.bfloat16, "cuda:0", None)
+
+
+@pytest.mark.parametrize(("devices", "published"), [(1, 21.41), (2, 32.87), (4, 52.32)])
+def test_the_mi300x_row_meets_the_published_plain_speed_of_70b(devices: int, published: float) -> None:
+    """AMD's figures for Llama 3.1 70B in bf16, one request, tensor parallel over 1, 2 and 4 devices."""
+    platform = Sheets(device_sheet("mi300x"), devices)
+    step_s = platform.step_s(known("llama-3.1-70b"), devices, 1, 512)
+    assert 1 / step_s == pytest.approx(published, rel=0.04)
+
+
+def test_the_h100_row_meets_the_published_plain_speed_of_70b() -> None:
+    step_s = Sheets(device_sheet("H100"), 4).step_s(known("llama-3.1-70b"), 4, 1, 512)
+    assert 1 / step_s == pytest.approx(54.7, rel=0.04)
+
+
+def test_every_sheet_is_complete_and_an_unknown_device_is_refused() -> None:
+    for name in sheet_names():
+        sheet = device_sheet(name)
+        assert sheet.memory_gb >= 80
+        assert 1000 < sheet.bandwidth_gb_s < 10_000
+        assert 500 < sheet.bf16_tflops < 5000
+        assert 0 < sheet.bandwidth_share < 1
+    with pytest.raises(SettingsError, match="mi300x, mi325x, mi350x, h100, h200"):
+        device_sheet("abacus")
+
+
+def test_a_step_reads_until_it_computes_longer() -> None:
+    """1 GB at 1 TB/s is 1 ms; a row is 1 GFLOP, so that 100 TFLOPS take 1 ms for 100 rows."""
+    platform = Sheets(PLAIN_SHEET, 2)
+    model = small_model()
+    seconds = [platform.step_s(model, 1, rows, 0) for rows in (1, 100, 200)]
+    assert seconds == pytest.approx([1e-3, 1e-3, 2e-3])
+    assert platform.step_s(model, 2, 1, 0) == pytest.approx(0.5e-3)
+    assert platform.step_s(model, 1, 1, 1_000_000) == pytest.approx(2e-3)  # and 1 GB of KV cache
+
+
+def test_a_model_is_split_over_divisors_of_its_kv_heads() -> None:
+    platform = Sheets(PLAIN_SHEET, 16)
+    assert [platform.group(small_model(), most) for most in (1, 3, 5, 7, 16)] == [1, 2, 4, 4, 8]
+
+
+def test_measured_cores_interpolate_between_rows_and_grow_beyond() -> None:
+    roof = Roof(1, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15)
+    platform = Measured("CPU core", 1, {1: roof}, 1e10, True, 0, layer_s=0.0)
+    seconds = [platform.step_s(small_model(), 1, rows, 0) for rows in (1, 2, 4, 8)]
+    assert seconds == pytest.approx([0.1, 0.15, 0.25, 0.5])
+
+
+def test_a_drafter_that_streams_takes_bandwidth_and_one_that_fits_the_cache_does_not() -> None:
+    roofs = {count: Roof(count, "bfloat16", {1: 1 / speed}, 1e12) for count, speed in ((1, 30e9), (2, 40e9))}
+    platform = Measured("CPU core", 2, roofs, 1e10, True, cache_bytes=32 << 20)
+    assert platform.disturbance(1, small_model(1e9)) == pytest.approx(1.5)
+    assert platform.disturbance(1, small_model(1e6)) == 1.0
+
+
+def test_the_cost_table_is_the_devices_step_time() -> None:
+    platform, model = Sheets(device_sheet("mi300x"), 1), known("llama-3.1-8b")
+    table = cost_table(platform, model, 1, 2048)
+    for rows in (1, 16, 64):
+        expected = platform.step_s(model, 1, rows, 2048)
+        assert table.seconds(rows, Reading(2048, 2048 * rows)) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("way", "draft_s", "tokens"),
+    [
+        (Way.PLAIN, 0.094, 1.0),
+        (Way.INLINE, 0.094, 2.91),
+        (Way.BESIDE, 0.094, 3.48),
+        (Way.INLINE, 0.16, 2.37),
+        (Way.BESIDE, 0.16, 3.07),
+    ],
+)
+def test_simulated_speed_agrees_with_the_designs_table(way: Way, draft_s: float, tokens: float) -> None:
+    """Section 5 of the design: tokens a target step at an acceptance of 0.725."""
+    found = simulate(way, Guesses(0.725), flat(1.0, draft_s), requests=1, rounds=240)
+    assert found.tokens_per_s == pytest.approx(tokens, rel=0.08)
+
+
+def test_guesses_are_a_distribution_that_covers_what_the_embedded_pair_covers() -> None:
+    values = Guesses(0.55).probabilities(16)
+    assert values == sorted(values, reverse=True)
+    assert values[0] == 0.55
+    assert sum(values[:4]) == pytest.approx(0.81, abs=0.02)
+    assert sum(values) <= 1
+
+
+def test_simulations_repeat() -> None:
+    first, second = (simulate(Way.BESIDE, Guesses(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2))
+    assert first == second
+
+
+def test_a_better_draft_and_a_faster_draft_give_more() -> None:
+    def speed(acceptance: float, draft_s: float) -> float:
+        return simulate(Way.BESIDE, Guesses(acceptance), flat(1.0, draft_s), 1, rounds=120).tokens_per_s
+
+    assert speed(0.9, 0.1) > speed(0.7, 0.1) > speed(0.4, 0.1)
+    assert speed(0.7, 0.1) > speed(0.7, 0.5)
+
+
+def test_dear_rows_are_not_verified() -> None:
+    dear = CostTable([Timing(rows, 0, 1.0 * rows) for rows in (1, 64)])
+    costs = Costs(dear, HostCost(), 0.1, LIMITS, context=0)
+    found = simulate(Way.INLINE, Guesses(0.5), costs, 1, rounds=60)
+    assert found.nodes_per_round < 0.5
+    assert found.node_price == pytest.approx(1.0, rel=0.2)
+
+
+def plan(devices: int, acceptance: float = 0.75, sheet: str = "mi300x") -> Plan:
+    wish = Wish(acceptance=acceptance, context=512)
+    return make_plan(
+        Sheets(device_sheet(sheet), devices), known("llama-3.1-70b"), known("llama-3.2-1b"), wish
+    )
+
+
+@pytest.fixture(scope="module")
+def of_five() -> Plan:
+    return plan(5)
+
+
+def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: Plan) -> None:
+    best = of_five.best
+    assert best is not None
+    assert (best.way, best.target, best.draft) == (Way.BESIDE, 4, 1)
+    assert best.speed > 2 * of_five.layouts[0].speed
+    text = page([of_five])
+    assert len(text.splitlines()) <= 10
+    assert "take: draft beside (mode ssd)" in text
+    assert "assumed" in text
+    assert "not built" in text
+
+
+def test_two_devices_serve_a_large_target_better_together() -> None:
+    """A second device halves what the target reads; a drafter beside would leave it one."""
+    best = plan(2).best
+    assert best is not None
+    assert (best.way, best.target) == (Way.INLINE, 2)
+
+
+def test_a_useless_draft_is_not_taken_and_the_page_says_from_where_on_one_pays() -> None:
+    found = plan(1, acceptance=0.02)
+    best = found.best
+    assert best is not None
+    assert best.way is Way.PLAIN
+    assert found.pays_from is not None
+    assert 0.05 < found.pays_from < 0.5
+    assert f"from an acceptance of {found.pays_from:.2f} on" in page([found])
+
+
+def test_what_does_not_fit_is_said_with_the_devices_that_would_do() -> None:
+    found = plan(1, sheet="h100")
+    assert found.best is None
+    assert found.devices_needed == 2
+    assert "does NOT fit" in page([found])
+    assert "fits from 2 x H100 on" in page([found])
+
+
+def test_the_json_holds_every_layout(of_five: Plan) -> None:
+    (entry,) = json.loads(json.dumps(as_json([of_five])))
+    assert [layout["mode"] for layout in entry["layouts"]] == ["ar", "sd", "ssd"]
+    assert entry["take"] == "ssd"
+    assert entry["layouts"][2]["target_devices"] == 4
+
+
+def test_the_command_for_a_machine_that_is_not_here(capsys: Captured) -> None:
+    command = ["plan", "llama-3.1-8b", "llama-3.2-1b", "--device", "h200", "--devices", "2"]
+    assert cli.main([*command, "--context", "512"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("llama-3.1-8b (15.0 GiB) with llama-3.2-1b (2.3 GiB) on 2 x H200")
+    assert "data sheet: 141 GB, 4.8 TB/s" in text
+
+
+def test_the_command_ends_with_5_where_the_target_does_not_fit(capsys: Captured) -> None:
+    assert cli.main(["plan", "llama-3.1-405b", "--device", "mi300x"]) == 5
+    assert "fits from 8 x MI300X on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--device", "abacus"], "not in the table"),
+        (["--acceptance", "1"], "--acceptance must be"),
+        (["--acceptance", "0.5", "0.6"], "one for each draft"),
+        (["--requests", "0"], "--requests must be"),
+        (["--context", "0"], "--context must be"),
+        (["--device", "h100", "--devices", "0"], "--devices must be"),
+        (["--device", "h100", "--dtype", "fp32"], "--dtype bf16"),
+    ],
+)
+def test_mistakes(arguments: list[str], sentence: str, capsys: Captured) -> None:
+    assert cli.main(["plan", "llama-3.1-8b", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_names_are_offered_in_lower_case() -> None:
+    assert all(name == name.lower() for name in known_names())
