@@ -1,8 +1,8 @@
 """Products of few rows with a fixed matrix on CPUs, the matrix pre-packed by oneDNN.
 
-The one module that calls private torch operators. Each dtype is tried once against the public product before
-it is used; where the operators are absent, have another signature or disagree, nothing is packed and callers
-keep the public `F.linear`.
+The one module that calls private torch operators. Each kind is tried once against exact products before it is
+used; where the operators are absent, have another signature or disagree, nothing is packed and callers keep
+the public `F.linear`.
 """
 
 from typing import Any, cast
@@ -26,6 +26,27 @@ class PackedMatrix:
         return result
 
 
+class PackedInt8:
+    """An int8 weight [outputs, inputs] in oneDNN's own layout, with a float32 scale for each output."""
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        self._packed = torch.ops.onednn.qlinear_prepack(numbers.contiguous(), None)
+        self._scales = scales
+        self._zeros = torch.zeros_like(scales, dtype=torch.int32)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """uint8 rows [rows, inputs], which mean their value less 128 -> float32 [rows, outputs].
+
+        Sums are exact in int32 and rounded once. Rows are unsigned because oneDNN has no fast product of
+        signed ones on x86.
+        """
+        weight = (self._packed, self._scales, self._zeros)
+        result: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            rows, 1.0, 128, *weight, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return result
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this machine and this torch multiply packed matrices of `dtype`, and rightly."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -41,6 +62,26 @@ def can_pack(dtype: torch.dtype) -> bool:
     expected = F.linear(rows.double(), weight.double(), bias.double())
     tolerance = 64 * torch.finfo(dtype).eps
     return torch.allclose(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def can_pack_int8() -> bool:
+    """Whether this machine and this torch multiply packed int8 matrices rightly and in hardware (VNNI)."""
+    has_vnni = getattr(cast(Any, torch.cpu), "_is_vnni_supported", lambda: False)
+    if not torch.backends.mkldnn.is_available() or not has_vnni():  # type: ignore[no-untyped-call]
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-127, 128, (48, 256), generator=generator).to(torch.int8)
+    # The largest sums there are: products that saturate in 16 bits would show here.
+    weight[0], weight[1] = 127, -127
+    scales = torch.rand((48,), generator=generator)
+    rows = torch.randint(0, 256, (3, 256), generator=generator).to(torch.uint8)
+    rows[0], rows[1] = 255, 0
+    try:
+        result = PackedInt8(weight, scales)(rows)
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    expected = F.linear(rows.double() - 128, weight.double()) * scales.double()
+    return torch.allclose(result.double(), expected, rtol=1e-6, atol=0.0)
 
 
 def cpu_has_fast_bf16() -> bool:

@@ -2,7 +2,7 @@
 
 A model asks the factory for its matrices by checkpoint names and never touches weights itself. The factory
 reads this rank's slices, fuses matrices that share their input, and packs them where that is faster. Formats
-today: dense and packed (oneDNN, CPU). Knows no architecture.
+today: dense, packed and int8 (the latter two by oneDNN on CPUs). Knows no architecture.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.errors import UserError
+from ssd_serve.kernels.int8 import Int8Matrix, WidenedMatrix, can_multiply_int8, quantise
 from ssd_serve.kernels.packed import PackedMatrix, can_pack
 from ssd_serve.models.checkpoint import Checkpoint
 
@@ -60,18 +61,31 @@ class Part:
 
 
 class LinearFactory:
-    """Makes the linear layers of one rank from a checkpoint."""
+    """Makes the linear layers of one rank from a checkpoint: in `dtype`, or int8 for rows in `dtype`."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, parallel: Parallel, device: str, dtype: torch.dtype, packed: bool
+        self,
+        checkpoint: Checkpoint,
+        *,
+        parallel: Parallel,
+        device: str,
+        dtype: torch.dtype,
+        packed: bool,
+        int8: bool = False,
     ) -> None:
         if parallel.size != 1:
             raise UserError("tensor parallelism is not built yet; use one rank")
+        if int8 and device != "cpu":
+            raise UserError(f"int8 weights are not built for {device}, only for CPUs; use another dtype")
         self._checkpoint = checkpoint
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
         self._packed = packed and device == "cpu" and can_pack(dtype)
+        self._int8 = int8
+        self._int8_products = int8 and packed and can_multiply_int8()
+        # Numbers are rounded once, from what the file says, to int8.
+        self._read_dtype = torch.float32 if int8 else dtype
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor that every rank holds whole (a norm, an embedding), in the model's dtype and device."""
@@ -81,7 +95,7 @@ class LinearFactory:
         """Matrices that share their input, fused; every rank computes its share of each one's outputs."""
         shares = [self._parallel.part(part.outputs) for part in parts]
         outputs = sum(share.stop - share.start for share in shares)
-        weight = torch.empty((outputs, inputs), dtype=self._dtype, device=self._device)
+        weight = torch.empty((outputs, inputs), dtype=self._read_dtype, device=self._device)
         biases: list[torch.Tensor] = []
         start = 0
         for part, share in zip(parts, shares, strict=True):
@@ -102,10 +116,21 @@ class LinearFactory:
         # Ranks sum their results, so only one of them may add the bias.
         own = bias and self._parallel.rank == 0
         offset = self._checkpoint.read(f"{part.name}.bias", (part.outputs,)) if own else None
-        return self.wrap(weight.to(self._device, self._dtype), offset)
+        return self.wrap(weight.to(self._device, self._read_dtype), offset)
 
     def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """A weight [outputs, inputs] in the format of this device; the dense copy is not kept when packed."""
         if bias is not None:
             bias = bias.to(self._device, self._dtype)
+        if self._int8:
+            return self._quantise(weight, bias)
+        return self._plain(weight, bias)
+
+    def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return PackedMatrix(weight, bias) if self._packed else DenseLinear(weight, bias)
+
+    def _quantise(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        quantised = quantise(weight)
+        if self._int8_products:
+            return Int8Matrix(quantised, bias)
+        return WidenedMatrix(self._plain(quantised.numbers.to(self._dtype)), quantised.scales, bias)

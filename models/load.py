@@ -11,6 +11,7 @@ import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
+from ssd_serve.kernels.int8 import can_multiply_int8
 from ssd_serve.kernels.packed import cpu_has_fast_bf16
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.models.checkpoint import Checkpoint
@@ -20,7 +21,9 @@ from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.linear import LinearFactory, Parallel
 from ssd_serve.models.memory import available_memory, require_memory
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_INT8 = "int8"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, _INT8: torch.bfloat16}
+"""What is computed in; weights of int8 are wider only where this machine has no product for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,12 @@ class ModelSizes:
 
 
 def resolve_dtype(dtype: str, device: str) -> str:
-    """`fp32`, `bf16` or `fp16`; `auto` is bf16 where the device computes it fast, else fp32."""
+    """`fp32`, `bf16`, `fp16` or `int8`; `auto` is bf16 where the device computes it fast, else fp32."""
     if dtype != "auto":
         if dtype not in _DTYPES:
             raise UserError(f"dtype {dtype!r} is unknown; use auto, {', '.join(_DTYPES)}")
+        if dtype == _INT8 and torch_device(device) != "cpu":
+            raise UserError(f"dtype int8 is not built for {device}, only for CPUs; use auto, bf16 or fp16")
         return dtype
     if torch_device(device) != "cpu":
         return "bf16"
@@ -61,13 +66,24 @@ def torch_device(device: str) -> str:
 def model_sizes(folder: Path, *, device: str, dtype: str) -> ModelSizes:
     """Sizes of a model that is not loaded."""
     config = load_config(folder)
-    kind = _DTYPES[resolve_dtype(dtype, device)]
-    matrices = matrix_elements(config)
+    name = resolve_dtype(dtype, device)
+    kind = _DTYPES[name]
     # A packed head cannot serve as the embedding too, so tied weights are held twice on CPUs.
     shared = config.tied and torch_device(device) != "cpu"
     embedding = 0 if shared else config.vocabulary * config.hidden
     layout = kv_layout(config, attention_dtype(device, kind))
-    return ModelSizes(config, (matrices + embedding) * kind.itemsize, layout.bytes_per_slot)
+    return ModelSizes(config, _matrix_bytes(config, name) + embedding * kind.itemsize, layout.bytes_per_slot)
+
+
+def _matrix_bytes(config: DecoderConfig, dtype: str) -> int:
+    """Bytes of all matrices that one forward of one row reads."""
+    numbers = matrix_elements(config)
+    if dtype != _INT8:
+        return numbers * _DTYPES[dtype].itemsize
+    heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+    outputs = config.layers * (heads + 2 * config.hidden + 2 * config.intermediate) + config.vocabulary
+    width = 1 if can_multiply_int8() else _DTYPES[dtype].itemsize
+    return numbers * width + outputs * torch.float32.itemsize  # a scale for each output
 
 
 def load_model(
@@ -91,14 +107,20 @@ def load_model(
     sizes = model_sizes(path, device=device, dtype=dtype)
     kind = resolve_dtype(dtype, device)
     config = sizes.config
-    # While a matrix is packed its dense copy exists too.
-    need = sizes.resident_bytes + largest_matrix(config) * _DTYPES[kind].itemsize
+    # While a matrix is packed its dense copy exists too: as read, and as int8 where it becomes that.
+    dense = _DTYPES[kind].itemsize if kind != _INT8 else torch.float32.itemsize + torch.int8.itemsize
+    need = sizes.resident_bytes + largest_matrix(config) * dense
     need += slots * sizes.kv_bytes_per_slot
     require_memory(model_name(path), need, available_memory(place))
     layout = kv_layout(config, attention_dtype(device, _DTYPES[kind]))
     with torch.inference_mode(), Checkpoint(path) as checkpoint:
         make = LinearFactory(
-            checkpoint, parallel=Parallel(), device=place, dtype=_DTYPES[kind], packed=packed
+            checkpoint,
+            parallel=Parallel(),
+            device=place,
+            dtype=_DTYPES[kind],
+            packed=packed,
+            int8=kind == _INT8,
         )
         weights = read_weights(config, checkpoint, make, progress)
         cache = KVCache(layout, slots, place)
@@ -109,7 +131,7 @@ def load_model(
         layers=config.layers,
         hidden=config.hidden,
         eos_token_ids=config.eos_token_ids,
-        weight_bytes=matrix_elements(config) * _DTYPES[kind].itemsize,
+        weight_bytes=_matrix_bytes(config, kind),
         kv_bytes_per_slot=layout.bytes_per_slot,
         device=place,
         dtype=kind,

@@ -78,9 +78,10 @@ class Settings(BaseSettings):
     draft_device: str | None = Field(
         default=None, description="device of the drafter; empty: chosen by the mode"
     )
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
-        description="weights and activations; auto: bf16 where the device computes it fast, else fp32",
+        description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
+        "int8: weights of 8 bits, activations in bf16, on CPUs",
     )
     tree_decode_backend: Literal["auto", "sdpa"] = Field(
         default="auto", description="tree attention kernel; only sdpa is built today"
