@@ -11,13 +11,14 @@ SERVING := $(VENV)/.stamp-serving
 DEVELOPING := $(VENV)/.stamp-developing
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check format bench clean
+.PHONY: help install serve test check format bench bench-check clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
+	@echo "make bench-check  is this code slower than the last release? Two minutes; BASE=COMMIT names another"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    rewrite the sources as ruff wants them"
 	@echo "make clean     remove $(VENV) and caches"
@@ -56,6 +57,9 @@ format: $(DEVELOPING)
 bench: $(SERVING)
 	$(BIN)/ssd bench packed --json bench/results/packed.json
 	$(BIN)/ssd bench modes --json bench/results/modes.json $(ARGS)
+
+bench-check: $(SERVING)
+	@$(BIN)/ssd bench check $(if $(BASE),--base $(BASE)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

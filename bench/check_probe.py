@@ -1,0 +1,51 @@
+"""One code of `ssd bench check`, as a script: run with the sources to measure on PYTHONPATH.
+
+Loads the pair of the job, answers where its sources lie, then for every line on stdin (the number of a turn)
+decodes this turn's prompts plainly and with SSD, and answers tokens a second as one line of JSON. Uses only
+what the benchmarks of earlier commits have, too.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(job: dict[str, Any]) -> None:
+    """Load, then answer until stdin ends."""
+    from ssd_serve.cluster.process import worker_environment
+
+    os.environ.update(worker_environment())  # before torch is imported
+
+    import ssd_serve
+    from ssd_serve.bench.modes import DRAFT_CORE, TARGET_CORE
+    from ssd_serve.bench.prompts import Prompt
+    from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
+    from ssd_serve.bench.sample import Runner
+    from ssd_serve.settings import Mode, Settings
+
+    use_cores(TARGET_CORE)
+    settings = Settings(target=job["target"], draft=job["draft"], mode=Mode.SSD, prefix_cache=False)
+    rig = Rig(settings)
+    ar, ssd = rig.engine(Way("ar")), rig.engine(Way("ssd"))
+    prompts = [Prompt("", tuple(each["tokens"]), each["seed"]) for each in job["prompts"]]
+    runner, count = Runner(job["tokens"]), job["prompts_of_a_pass"]
+    with remote_drafter(rig, ssd, DRAFT_CORE):
+        _answer({"source": ssd_serve.__file__})
+        for line in sys.stdin:
+            first = int(line) * count
+            chosen = [prompts[(first + index) % len(prompts)] for index in range(count)]
+            speeds: dict[str, object] = {}
+            for mode, engine in (("ar", ar), ("ssd", ssd)):
+                samples = [runner.run(engine, prompt, 0.0) for prompt in chosen]
+                speeds[mode] = sum(each.decoded for each in samples) / sum(each.seconds for each in samples)
+            _answer(speeds)
+
+
+def _answer(values: dict[str, object]) -> None:
+    print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
