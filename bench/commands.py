@@ -13,6 +13,7 @@ from pathlib import Path
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
+from ssd_serve.bench.roofline_commands import add_roofline
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
 
@@ -28,6 +29,7 @@ def add_commands(subparsers: Commands) -> None:
     add_peers(commands)
     _add_packed(commands)
     _add_host(commands)
+    add_roofline(commands)
     _add_lossless(commands)
     add_quality(commands)
     add_check(commands)
