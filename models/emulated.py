@@ -25,15 +25,21 @@ class DeviceTable:
 
 
 def device_table(name: str) -> DeviceTable:
-    """The table of this name.
+    """The table of this name; `NAME*F` is the same device F times slower, for drafts that this machine
+    computes too slowly.
 
     mi300x-70b-1b: Llama-3.1-70B at tensor parallel 4 with Llama-3.2-1B, as AMD's published tokens/s imply.
     """
     tables = {"mi300x-70b-1b": DeviceTable(target_s=0.0191, draft_s=0.0018, flat_rows=64)}
-    table = tables.get(name)
-    if table is None:
-        raise SettingsError(f"device table {name!r} is unknown; known: {', '.join(sorted(tables))}")
-    return table
+    known, _, slower = name.partition("*")
+    table = tables.get(known)
+    if table is None or not (slower.isdigit() or slower == "") or slower == "0":
+        raise SettingsError(
+            f"device table {name!r} is unknown; known: {', '.join(sorted(tables))}, "
+            "and NAME*F: the same, F times slower"
+        )
+    factor = int(slower or 1)
+    return DeviceTable(factor * table.target_s, factor * table.draft_s, table.flat_rows)
 
 
 class EmulatedModel:

@@ -2,8 +2,8 @@
 
 The budget prices nodes; it does not see what a drafter costs by being there: messages, waits, a memory bus
 that two devices share, a core that the target could have. So every way is tried, and the fastest one runs. A
-clear lead over plain decoding is not disturbed to look at plain decoding. Plain Python; knows no drafters and
-no trees.
+clear lead over plain decoding is not disturbed to look at plain decoding, nor soon to look at others. Plain
+Python; knows no drafters and no trees.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ _SETTLING = 6
 _CHECK = 64
 _TRIAL, _PLAIN_TRIAL = 96, 24
 _CLEAR_LEAD = 1.3
+_UNDISTURBED = 2048
+"""Rounds for which a clear lead over plain decoding is not disturbed to try what may be better still."""
 _FIRST_PATIENCE, _MOST_PATIENCE = 512, 16384
 _MOST_LOST = 10.0
 """A trial ends early when it has cost this many plain rounds."""
@@ -134,11 +136,12 @@ class Governor(Generic[Way]):
     def _candidate(self, level: _Level[Way]) -> Way | None:
         """A way that deserves a trial now: never measured, or not for as long as its patience."""
         mine = self._gain(level, level.best)
+        clear = mine > _CLEAR_LEAD * self._gain(level, self._plain)
         for way in self._ways:
             record = level.records[way]
             if way == level.best:
                 continue
-            if way == self._plain and mine > _CLEAR_LEAD * self._gain(level, way):
+            if clear and (way == self._plain or level.rounds < _UNDISTURBED):
                 continue
             if not record.tried or record.age >= record.patience or record.gain > mine:
                 return way

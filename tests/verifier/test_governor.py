@@ -59,14 +59,21 @@ def test_it_is_hardly_slower_than_the_better_way(speedup: float, requests: int) 
 )
 def test_of_three_ways_it_finds_the_best(beside: float, inline: float) -> None:
     world = World(beside, inline=inline)
-    world.run(600)
+    world.run(3000)
     assert world.run(10000) > 0.95 * max(1.0, beside, inline)
 
 
-def test_a_clear_lead_is_never_disturbed() -> None:
+def test_a_clear_lead_is_not_disturbed_to_try_plain_decoding() -> None:
     world = World(2.0)
     world.run(5000)
     assert world.speculated == 5000
+
+
+def test_a_clear_lead_is_not_disturbed_soon_to_try_another_way_to_draft() -> None:
+    world = World(2.0, inline=1.9)
+    assert {world.round() for _ in range(2000)} == {"beside"}
+    world.run(200)
+    assert world.run(2000) > 1.9
 
 
 def test_it_notices_when_the_better_way_changes() -> None:
