@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from ssd_serve.bench.ablate_commands import add_ablate
+from ssd_serve.bench.calibration_commands import add_calibration
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
@@ -33,6 +35,8 @@ def add_commands(subparsers: Commands) -> None:
     _add_lossless(commands)
     add_quality(commands)
     add_check(commands)
+    add_calibration(commands)
+    add_ablate(commands)
     _add_report(commands)
 
 

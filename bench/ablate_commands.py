@@ -1,0 +1,39 @@
+"""The command line of `ssd bench ablate`. Parses arguments and writes files; heavy imports come late."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ssd_serve.flags import Commands
+
+_TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+def add_ablate(commands: Commands) -> None:
+    """Add the parser `ablate`."""
+    parser = commands.add_parser(
+        "ablate", help="ways of growing and of choosing at the same draft budget, in virtual time"
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=list(_TEMPERATURES))
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of each way")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
+    parser.add_argument("--width", type=int, default=32, help="rows of a draft step")
+    parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ssd_serve.bench.ablate import Plan, run_ablation
+    from ssd_serve.bench.ablate_pair import embedded_pair
+    from ssd_serve.bench.ablate_report import ablation_table
+
+    pair, prompts = embedded_pair(args.table)
+    plan = Plan(tuple(args.temperatures), args.prompts, args.tokens, args.width)
+    result = run_ablation(pair, prompts, plan, lambda text: print(text, file=sys.stderr, flush=True))
+    print(ablation_table(result))
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0

@@ -1,0 +1,24 @@
+"""The embedded pair on one core, timed by a device table, and prompts that its training never saw."""
+
+import torch
+
+from ssd_serve.bench.ablate_rig import DRAFT_SLOTS, SLOTS, Pair
+from ssd_serve.bench.prompts import Prompt, held_out_prompts
+from ssd_serve.models.emulated import device_table
+from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.load import load_model
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.settings import EMBEDDED
+
+
+def embedded_pair(table: str) -> tuple[Pair, list[Prompt]]:
+    """Load both models. One thread: results are then the same whatever else the machine does."""
+    torch.set_num_threads(1)
+    timed = device_table(table)
+    target, draft = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
+    pair = Pair(
+        load_model(target, device="cpu", dtype="auto", slots=SLOTS, context=None),
+        load_model(draft, device="cpu", dtype="auto", slots=DRAFT_SLOTS, context=None),
+        timed,
+    )
+    return pair, held_out_prompts(target, Tokenizer(target))
