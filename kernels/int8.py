@@ -68,7 +68,7 @@ def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     An element is (low - 128 + 256 * (high - 128)) * scale.
     """
-    top = torch.linalg.vector_norm(rows, float("inf"), 1, keepdim=True, dtype=torch.float32)
+    top = rows.abs().amax(1, keepdim=True).float()  # several times faster than a norm of bf16 rows
     scales = top.clamp_min_(_SMALLEST_TOP).div_(_LARGEST_ELEMENT)
     numbers = torch.div(rows, scales).add_(_ROUNDING + 128 + 256 * 128)
     pieces = numbers.view(torch.uint8).view(*rows.shape, 4)[..., :2].permute(2, 0, 1)
