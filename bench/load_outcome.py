@@ -97,13 +97,15 @@ def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
 
 
 def ratios(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
-    """Auto against every other mode of its group, pair by pair.
+    """Auto against every other mode of its group, pair by pair; bursts with a failed request are left out.
 
     `best` marks the mode with the highest geometric mean. `holds`: the upper end of the 95 % interval reaches
     0.98 (0.97 against plain decoding) and the median is at least 0.95.
     """
     speeds: dict[int, dict[str, dict[int, float]]] = {}
     for burst in bursts:
+        if any(answer.error for answer in burst.answers):
+            continue
         by_mode = speeds.setdefault(burst.concurrency, {})
         by_mode.setdefault(burst.mode, {})[burst.pair] = burst.tokens_per_s
     return [

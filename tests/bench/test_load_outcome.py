@@ -1,5 +1,7 @@
 """Rows, pairs and ratios of the closed loop from bursts of known speed."""
 
+from dataclasses import replace
+
 import pytest
 
 from ssd_serve.bench.load_client import Answer, Speculation
@@ -90,6 +92,15 @@ def test_what_holds(other: str, factors: list[float], holds: bool) -> None:
     bursts = speeds(auto=[100 * factor for factor in factors], **{other: [100.0] * 3})
     (row,) = ratios(bursts, "real")
     assert row["holds"] is holds
+
+
+def test_a_burst_with_a_failed_request_is_in_no_ratio() -> None:
+    bursts = speeds(auto=[10.0, 10.0, 10.0], ar=[10.0, 10.0, 10.0])
+    answer = replace(bursts[-1].answers[0], error="status 500")
+    failed = replace(bursts[-1], answers=(answer, *bursts[-1].answers[1:]))
+    (row,) = ratios([*bursts[:-1], failed], "real")
+    assert (row["pairs"], row["median"]) == (2, 1.0)
+    assert [each["failed"] for each in results([*bursts[:-1], failed], "real", LIMITS)] == [1, 0]
 
 
 def test_one_pair_judges_nothing() -> None:
