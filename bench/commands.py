@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ssd_serve.bench.ablate_commands import add_ablate
 from ssd_serve.bench.calibration_commands import add_calibration
+from ssd_serve.bench.explain_commands import add_explain
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
@@ -32,6 +33,7 @@ def add_commands(subparsers: Commands) -> None:
     _add_packed(commands)
     _add_host(commands)
     add_roofline(commands)
+    add_explain(commands)
     _add_lossless(commands)
     add_quality(commands)
     add_check(commands)
