@@ -35,7 +35,8 @@ def place(settings: Settings, machine: Machine) -> Placement:
     draft = _named(settings.draft_device, machine, "SSD_DRAFT_DEVICE")
     mode = _mode(settings, machine)
     if mode is not Mode.SSD:
-        return Placement(mode, target or _whole(machine), None, Device("cpu", machine.cores))
+        target = target or _whole(machine)
+        return Placement(mode, target, None, Device("cpu", _others(machine.cores, target)))
     if target is None:
         target = Device("cuda", (0,)) if machine.gpus and draft != Device("cuda", (0,)) else None
     if draft is None:

@@ -40,6 +40,11 @@ def test_defaults(have: Machine, mode: Mode, expected: Placement) -> None:
     assert place(Settings(mode=mode), have) == expected
 
 
+def test_the_front_end_keeps_off_a_chosen_target() -> None:
+    for mode in (Mode.AR, Mode.SD, Mode.SSD):
+        assert place(Settings(mode=mode, target_device="cpu:0"), machine(2)).front_end == cpu(1)
+
+
 def test_the_cores_of_a_silent_drafter_are_lent_in_mode_auto_only() -> None:
     assert place(Settings(mode=Mode.SSD), machine(4)).alone is None
     assert place(Settings(mode=Mode.AUTO), machine(4)).alone == cpu(0, 1, 2, 3)
