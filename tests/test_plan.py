@@ -15,6 +15,7 @@ from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.models.device_tables import DeviceSheet, device_sheet, sheet_names
 from ssd_serve.plan import Plan, Wish, make_plan
 from ssd_serve.plan_devices import Measured, Sheets, cost_table
+from ssd_serve.plan_here import never_slower
 from ssd_serve.plan_models import PlannedModel, known_config, known_names, planned_model, sized
 from ssd_serve.plan_page import as_json, page
 from ssd_serve.plan_simulation import Costs, Guesses, Way, simulate
@@ -138,6 +139,22 @@ def test_a_drafter_that_streams_takes_bandwidth_and_one_that_fits_the_cache_does
     platform = Measured("CPU core", 2, roofs, 1e10, True, cache_bytes=32 << 20)
     assert platform.disturbance(1, small_model(1e9)) == pytest.approx(1.5)
     assert platform.disturbance(1, small_model(1e6)) == 1.0
+
+
+def test_more_cores_never_read_slower() -> None:
+    one = Roof(1, "bfloat16", {1: 3.0, 4: 5.0}, 200.0)
+    busy = Roof(2, "bfloat16", {1: 9.0, 4: 4.0}, 100.0)
+    assert never_slower([one, busy]) == [one, Roof(2, "bfloat16", {1: 3.0, 4: 4.0}, 200.0)]
+
+
+def test_a_target_that_fits_the_cache_is_noted() -> None:
+    roofs = {1: Roof(1, "bfloat16", {1: 1e-10, 64: 1e-9}, 1e12)}
+    platform = Measured("CPU core", 1, roofs, 1e10, True, cache_bytes=32 << 20)
+    small, large = (
+        page([make_plan(platform, small_model(size), None, Wish(context=64))]) for size in (1e6, 1e9)
+    )
+    assert "fits the cache" in small
+    assert "fits the cache" not in large
 
 
 def test_the_cost_table_is_the_devices_step_time() -> None:

@@ -57,6 +57,11 @@ class Platform(Protocol):
         """Kept for captured graphs, activations and the process, on each device."""
         ...
 
+    @property
+    def cache_bytes(self) -> int:
+        """What the devices' common cache holds; 0: nothing worth counting on."""
+        ...
+
     def group(self, model: PlannedModel, most: int) -> int:
         """How many of `most` devices this model can be split over."""
         ...
@@ -78,6 +83,7 @@ class Sheets:
     count: int
     shares_memory: bool = False
     reserve_bytes: float = 2 * _GIB
+    cache_bytes: int = 0
 
     @property
     def unit(self) -> str:

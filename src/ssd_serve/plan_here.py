@@ -1,8 +1,9 @@
 """This machine for `ssd plan`: measured in some seconds, on the cores or the GPU that a model would use."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ssd_serve.bench.roofline_probe import QUICK, last_level_cache, measure_roof
+from ssd_serve.bench.roofline_probe import QUICK, Roof, last_level_cache, measure_roof
 from ssd_serve.models.memory import available_memory
 from ssd_serve.plan_devices import Measured
 
@@ -11,8 +12,24 @@ def this_cpu(cores: Sequence[int], dtype: str) -> Measured:
     """Cores as devices: all of them, one, and all but one, which a drafter beside would take."""
     counts = {1, max(1, len(cores) - 1), len(cores)}
     memory = available_memory("cpu")
-    roofs = {count: measure_roof("cpu", dtype, cores[:count], QUICK) for count in sorted(counts)}
-    return Measured("CPU core", len(cores), roofs, memory, True, last_level_cache())
+    roofs = [measure_roof("cpu", dtype, cores[:count], QUICK) for count in sorted(counts)]
+    by_cores = {roof.cores: roof for roof in never_slower(roofs)}
+    return Measured("CPU core", len(cores), by_cores, memory, True, last_level_cache())
+
+
+def never_slower(roofs: Sequence[Roof]) -> list[Roof]:
+    """Roofs of ever more cores, each at least as good as those before: a core that is busy with something
+    else at the moment is no property of the machine."""
+    found: list[Roof] = []
+    for roof in roofs:
+        if found:
+            last = found[-1]
+            faster = {
+                rows: min(each, last.seconds_per_byte[rows]) for rows, each in roof.seconds_per_byte.items()
+            }
+            roof = replace(roof, seconds_per_byte=faster, flops=max(roof.flops, last.flops))
+        found.append(roof)
+    return found
 
 
 def this_gpu(count: int, dtype: str) -> Measured:

@@ -176,6 +176,8 @@ def _note(plan: Plan) -> str:
         notes.append(
             "one model over several GPUs is not built in this version: these are plans for one that has it"
         )
+    if plan.target.matrix_bytes < plan.platform.cache_bytes:
+        notes.append("the target fits the cache and is faster than this; `ssd bench explain` measures it")
     if plan.draft is not None and plan.draft.vocabulary != plan.target.vocabulary:
         notes.append(
             f"vocabularies of {plan.target.vocabulary} and {plan.draft.vocabulary} tokens: a pair needs one "
@@ -189,4 +191,4 @@ def _count(plan: Plan, devices: int) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / _GIB:.1f} GiB"
+    return f"{size / _GIB:.1f} GiB" if size >= 0.1 * _GIB else f"{size / (1 << 20):.0f} MiB"
