@@ -118,7 +118,8 @@ INTRODUCTIONS = {
 
 LIMITS = (
     "It is not an assistant, knows no facts and cannot follow instructions. It continues text that looks "
-    "like the Python standard library: plausible names, mostly valid syntax, no understanding. The chat "
+    "like the Python standard library: plausible names, lines that mostly make sense, "
+    "functions that often do not parse, no understanding. The chat "
     "template turns messages into comments and lets the model continue with code. It may repeat passages of "
     "its training data, which are under the PSF licence. Do not use its output for anything but trying out "
     "and measuring the server."
