@@ -61,16 +61,16 @@ class Plan:
     """What to run. `width`: rows of a draft step, for all; `candidates`: best guesses of an expanded node."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    prompts: int = 12
+    prompts: int = 16
     prompt_tokens: int = 64
     width: int = 32
     candidates: int = 16
     depth: int = 16
     tuning_prompts: int = 4
     tuning_tokens: int = 48
-    trees: tuple[tuple[int, int], ...] = ((2, 4), (4, 3), (4, 5))
+    trees: tuple[tuple[int, int], ...] = ((2, 5), (4, 5), (4, 7))
     """Fan-outs and levels of uniform trees to choose from."""
-    tables: tuple[tuple[int, int], ...] = ((4, 3), (6, 4), (8, 4))
+    tables: tuple[tuple[int, int], ...] = ((4, 3), (8, 4), (10, 6))
     """Chain lengths, and lengths after a miss, of tables to choose from."""
 
 

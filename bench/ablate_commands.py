@@ -16,7 +16,7 @@ def add_ablate(commands: Commands) -> None:
         "ablate", help="ways of growing and of choosing at the same draft budget, in virtual time"
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=list(_TEMPERATURES))
-    parser.add_argument("--prompts", type=int, default=12, help="prompts of each way")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of each way")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
     parser.add_argument("--width", type=int, default=32, help="rows of a draft step")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
