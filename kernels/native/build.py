@@ -1,0 +1,99 @@
+"""Compiles the C sources of this folder for the processor at hand, once, into a cache folder.
+
+Knows compilers and files, not what the kernels compute. A library is named by everything that it depends on:
+the sources, the compiler and the processor.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssd_serve.errors import SsdError
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("cc", "gcc", "clang")
+_SHARED = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = (
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-fopenmp",),
+    ("-march=native",),
+    (),
+)
+"""Tried in turn: not every compiler has OpenMP, and processors are named differently on ARM."""
+_CPU = Path("/proc/cpuinfo")
+_LONGEST_S = 120.0
+
+
+class NativeError(SsdError):
+    """The kernels could not be compiled or loaded; slower ones are used."""
+
+
+def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
+    """The compiled library in `folder`, compiled now if it is not there. Raises `NativeError`."""
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeError(f"no C compiler ({', '.join(compilers)}) is on the PATH")
+    sources = sorted(SOURCES.glob("*.c"))
+    path = folder / f"native-{_digest(sources, compiler)}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (folder / "native.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of one server start together
+            if not path.exists():
+                _compile(sources, compiler, path)
+    except OSError as error:
+        raise NativeError(f"compiled kernels cannot be kept in {folder}: {error}") from error
+    return path
+
+
+def _compile(sources: Sequence[Path], compiler: str, path: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        for flags in _FLAGS:
+            words = [compiler, *_SHARED, *flags, *map(str, sources), "-o", name, "-lm"]
+            complaint = _run(words)
+            if not complaint:
+                os.replace(name, path)
+                return
+    finally:
+        Path(name).unlink(missing_ok=True)
+    raise NativeError(f"{compiler} could not compile the kernels: {complaint}")
+
+
+def _run(words: Sequence[str]) -> str:
+    """The last line of what the compiler complained about; empty when it succeeded."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def _digest(sources: Sequence[Path], compiler: str) -> str:
+    digest = hashlib.sha256()
+    for source in [*sources, *sorted(SOURCES.glob("*.h"))]:
+        digest.update(source.read_bytes())
+    known = os.stat(compiler)
+    digest.update(f"{os.path.realpath(compiler)} {known.st_size} {known.st_mtime_ns}".encode())
+    digest.update(f"{platform.machine()} {_SHARED} {_FLAGS} {_processor()}".encode())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What the processor can do: the same folder may be used by several machines."""
+    try:
+        lines = _CPU.read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features")
+    return str(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,60 @@
+"""bf16 products of rows with a fixed matrix, by the compiled kernel.
+
+A row's result is the same alone and among any others. Knows one matrix; no model.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
+
+_PANEL = 32
+"""Outputs that lie together, as in `products.c`."""
+
+
+class NativeMatrix:
+    """A bf16 weight [outputs, inputs], inputs even, with an optional bias [outputs]."""
+
+    def __init__(
+        self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        self._multiply = library.function(
+            "ssd_multiply_bf16", POINTER, SIZE, SIZE, POINTER, POINTER, POINTER, SIZE, INT
+        )
+        self._outputs, self._inputs = weight.shape
+        missing = -self._outputs % _PANEL
+        panels = F.pad(weight, (0, 0, 0, missing)).view(-1, _PANEL, self._inputs // 2, 2)
+        self._packed = panels.transpose(1, 2).contiguous()  # [panels, inputs / 2, 32, 2]
+        self._bias = None if bias is None else F.pad(bias.float(), (0, missing))
+        self._weights_at = self._packed.data_ptr()
+        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """bf16 rows [..., inputs] -> [..., outputs]."""
+        rows = rows.contiguous()
+        result = rows.new_empty((*rows.shape[:-1], self._outputs))
+        self._multiply(
+            rows.data_ptr(),
+            rows.numel() // self._inputs,
+            self._inputs,
+            self._weights_at,
+            self._bias_at,
+            result.data_ptr(),
+            self._outputs,
+            torch.get_num_threads(),
+        )
+        return result
+
+
+def can_multiply_bf16(library: NativeLibrary) -> bool:
+    """Whether this processor has the instructions, and the products are right."""
+    if not library.function("ssd_can_multiply_bf16", result=INT)():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((48, 66), generator=generator).bfloat16()
+    bias = torch.randn((48,), generator=generator).bfloat16()
+    rows = torch.randn((17, 66), generator=generator).bfloat16()
+    expected = F.linear(rows.double(), weight.double(), bias.double())
+    found = NativeMatrix(library, weight, bias)(rows).double()
+    tolerance = 2 * torch.finfo(torch.bfloat16).eps
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
