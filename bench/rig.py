@@ -23,6 +23,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
@@ -84,11 +85,22 @@ class Rig:
         target = resolve_model(settings.target, "target", token=settings.hf_token)
         draft = resolve_model(settings.draft_model or "", "draft", token=settings.hf_token)
         self.tokenizer = Tokenizer(target)
+        self.native = native_library(settings)
         self.real = load_model(
-            target, device="cpu", dtype=settings.dtype, slots=_SLOTS, context=settings.context
+            target,
+            device="cpu",
+            dtype=settings.dtype,
+            slots=_SLOTS,
+            context=settings.context,
+            native=self.native,
         )
         self.real_draft = load_model(
-            draft, device="cpu", dtype=settings.dtype, slots=2 * _SLOTS, context=settings.context
+            draft,
+            device="cpu",
+            dtype=settings.dtype,
+            slots=2 * _SLOTS,
+            context=settings.context,
+            native=self.native,
         )
         self.target: Model = self.real
         self.draft: Model = self.real_draft

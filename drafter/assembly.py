@@ -8,6 +8,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.width import choose_width, widths_to_measure
 from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
@@ -38,8 +39,9 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     slots = max(1024, (settings.draft_kv_memory_mb << 20) // sizes.kv_bytes_per_slot)
     most = settings.max_running * (settings.context or sizes.config.context) + settings.tree_nodes
     slots = min(slots, most)
+    native = native_library(settings)
     model: Model = load_model(
-        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context
+        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context, native=native
     )
     emulated = None
     if settings.emulate:

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ssd_serve.cache.kv import KVLayout, LayerKV
 from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.norm import RmsNorm
+from ssd_serve.kernels.rows import RowOperations
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.completion import completion
 from ssd_serve.models.config import DecoderConfig
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.linear import Linear, LinearFactory, Part
-from ssd_serve.models.norm import RmsNorm
 from ssd_serve.models.rope import interleave, rotation_table
 
 
@@ -56,6 +56,7 @@ class Decoder:
         config: DecoderConfig,
         weights: DecoderWeights,
         attention: AttentionBackend[Any],
+        operations: RowOperations,
         *,
         facts: ModelFacts,
         slots: int,
@@ -64,6 +65,7 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._attention = attention
+        self._operations = operations
         self._facts = facts
         self._slots = slots
         self._features = frozenset(features)
@@ -92,49 +94,37 @@ class Decoder:
         rotations = self._rotations.index_select(0, positions)  # [rows, 1, head_dim / 2], complex64
         hidden = self._weights.embedding.index_select(0, tokens)  # [rows, hidden]
         features: dict[str, torch.Tensor] = {}
+        added: torch.Tensor | None = None  # what the last block adds to `hidden`: the next norm does it
         for index, layer in enumerate(self._weights.layers):
-            self._attend(index, layer, hidden, rotations, plan)
-            self._mlp(layer, hidden)
+            rows = self._operations.norm(hidden, added, layer.input_norm)
+            added = self._attend(index, layer, rows, rotations, plan)
+            rows = self._operations.norm(hidden, added, layer.mlp_norm)
+            added = layer.down(self._operations.gate(layer.gate_up(rows)))
             if index in self._features:
-                features[f"layer.{index}"] = hidden.clone()
-        return ForwardResult(self._logits(hidden, batch), features, completion(self._device))
+                features[f"layer.{index}"] = hidden + added
+        return ForwardResult(self._logits(hidden, added, batch), features, completion(self._device))
 
     def _attend(
-        self, index: int, layer: DecoderLayer, hidden: torch.Tensor, rotations: torch.Tensor, plan: object
-    ) -> None:
-        """Add the attention block of a layer to `hidden` [rows, hidden], in place."""
+        self, index: int, layer: DecoderLayer, rows: torch.Tensor, rotations: torch.Tensor, plan: object
+    ) -> torch.Tensor:
+        """The attention block of a layer: normed rows [rows, hidden] -> [rows, hidden]."""
         c = self._config
-        rows = hidden.shape[0]
-        qkv = layer.qkv(layer.input_norm(hidden)).view(rows, -1, c.head_dim).to(self._attention.dtype)
-        qk = qkv[:, : c.heads + c.kv_heads]  # [rows, heads + kv_heads, head_dim]
-        if layer.qk_norm is not None:
-            qk.copy_(layer.qk_norm(qk))
-        _rotate(qk, rotations)
-        self._attention.write(index, qkv[:, c.heads :], plan)
-        attended = self._attention.run(index, qkv[:, : c.heads], plan)  # [rows, heads * head_dim]
-        hidden.add_(layer.output(attended.to(hidden.dtype)))
+        heads = layer.qkv(rows).view(rows.shape[0], -1, c.head_dim)
+        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, layer.qk_norm)
+        self._attention.write(index, heads[:, c.heads :], plan)
+        attended = self._attention.run(index, heads[:, : c.heads], plan)  # [rows, heads * head_dim]
+        return layer.output(attended.to(rows.dtype))
 
-    def _mlp(self, layer: DecoderLayer, hidden: torch.Tensor) -> None:
-        """Add the MLP block of a layer to `hidden` [rows, hidden], in place."""
-        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)  # [rows, intermediate] each
-        hidden.add_(layer.down(F.silu(gate).mul_(up)))
-
-    def _logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, added: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Logits of the wanted rows: float32 [wanted, vocabulary]."""
         wanted = len(batch.rows_wanted)
         if wanted == 0:
             return torch.empty((0, self._config.vocabulary), device=self._device)
         if wanted < batch.rows:
-            hidden = hidden.index_select(0, torch.from_numpy(batch.rows_wanted).to(self._device))
-        return self._weights.head(self._weights.norm(hidden)).float()
-
-
-def _rotate(heads: torch.Tensor, rotations: torch.Tensor) -> None:
-    """Rotate `heads` [rows, heads, head_dim] in place, in float32 whatever the dtype."""
-    pairs = heads.float()  # the same storage if it is float32 already
-    torch.view_as_complex(pairs.view(*pairs.shape[:2], -1, 2)).mul_(rotations)
-    if pairs is not heads:
-        heads.copy_(pairs)
+            index = torch.from_numpy(batch.rows_wanted).to(self._device)
+            hidden = hidden.index_select(0, index)
+            added = None if added is None else added.index_select(0, index)
+        return self._weights.head(self._operations.norm(hidden, added, self._weights.norm)).float()
 
 
 def kv_layout(config: DecoderConfig, dtype: torch.dtype) -> KVLayout:

@@ -29,6 +29,8 @@ class ModelFacts:
     kv_bytes_per_slot: int
     device: str
     dtype: str
+    kernels: str = "torch"
+    """Who computes: torch, or the name of the compiled kernels."""
 
 
 class Completion(Protocol):

@@ -2,7 +2,8 @@
 
 A model asks the factory for its matrices by checkpoint names and never touches weights itself. The factory
 reads this rank's slices, fuses matrices that share their input, and packs them where that is faster. Formats
-today: dense, packed and int8 (the latter two by oneDNN on CPUs). Knows no architecture.
+today: dense, packed and int8 (the latter two on CPUs, by a compiled kernel or by oneDNN). Knows no
+architecture.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.int8 import Int8Matrix, WidenedMatrix, can_multiply_int8, quantise
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.packed import PackedMatrix, can_pack
 from ssd_serve.models.checkpoint import Checkpoint
 
@@ -72,6 +75,7 @@ class LinearFactory:
         dtype: torch.dtype,
         packed: bool,
         int8: bool = False,
+        native: NativeLibrary | None = None,
     ) -> None:
         if parallel.size != 1:
             raise UserError("tensor parallelism is not built yet; use one rank")
@@ -82,6 +86,7 @@ class LinearFactory:
         self._device = device
         self._dtype = dtype
         self._packed = packed and device == "cpu" and can_pack(dtype)
+        self._native = native if device == "cpu" and _native_multiplies(native, dtype) else None
         self._int8 = int8
         self._int8_products = int8 and packed and can_multiply_int8()
         # Numbers are rounded once, from what the file says, to int8.
@@ -127,6 +132,8 @@ class LinearFactory:
         return self._plain(weight, bias)
 
     def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if self._packed and self._native is not None and weight.shape[1] % 2 == 0:
+            return NativeMatrix(self._native, weight, bias)
         return PackedMatrix(weight, bias) if self._packed else DenseLinear(weight, bias)
 
     def _quantise(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -134,3 +141,7 @@ class LinearFactory:
         if self._int8_products:
             return Int8Matrix(quantised, bias)
         return WidenedMatrix(self._plain(quantised.numbers.to(self._dtype)), quantised.scales, bias)
+
+
+def _native_multiplies(native: NativeLibrary | None, dtype: torch.dtype) -> bool:
+    return native is not None and dtype is torch.bfloat16 and can_multiply_bf16(native)

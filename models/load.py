@@ -12,7 +12,10 @@ import torch
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.int8 import can_multiply_int8
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.rows import NativeRows, can_operate
 from ssd_serve.kernels.packed import cpu_has_fast_bf16
+from ssd_serve.kernels.rows import RowOperations, TorchRows
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import DecoderConfig, load_config, model_name
@@ -94,14 +97,16 @@ def load_model(
     slots: int,
     context: int | None,
     packed: bool = True,
+    native: NativeLibrary | None = None,
     features: tuple[int, ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model folder with a KV cache of `slots` tokens.
 
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
-    on CPUs. `features` names layers whose outputs every forward returns. `progress` is told
-    how many layers of how many are loaded. Raises `CheckpointError` and `MemoryShortError`.
+    on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `features` names
+    layers whose outputs every forward returns. `progress` is told how many layers of how many are loaded.
+    Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
     sizes = model_sizes(path, device=device, dtype=dtype)
@@ -121,6 +126,7 @@ def load_model(
             dtype=_DTYPES[kind],
             packed=packed,
             int8=kind == _INT8,
+            native=native,
         )
         weights = read_weights(config, checkpoint, make, progress)
         cache = KVCache(layout, slots, place)
@@ -135,7 +141,17 @@ def load_model(
         kv_bytes_per_slot=layout.bytes_per_slot,
         device=place,
         dtype=kind,
+        kernels="torch" if native is None else native.path.stem,
     )
-    return Decoder(
-        config, weights, SdpaAttention(cache, config.heads), facts=facts, slots=slots, features=features
-    )
+    attention = SdpaAttention(cache, config.heads)
+    operations = _row_operations(_DTYPES[kind], layout.dtype, place, native)
+    return Decoder(config, weights, attention, operations, facts=facts, slots=slots, features=features)
+
+
+def _row_operations(
+    dtype: torch.dtype, attention: torch.dtype, place: str, native: NativeLibrary | None
+) -> RowOperations:
+    """The compiled ones on CPUs where they work."""
+    if native is not None and place == "cpu" and attention is torch.float32 and can_operate(native, dtype):
+        return NativeRows(native, dtype)
+    return TorchRows(attention)

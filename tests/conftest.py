@@ -2,9 +2,14 @@
 
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from ssd_serve.kernels.native.library import NativeLibrary
 
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
@@ -31,3 +36,14 @@ def _one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> "NativeLibrary":
+    """The compiled kernels. The project's tests need a C compiler; using it does not."""
+    from ssd_serve.kernels.native.build import build
+    from ssd_serve.kernels.native.library import NativeLibrary
+
+    # One folder for all test processes: the first compiles, the others wait for it.
+    folder = Path(tmp_path_factory.getbasetemp())
+    return NativeLibrary(build((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "native"))

@@ -13,6 +13,7 @@ from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
@@ -64,8 +65,9 @@ def assemble_verifier(
     path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
     slots = _slots(settings, model_sizes(path, device=device, dtype=settings.dtype), device)
     say(f"loading the target {model_name(path)} on {device}")
+    native = native_library(settings, log)
     model: Model = load_model(
-        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context
+        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context, native=native
     )
     emulated = None
     if settings.emulate:

@@ -56,6 +56,7 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
 def _compile(sources: Sequence[Path], compiler: str, path: Path) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
+    complaint = ""
     try:
         for flags in _FLAGS:
             words = [compiler, *_SHARED, *flags, *map(str, sources), "-o", name, "-lm"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from ssd_serve.kernels.native.build import COMPILERS, NativeError, build
 from ssd_serve.logs import Logger
+from ssd_serve.settings import Settings
 
 POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
@@ -28,6 +29,11 @@ class NativeLibrary:
         found.restype = result
         wrapped: Callable[..., Any] = found
         return wrapped
+
+
+def native_library(settings: Settings, log: Logger | None = None) -> NativeLibrary | None:
+    """The compiled kernels, if the settings want them and this machine can have them."""
+    return load_native(settings.cache_dir, log) if settings.native_kernels else None
 
 
 def load_native(

@@ -134,7 +134,12 @@ class Settings(BaseSettings):
     draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
     draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
     cache_dir: Path = Field(
-        default=Path("~/.cache/ssd-serve"), description="folder where measured step times are remembered"
+        default=Path("~/.cache/ssd-serve"),
+        description="folder of measured step times and compiled kernels, which later starts use again",
+    )
+    native_kernels: bool = Field(
+        default=True,
+        description="compile kernels for this CPU once, where there is a C compiler, and use them",
     )
     tpot_target_ms: float | None = Field(
         default=None,

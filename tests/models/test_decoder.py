@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from tests.models import checkpoints
@@ -19,12 +20,19 @@ TOLERANCE = 1e-4
 SLOTS = 256
 
 
-@pytest.fixture(scope="module", params=list(checkpoints.CASES))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
-    """transformers' model and ours, from the same files."""
-    theirs = checkpoints.make(request.param)
+CASES = [(case, kernels) for case in checkpoints.CASES for kernels in ("torch", "native")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary
+) -> tuple[Any, Model]:
+    """transformers' model and ours, from the same files; ours with torch's kernels and with compiled ones."""
+    case, kernels = request.param
+    theirs = checkpoints.make(case)
     folder = checkpoints.save(theirs, tmp_path_factory.mktemp("model"))
-    return theirs, load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None)
+    compiled = native if kernels == "native" else None
+    return theirs, load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None, native=compiled)
 
 
 def chunk(tokens: Sequence[int], start: int, stop: int, slots: Sequence[int]) -> RequestRows:
@@ -153,11 +161,13 @@ def test_hidden_states_on_request(tmp_path: Path) -> None:
         close(result.features[f"layer.{index}"], states[index + 1][0])
 
 
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_is_near(tmp_path: Path, dtype: str) -> None:
+def test_half_precision_is_near(tmp_path: Path, dtype: str, kernels: str, native: NativeLibrary) -> None:
     theirs = checkpoints.make("qwen3-qk-norm", initializer_range=0.05)
     folder = checkpoints.save(theirs, tmp_path)
-    ours = load_model(folder, device="cpu", dtype=dtype, slots=32, context=None)
+    compiled = native if kernels == "native" else None
+    ours = load_model(folder, device="cpu", dtype=dtype, slots=32, context=None, native=compiled)
     tokens = numbers(20, 11)
     result = ours.forward(build_batch([chunk(tokens, 0, 20, range(20))])).logits
     expected = checkpoints.logits(theirs, tokens)
