@@ -1,0 +1,176 @@
+/* Products of bf16 rows with a fixed int8 matrix, for processors with AVX-512 VNNI.
+ *
+ * The scheme of `kernels/int8.py`: a row becomes 16-bit numbers with a scale of its own, in two planes of bytes
+ * that are multiplied one by one. The matrix lies in panels of 32 outputs: [panels][inputs / 4][32][4]. A panel is
+ * read once for up to seven rows, whose sums stay in registers. Sums are exact, hence a row's result does not
+ * depend on its batch.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+
+#define PANEL 32
+#define AHEAD 4096 /* bytes; far enough to hide memory, near enough to stay in the first-level cache */
+#define MOST_ROWS 7
+#define LARGEST_ELEMENT 32639.0f
+#define ROUNDING 12615808.0f /* 3 * 2^22 + 128 + 256 * 128: the number's two bytes end up lowest */
+#define SMALLEST_TOP 1e-30f
+/* Named rounding keeps the compiler from joining a product and a sum, which would round once less. */
+#define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+typedef uint16_t bf16;
+
+/* What a product of a panel needs besides the rows; arrays hold whole panels. */
+typedef struct {
+  const int8_t *weights;
+  const int32_t *start;  /* what takes the 128 of the unsigned bytes away again */
+  const float *scales, *bias; /* bias may be NULL */
+} panel;
+
+static inline __mmask32 first(long count) {
+  return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (1u << count) - 1;
+}
+
+/* The scale of a row: its largest magnitude becomes LARGEST_ELEMENT. */
+static float scale_of(const bf16 *x, long inputs) {
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  __m512i most = _mm512_setzero_si512();
+  for (long i = 0; i < inputs; i += 32) {
+    __m512i some = _mm512_maskz_loadu_epi16(first(inputs - i), x + i);
+    most = _mm512_max_epu16(most, _mm512_and_si512(some, magnitude)); /* a NaN has the largest bits */
+  }
+  uint16_t lanes[32], top_bits = 0;
+  memcpy(lanes, &most, sizeof lanes);
+  for (int i = 0; i < 32; i++) top_bits = lanes[i] > top_bits ? lanes[i] : top_bits;
+  uint32_t wide = (uint32_t)top_bits << 16;
+  float top;
+  memcpy(&top, &wide, sizeof top);
+  return (top < SMALLEST_TOP ? SMALLEST_TOP : top) / LARGEST_ELEMENT;
+}
+
+/* One row's bytes, four low ones and then four high ones, each such group `stride` bytes after the last. */
+static void split(const bf16 *x, long inputs, float scale, uint8_t *bytes, long stride) {
+  const __m512 divisor = _mm512_set1_ps(scale), rounding = _mm512_set1_ps(ROUNDING);
+  for (long i = 0; i < inputs; i += 16) {
+    __m256i some = _mm256_maskz_loadu_epi16((__mmask16)first(inputs - i), x + i);
+    __m512 element = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16);
+    __m512i number = (__m512i)_mm512_add_ps(_mm512_div_ps(element, divisor), rounding);
+    uint32_t low[4], high[4];
+    _mm_storeu_si128((__m128i *)low, _mm512_cvtepi32_epi8(number));
+    _mm_storeu_si128((__m128i *)high, _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8)));
+    for (int four = 0; four < 4; four++, bytes += stride) {
+      memcpy(bytes, low + four, 4);
+      memcpy(bytes + 4, high + four, 4);
+    }
+  }
+}
+
+/* Rounded to the nearest bf16, ties to even; a NaN stays one. */
+static inline __m256i to_bf16(__m512 value) {
+  __m512i bits = (__m512i)value;
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+  __mmask16 none = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, none, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
+/* 16 outputs of a row from the sums of its planes. */
+static inline void store(__m512i low, __m512i high, const panel *at, int column, float scale, bf16 *out, long count) {
+  if (count <= 0) return;
+  __m512 scales = _mm512_loadu_ps(at->scales + column);
+  __m512 fine = _mm512_mul_round_ps(_mm512_cvtepi32_ps(low), scales, NEAREST);
+  __m512 coarse = _mm512_mul_round_ps(_mm512_cvtepi32_ps(high), scales, NEAREST);
+  __m512 value = _mm512_add_ps(fine, _mm512_mul_ps(coarse, _mm512_set1_ps(256.0f)));
+  value = _mm512_mul_round_ps(value, _mm512_set1_ps(scale), NEAREST);
+  if (at->bias) value = _mm512_add_ps(value, _mm512_loadu_ps(at->bias + column));
+  _mm256_mask_storeu_epi16(out, (__mmask16)first(count), to_bf16(value));
+}
+
+#define KERNEL(ROWS)                                                                                       \
+  static void panel_##ROWS(const uint8_t *bytes, const float *scales, long inputs, panel at, bf16 *out,    \
+                           long outputs, long count) {                                                     \
+    const int8_t *weights = at.weights;                                                                    \
+    __m512i sums[2 * ROWS][2], left = _mm512_loadu_si512(at.start);                                        \
+    __m512i right = _mm512_loadu_si512(at.start + 16);                                                     \
+    _Pragma("GCC unroll 16") for (int p = 0; p < 2 * ROWS; p++) {                                          \
+      sums[p][0] = left;                                                                                   \
+      sums[p][1] = right;                                                                                  \
+    }                                                                                                      \
+    for (long i = 0; i < inputs; i += 4, weights += 4 * PANEL, bytes += 8 * ROWS) {                        \
+      _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                            \
+      _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T0);                                       \
+      left = _mm512_loadu_si512(weights);                                                                  \
+      right = _mm512_loadu_si512(weights + 2 * PANEL);                                                     \
+      _Pragma("GCC unroll 16") for (int p = 0; p < 2 * ROWS; p++) {                                        \
+        int four;                                                                                          \
+        memcpy(&four, bytes + 4 * p, sizeof four);                                                         \
+        __m512i all = _mm512_set1_epi32(four);                                                             \
+        sums[p][0] = _mm512_dpbusd_epi32(sums[p][0], all, left);                                           \
+        sums[p][1] = _mm512_dpbusd_epi32(sums[p][1], all, right);                                          \
+      }                                                                                                    \
+    }                                                                                                      \
+    _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                                \
+      _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)                                         \
+        store(sums[2 * r][half], sums[2 * r + 1][half], &at, 16 * half, scales[r],                         \
+              out + r * outputs + 16 * half, count - 16 * half);                                           \
+  }
+
+KERNEL(1) KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(7)
+
+typedef void (*kernel)(const uint8_t *, const float *, long, panel, bf16 *, long, long);
+
+/* Rows are multiplied in groups of nearly equal size: where the group of a row begins, and how many it has. */
+static long group_of(long row, long rows, long *size) {
+  long groups = (rows + MOST_ROWS - 1) / MOST_ROWS, least = rows / groups, larger = rows % groups;
+  long split_at = larger * (least + 1);
+  *size = row < split_at ? least + 1 : least;
+  return row < split_at ? row / (least + 1) * (least + 1) : split_at + (row - split_at) / least * least;
+}
+
+int ssd_can_multiply_int8(void) { return 1; }
+
+/* out [rows, outputs] = x [rows, inputs] times the matrix, plus bias.
+ *
+ * Weights, start, scales and bias (float, or NULL) hold whole panels, weights also whole groups of four inputs.
+ * start: -128 times the sum of an output's weights. bytes: room for 2 * rows * (inputs rounded up to 16);
+ * row_scales: for rows floats. Inputs: at most 131,072, so that sums fit 32 bits.
+ */
+void ssd_multiply_int8(const bf16 *x, long rows, long inputs, const int8_t *weights, const int32_t *start,
+                       const float *scales, const float *bias, bf16 *out, long outputs, uint8_t *bytes,
+                       float *row_scales, int threads) {
+  static const kernel kernels[MOST_ROWS + 1] = {0,       panel_1, panel_2, panel_3,
+                                                panel_4, panel_5, panel_6, panel_7};
+  long panels = (outputs + PANEL - 1) / PANEL, steps = (inputs + 3) / 4 * 4;
+  long row_bytes = 2 * ((inputs + 15) / 16 * 16);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (long row = 0; row < rows; row++) {
+      long size, from = group_of(row, rows, &size);
+      row_scales[row] = scale_of(x + row * inputs, inputs);
+      split(x + row * inputs, inputs, row_scales[row], bytes + from * row_bytes + 8 * (row - from), 8 * size);
+    }
+#pragma omp for schedule(static)
+    for (long p = 0; p < panels; p++) {
+      long from = p * PANEL, size;
+      panel at = {weights + from * steps, start + from, scales + from, bias ? bias + from : bias};
+      for (long row = 0; row < rows; row += size) {
+        group_of(row, rows, &size);
+        kernels[size](bytes + row * row_bytes, row_scales + row, steps, at, out + row * outputs + from, outputs,
+                      outputs - from);
+      }
+    }
+  }
+}
+
+#else
+
+int ssd_can_multiply_int8(void) { return 0; }
+void ssd_multiply_int8(const uint16_t *x, long rows, long inputs, const int8_t *weights, const int32_t *start,
+                       const float *scales, const float *bias, uint16_t *out, long outputs, uint8_t *bytes,
+                       float *row_scales, int threads) {}
+
+#endif

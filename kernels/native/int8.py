@@ -1,0 +1,73 @@
+"""Products with int8 weights by the compiled kernel, which reads them once for several rows.
+
+Scheme and results are those of `kernels.int8`; rows are split in C as well. Knows one matrix; no model.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ssd_serve.errors import UserError
+from ssd_serve.kernels.int8 import QuantisedWeight, quantise
+from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
+
+_PANEL, _TOGETHER, _PLANE = 32, 4, 16
+"""Outputs and inputs that lie together, and what a plane of bytes is a multiple of, as in `int8.c`."""
+_MOST_INPUTS = 1 << 17
+
+
+class NativeInt8Matrix:
+    """A quantised weight [outputs, inputs] and an optional bias [outputs], for bf16 rows."""
+
+    def __init__(
+        self, library: NativeLibrary, weight: QuantisedWeight, bias: torch.Tensor | None = None
+    ) -> None:
+        self._outputs, self._inputs = weight.numbers.shape
+        if self._inputs > _MOST_INPUTS:
+            raise UserError(f"int8 matrices have at most {_MOST_INPUTS} inputs; use another dtype")
+        self._multiply = library.function(
+            "ssd_multiply_int8", POINTER, SIZE, SIZE, *[POINTER] * 5, SIZE, POINTER, POINTER, INT
+        )
+        more = -self._outputs % _PANEL
+        numbers = F.pad(weight.numbers, (0, -self._inputs % _TOGETHER, 0, more))
+        panels = numbers.view(-1, _PANEL, numbers.shape[1] // _TOGETHER, _TOGETHER)
+        self._packed = panels.transpose(1, 2).contiguous()  # [panels, inputs / 4, 32, 4]
+        self._start = numbers.sum(1, dtype=torch.int32).mul_(-128)
+        self._scales = F.pad(weight.scales, (0, more))
+        self._bias = None if bias is None else F.pad(bias.float(), (0, more))
+        parts = (self._packed, self._start, self._scales)
+        self._parts_at = tuple(part.data_ptr() for part in parts)
+        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+        self._plane = self._inputs + -self._inputs % _PLANE
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """bf16 rows [..., inputs] -> [..., outputs]."""
+        rows = rows.contiguous()
+        count = rows.numel() // self._inputs
+        result = rows.new_empty((*rows.shape[:-1], self._outputs))
+        scratch = torch.empty(count * (2 * self._plane + 4), dtype=torch.uint8)
+        planes_at = scratch.data_ptr()
+        self._multiply(
+            rows.data_ptr(),
+            count,
+            self._inputs,
+            *self._parts_at,
+            self._bias_at,
+            result.data_ptr(),
+            self._outputs,
+            planes_at,
+            planes_at + 2 * count * self._plane,
+            torch.get_num_threads(),
+        )
+        return result
+
+
+def can_multiply_int8(library: NativeLibrary) -> bool:
+    """Whether this processor has the instructions, and the products are right."""
+    if not library.function("ssd_can_multiply_int8", result=INT)():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = quantise(torch.randn((48, 70), generator=generator))
+    rows = torch.randn((9, 70), generator=generator).bfloat16()
+    expected = F.linear(rows.double(), weight.numbers.double()) * weight.scales.double()
+    found = NativeInt8Matrix(library, weight)(rows).double()
+    return torch.allclose(found, expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-3)

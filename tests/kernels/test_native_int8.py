@@ -1,0 +1,112 @@
+"""int8 products by the compiled kernel: the numbers of oneDNN, for any shape and number of rows."""
+
+import pytest
+import torch
+
+from ssd_serve.errors import UserError
+from ssd_serve.kernels import int8
+from ssd_serve.kernels.native.int8 import NativeInt8Matrix, can_multiply_int8
+from ssd_serve.kernels.native.library import NativeLibrary
+
+SHAPES = ((32, 4), (200, 136), (33, 70), (1, 15), (96, 1029))
+"""Whole panels and groups of inputs, and what is left of them."""
+
+
+@pytest.fixture
+def library(native: NativeLibrary) -> NativeLibrary:
+    if not can_multiply_int8(native):
+        pytest.skip("this processor has no AVX-512 VNNI")
+    return native
+
+
+def weight_of(outputs: int, inputs: int) -> int8.QuantisedWeight:
+    """Rows of very different sizes."""
+    generator = torch.Generator().manual_seed(outputs)
+    sizes = 10.0 ** torch.linspace(-4, 3, outputs).unsqueeze(1)
+    return int8.quantise(torch.randn((outputs, inputs), generator=generator) * sizes)
+
+
+def rows_of(rows: int, inputs: int) -> torch.Tensor:
+    sizes = 10.0 ** torch.linspace(-6, 6, rows).unsqueeze(1)
+    return (torch.randn((rows, inputs), generator=torch.Generator().manual_seed(rows)) * sizes).bfloat16()
+
+
+def as_in_torch(weight: int8.QuantisedWeight, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """The same scheme, sums in float64, which holds them exactly."""
+    pieces, scales = int8.split_rows(rows)
+    sums = ((pieces.double() - 128) @ weight.numbers.double().T).float() * weight.scales
+    low, high = sums.chunk(2)
+    result = (low + 256.0 * high) * scales
+    return (result if bias is None else result + bias.float()).bfloat16()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 23])
+def test_results_are_those_of_the_scheme_bit_for_bit(
+    library: NativeLibrary, shape: tuple[int, int], rows: int
+) -> None:
+    weight, x = weight_of(*shape), rows_of(rows, shape[1])
+    for bias in (None, torch.linspace(-1, 1, shape[0]).bfloat16()):
+        result = NativeInt8Matrix(library, weight, bias)(x)
+        assert (result.dtype, result.shape) == (torch.bfloat16, (rows, shape[0]))
+        assert torch.equal(result, as_in_torch(weight, bias, x))
+        assert result.count_nonzero() > 0.9 * result.numel()
+
+
+def test_results_are_those_of_onednn_bit_for_bit(library: NativeLibrary) -> None:
+    if not int8.can_multiply_int8():
+        pytest.skip("this torch has no int8 products")
+    weight = weight_of(200, 136)
+    ours, theirs = NativeInt8Matrix(library, weight), int8.Int8Matrix(weight)
+    for rows in (1, 5, 16):
+        assert torch.equal(ours(rows_of(rows, 136)), theirs(rows_of(rows, 136)))
+
+
+def test_the_largest_sums_there_are_do_not_overflow(library: NativeLibrary) -> None:
+    numbers = torch.full((32, 1 << 17), 127, dtype=torch.int8)
+    numbers[1::2] = -127
+    weight = int8.QuantisedWeight(numbers, torch.full((32,), 1e-3))
+    for value in (1.0, -1.0):
+        x = torch.full((1, 1 << 17), value, dtype=torch.bfloat16)
+        expected = value * 127e-3 * (1 << 17) * torch.tensor([[1.0, -1.0]]).repeat(1, 16)
+        torch.testing.assert_close(NativeInt8Matrix(library, weight)(x).float(), expected, rtol=0.005, atol=0)
+
+
+def test_a_matrix_whose_sums_could_overflow_is_refused(library: NativeLibrary) -> None:
+    weight = int8.QuantisedWeight(torch.zeros((1, (1 << 17) + 1), dtype=torch.int8), torch.ones(1))
+    with pytest.raises(UserError, match="131072 inputs"):
+        NativeInt8Matrix(library, weight)
+
+
+def test_a_row_does_not_depend_on_how_many_there_are(library: NativeLibrary) -> None:
+    matrix, x = NativeInt8Matrix(library, weight_of(200, 136)), rows_of(33, 136)
+    together = matrix(x)
+    for count in (1, 2, 5, 16):
+        parts = [matrix(x[start : start + count]) for start in range(0, 33, count)]
+        assert torch.equal(torch.cat(parts), together)
+
+
+def test_threads_change_nothing(library: NativeLibrary) -> None:
+    matrix, x = NativeInt8Matrix(library, weight_of(200, 136)), rows_of(9, 136)
+    alone = matrix(x)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(matrix(x), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_leading_dimensions_are_kept_and_rows_may_be_spread(library: NativeLibrary) -> None:
+    matrix, x = NativeInt8Matrix(library, weight_of(24, 40)), rows_of(6, 40)
+    assert torch.equal(matrix(x.view(2, 3, 40)).view(6, 24), matrix(x))
+    assert torch.equal(matrix(x.T.contiguous().T), matrix(x))
+    assert matrix(x[:0]).shape == (0, 24)
+
+
+def test_numbers_that_are_none_are_seen_and_zeros_stay_zeros(library: NativeLibrary) -> None:
+    matrix, x = NativeInt8Matrix(library, weight_of(40, 40)), rows_of(3, 40)
+    x[1, 3], x[2] = float("nan"), 0.0
+    result = matrix(x)
+    assert torch.isfinite(result[0]).all()
+    assert result[1].isnan().all()
+    assert (result[2] == 0).all()
