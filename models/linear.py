@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.int8 import Int8Matrix, WidenedMatrix, can_multiply_int8, quantise
+from ssd_serve.kernels.native.int8 import NativeInt8Matrix
+from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.packed import PackedMatrix, can_pack
@@ -89,6 +91,7 @@ class LinearFactory:
         self._native = native if device == "cpu" and _native_multiplies(native, dtype) else None
         self._int8 = int8
         self._int8_products = int8 and packed and can_multiply_int8()
+        self._native_int8 = native if native is not None and int8 and native_multiplies_int8(native) else None
         # Numbers are rounded once, from what the file says, to int8.
         self._read_dtype = torch.float32 if int8 else dtype
 
@@ -138,6 +141,8 @@ class LinearFactory:
 
     def _quantise(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         quantised = quantise(weight)
+        if self._int8_products and self._native_int8 is not None:
+            return NativeInt8Matrix(self._native_int8, quantised, bias)
         if self._int8_products:
             return Int8Matrix(quantised, bias)
         return WidenedMatrix(self._plain(quantised.numbers.to(self._dtype)), quantised.scales, bias)

@@ -1,6 +1,7 @@
 """dtype int8: models near the float ones, sizes, where it is not built, speculation that changes nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from ssd_serve.bench.random_pair import write_random_pair
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.int8 import can_multiply_int8
+from ssd_serve.kernels.native.int8 import NativeInt8Matrix
+from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import linear, load
 from ssd_serve.models.interface import Model
@@ -57,6 +61,25 @@ def test_the_fallback_computes_the_same_function(folder: Path, monkeypatch: pyte
     assert fallback.facts.dtype == "int8"
     # No smaller than bf16, and it says so.
     assert fallback.facts.weight_bytes > load_model(folder, "bf16").facts.weight_bytes
+
+
+def test_compiled_kernels_compute_the_same_function(
+    folder: Path, native: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (can_multiply_int8() and native_multiplies_int8(native)):
+        pytest.skip("this machine has no int8 products")
+    made: list[NativeInt8Matrix] = []
+
+    def make(*arguments: Any) -> NativeInt8Matrix:
+        made.append(NativeInt8Matrix(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(linear, "NativeInt8Matrix", make)
+    found = load.load_model(folder, device="cpu:0", dtype="int8", slots=64, context=64, native=native)
+    exact = logits(load_model(folder, "fp32"))
+    assert distance(logits(found), exact) < 0.06
+    assert distance(logits(found), logits(load_model(folder, "int8"))) < 0.02
+    assert len(made) >= 4 * found.facts.layers
 
 
 def test_facts_and_sizes(folder: Path) -> None:
