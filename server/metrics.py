@@ -78,6 +78,22 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"ssd_{name}", text, value=float(read(status)))
         for name, (text, read) in _COUNTERS.items():
             yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+        yield from _layouts(status)
+
+
+def _layouts(status: Status) -> Iterator[Metric]:
+    running = GaugeMetricFamily("ssd_layout", "1 for the way in which drafts are made now", labels=["layout"])
+    if status.layout:
+        running.add_metric([status.layout], 1.0)
+    yield running
+    text = (
+        "tokens a second of each way to draft, plain decoding being 1, from so many requests on; 0: unknown"
+    )
+    gains = GaugeMetricFamily("ssd_layout_gain", text, labels=["layout", "requests"])
+    for requests, by_layout in status.layout_gains.items():
+        for layout, gain in by_layout.items():
+            gains.add_metric([layout, str(requests)], gain)
+    yield gains
 
 
 class Metrics:

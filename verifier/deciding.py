@@ -117,6 +117,14 @@ class Decider:
         fitting = int(np.searchsorted(seconds, limit_s * self._rate.tokens_a_round, side="right")) - 1
         return min(most, max(_LEAST_PROMPT_ROWS, fitting))
 
+    def layout_gains(self) -> dict[int, dict[str, float]]:
+        """What each layout gave, plain decoding being 1, by the least number of requests of each level."""
+        gains = self.governing.governor.gains() if self.governing is not None else {}
+        return {
+            requests: {layout.value: gain for layout, gain in each.items()}
+            for requests, each in gains.items()
+        }
+
     def learn(self, round_: Round) -> None:
         """Take a round's times into account; those that read prompts tell what forwards cost, no more."""
         self.cost.observe(round_.rows, round_.forward_s, round_.reading)

@@ -141,6 +141,7 @@ def _ready(settings: Settings, verifier: Assembled) -> Ready:
 def _status(engine: Engine) -> Status:
     scheduler, clocked = engine.scheduler, engine.clocked
     prefix = scheduler.prefix
+    layout, gains = engine.decider.layout, engine.decider.layout_gains()
     return Status(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
@@ -157,4 +158,6 @@ def _status(engine: Engine) -> Status:
         forward_s=clocked.forward_s,
         wait_s=clocked.wait_s,
         host_s=clocked.host_s,
+        layout=layout.value if layout else "",
+        layout_gains=gains,
     )

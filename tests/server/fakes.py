@@ -47,6 +47,8 @@ READY = Ready(
     draft_step_ms=2.0,
 )
 STATUS = Status(
+    layout="beside",
+    layout_gains={1: {"beside": 1.5, "plain": 1.0}},
     running=1,
     waiting=2,
     slots_used=1024,

@@ -149,6 +149,8 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
         "ssd_speculation_ready_depth_total 400.0",
         "ssd_engine_forward_seconds_total 9.0",
         "ssd_drafters_alive 1.0",
+        'ssd_layout{layout="beside"} 1.0',
+        'ssd_layout_gain{layout="beside",requests="1"} 1.5',
         "ssd_drafter_restarts_total 3.0",
         'ssd_request_success_total{finished_reason="length"} 1.0',
         'ssd_request_success_total{finished_reason="stop"} 1.0',
