@@ -1,7 +1,8 @@
-"""SDPA tree attention against the obvious reference: random trees, batches, windows, layouts."""
+"""Every tree attention backend against the obvious reference: random trees, batches, windows, layouts."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.native.attention import NativeAttention
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.reference import ReferenceAttention, visible_slots
 from ssd_serve.kernels.sdpa import SdpaAttention
 
 SLOTS = 640
 HEAD_DIM = 16
+
+Maker = Callable[[KVCache, int], AttentionBackend[Any]]
+"""Makes a backend over a cache, for a number of query heads."""
+
+
+@pytest.fixture(scope="session", params=["sdpa", "native"])
+def make(request: pytest.FixtureRequest) -> Maker:
+    """Each backend that works in float32."""
+    if request.param == "sdpa":
+        return SdpaAttention
+    library: NativeLibrary = request.getfixturevalue("native")
+    return lambda cache, heads: NativeAttention(library, cache, heads)
 
 
 def random_paths(rng: random.Random, nodes: int) -> list[list[int]]:
@@ -66,18 +82,26 @@ def filled_cache(layers: Sequence[LayerKV], dtype: torch.dtype, generator: torch
 
 
 def largest_difference(
-    batch: Batch, *, heads: int, kv_heads: int, windows: Sequence[int | None], dtype: torch.dtype, seed: int
+    batch: Batch,
+    make: Maker,
+    *,
+    heads: int,
+    kv_heads: int,
+    windows: Sequence[int | None],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = HEAD_DIM,
 ) -> float:
-    """Run all layers through both backends; the largest difference of any output."""
+    """Run all layers through a backend and the reference; the largest difference of any output."""
     generator = torch.Generator().manual_seed(seed)
-    layers = [LayerKV(kv_heads, HEAD_DIM, window) for window in windows]
+    layers = [LayerKV(kv_heads, head_dim, window) for window in windows]
     ours, theirs = (filled_cache(layers, dtype, generator.manual_seed(seed)) for _ in range(2))
-    fast, slow = SdpaAttention(ours, heads), ReferenceAttention(theirs)
+    fast, slow = make(ours, heads), ReferenceAttention(theirs)
     plan, same = fast.plan(batch), slow.plan(batch)
     worst = 0.0
     for layer in range(len(layers)):
-        new = torch.randn((batch.rows, 2 * kv_heads, HEAD_DIM), generator=generator).to(dtype)
-        queries = torch.randn((batch.rows, heads, HEAD_DIM), generator=generator).to(dtype)
+        rows = torch.randn((batch.rows, heads + 2 * kv_heads, head_dim), generator=generator).to(dtype)
+        queries, new = rows[:, :heads], rows[:, heads:]
         fast.write(layer, new, plan)
         slow.write(layer, new, same)
         difference = fast.run(layer, queries, plan) - slow.run(layer, queries, same)
@@ -92,9 +116,16 @@ def largest_difference(
     shape=st.sampled_from([(4, 4), (4, 2), (8, 2), (6, 1), (1, 1)]),
     windows=st.sampled_from([[None], [7], [None, 3], [1]]),
     layout=st.sampled_from(["in order", "shuffled", "nearby"]),
+    head_dim=st.sampled_from([16, 16, 24, 64, 80]),
 )
 def test_equals_reference(
-    seed: int, requests: int, shape: tuple[int, int], windows: list[int | None], layout: str
+    make: Maker,
+    seed: int,
+    requests: int,
+    shape: tuple[int, int],
+    windows: list[int | None],
+    layout: str,
+    head_dim: int,
 ) -> None:
     rng = random.Random(seed)
     slots = list(reversed(range(SLOTS)))
@@ -104,7 +135,7 @@ def test_equals_reference(
         slots = [slot for start in range(0, SLOTS, 20) for slot in rng.sample(range(start, start + 20), 20)]
     batch = build_batch([random_request(rng, slots) for _ in range(requests)])
     worst = largest_difference(
-        batch, heads=shape[0], kv_heads=shape[1], windows=windows, dtype=torch.float32, seed=seed
+        batch, make, heads=shape[0], kv_heads=shape[1], windows=windows, seed=seed, head_dim=head_dim
     )
     assert worst < 1e-4
 
@@ -114,17 +145,19 @@ def test_half_precision(dtype: torch.dtype) -> None:
     rng = random.Random(1)
     slots = rng.sample(range(SLOTS), SLOTS)
     batch = build_batch([random_request(rng, slots) for _ in range(4)])
-    worst = largest_difference(batch, heads=8, kv_heads=2, windows=[None, 9], dtype=dtype, seed=2)
+    worst = largest_difference(
+        batch, SdpaAttention, heads=8, kv_heads=2, windows=[None, 9], dtype=dtype, seed=2
+    )
     single = [rows_of(range(1), list(range(30)), [40], [30], None)]
     for parts in (single, [*single, random_request(rng, slots)]):
-        batch = build_batch(parts)
-        worst = max(
-            worst, largest_difference(batch, heads=2, kv_heads=2, windows=[None], dtype=dtype, seed=3)
+        difference = largest_difference(
+            build_batch(parts), SdpaAttention, heads=2, kv_heads=2, windows=[None], dtype=dtype, seed=3
         )
+        worst = max(worst, difference)
     assert worst < 20 * 8 * torch.finfo(dtype).eps  # values reach about 20, sums of weights round a few times
 
 
-def test_many_requests() -> None:
+def test_many_requests(make: Maker) -> None:
     rng = random.Random(4)
     starts = [17 * request for request in range(32)]
     parts = [
@@ -132,13 +165,11 @@ def test_many_requests() -> None:
         for start in starts
     ]
     rng.shuffle(parts)
-    worst = largest_difference(
-        build_batch(parts), heads=4, kv_heads=2, windows=[None], dtype=torch.float32, seed=5
-    )
+    worst = largest_difference(build_batch(parts), make, heads=4, kv_heads=2, windows=[None], seed=5)
     assert worst < 1e-4
 
 
-def test_foreign_slots_do_not_leak() -> None:
+def test_foreign_slots_do_not_leak(make: Maker) -> None:
     """Changing every slot that a row may not see, to huge numbers, changes not one bit of its output."""
     prefix, own = [0, 2, 4, 6, 9], [11, 13, 15]
     batch = build_batch([rows_of(range(3), prefix, own, [5, 6, 6], [[0], [0, 1], [0, 2]])])
@@ -149,7 +180,7 @@ def test_foreign_slots_do_not_leak() -> None:
         data[prefix + own] = torch.randn((8, 4, HEAD_DIM), generator=torch.Generator().manual_seed(6))
         cache.write(0, torch.arange(SLOTS), data)
         queries = torch.randn((3, 4, HEAD_DIM), generator=torch.Generator().manual_seed(7))
-        attention = SdpaAttention(cache, heads=4)
+        attention = make(cache, 4)
         outputs.append(attention.run(0, queries, attention.plan(batch)))
     assert torch.equal(outputs[0], outputs[1])
 
