@@ -7,6 +7,7 @@ It speaks in messages but owns no socket, holds no KV and runs no model: those a
 source's. Losslessness never depends on it.
 """
 
+import time
 from collections.abc import Sequence
 
 from ssd_serve.cache.expansions import ROOT_STEP, pack
@@ -15,6 +16,7 @@ from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.source import Candidates, DraftSource, Expansion
+from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 from ssd_serve.seeds import root_name
@@ -44,7 +46,7 @@ class _Drafted:
 
 class DrafterCore:
     """Grows trees for all open requests. `ends` are the EOS ids; `name` is the source name in growth
-    messages."""
+    messages. `widths`, where given, chooses the width of a step instead of `limits`."""
 
     def __init__(
         self,
@@ -53,7 +55,9 @@ class DrafterCore:
         ends: frozenset[int],
         name: str,
         log: Logger | None = None,
+        widths: LiveWidth | None = None,
     ) -> None:
+        self._widths = widths
         self._source = source
         self._limits = limits
         self._ends = ends
@@ -89,6 +93,7 @@ class DrafterCore:
 
     def step(self) -> list[Growth]:
         """One draft step over all requests; empty when nothing is worth expanding."""
+        started = time.perf_counter()
         picked = self._pick()
         if not picked:
             return []
@@ -103,12 +108,15 @@ class DrafterCore:
                 expanded = self._append(self._requests[request], node, candidates)
                 if expanded is not None:
                     grown.setdefault(request, []).append(expanded)
+        if self._widths is not None:
+            self._widths.observe(len(picked), time.perf_counter() - started)
         return [self._growth(request, new) for request, new in grown.items()]
 
     def _pick(self) -> list[tuple[int, Node]]:
         picked: list[tuple[int, Node]] = []
         waiting = self._requests
-        while len(picked) < self._limits.width:
+        width = self._limits.width if self._widths is None else self._widths.width
+        while len(picked) < width:
             request = max(waiting, key=lambda each: waiting[each].frontier.reach(), default=None)
             if request is None or waiting[request].frontier.reach() == float("-inf"):
                 break
