@@ -112,8 +112,9 @@ class Rig:
         width = settings.draft_width
         self.draft_step_s = min(measure_steps(self.draft, (width,))[width, SHORT_CONTEXT])
         facts = self.real.facts
-        self._noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
-        self._draft_noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+        capacity = capacity_for(facts.vocabulary)
+        self._noise = NoiseRows(facts.vocabulary, capacity, native=self.native)
+        self._draft_noise = NoiseRows(facts.vocabulary, capacity, native=self.native)
         self.hello = Hello(
             protocol=PROTOCOL_VERSION,
             noise=NOISE_SCHEME,
@@ -154,7 +155,7 @@ class Rig:
         scheduler = Scheduler(
             SlotPool(_SLOTS), None, Limits(settings.max_running, 1024, settings.prefill_chunk)
         )
-        rounds = Rounds(target, self._noise, facts.eos_token_ids)
+        rounds = Rounds(target, self._noise, facts.eos_token_ids, self.native)
         engine = Engine(
             rounds,
             scheduler,

@@ -6,7 +6,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
-from ssd_serve.drafter.width import choose_width, widths_to_measure
+from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
@@ -49,18 +49,19 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
         model = emulated = EmulatedModel(model, table.draft_s, table.flat_rows)
     timings = measure_steps(model, widths_to_measure(settings.draft_width))
     seconds = {rows: min(each) for (rows, _), each in timings.items()}
-    width = choose_width(seconds)
+    widths = LiveWidth(seconds)
     facts = model.facts
     limits = GrowthLimits(
-        width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=facts.context
+        widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=facts.context
     )
-    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), native=native)
     core = DrafterCore(
         ModelSource(model, SlotPool(slots), noise, limits.fan_out),
         limits,
         frozenset(facts.eos_token_ids),
         name,
         get_logger(name, settings.log_level, settings.log_format),
+        widths,
     )
     hello = Hello(
         protocol=PROTOCOL_VERSION,
@@ -69,6 +70,6 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
         vocabulary=facts.vocabulary,
         context=facts.context,
         name=name,
-        step_ms=1e3 * seconds[width],
+        step_ms=1e3 * seconds[widths.width],
     )
     return Assembled(core, hello, emulated)

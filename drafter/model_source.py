@@ -55,6 +55,12 @@ class _Choices:
     positions: list[int]
     temperatures: list[float]
 
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """What `NoiseRows.lines` is asked for."""
+        keys = zip(self.seeds, self.positions, strict=True)
+        return [(seed, position, 1) for seed, position in keys if seed is not None]
+
 
 class _TreeRows:
     """The rows of one request: committed tokens not fed yet, then nodes that have no KV yet.
@@ -161,7 +167,7 @@ class ModelSource:
             self._keep(groups)
             wanted = [index for _, _, indices in groups for index in indices]
             choices = self._choices([picks[index] for index in wanted])
-            self._noise.prepare(choices.seeds, choices.positions)  # while the device computes
+            self._noise.lines(choices.spans)  # while the device computes
             result.completion.wait()
             ranked = self._rank(result.logits, choices, [scales[index] for index in wanted])
             for index, candidates in zip(wanted, ranked, strict=True):

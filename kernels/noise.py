@@ -6,7 +6,9 @@ numbers: as easy as 1, 2, 3", SC 2011; the Random123 library). Key: the 64-bit s
 lane v % 4, so that one block serves four tokens.
 
 The integers are identical everywhere, logarithms are not: a row is always computed whole, by the same
-function for a kind of device, in float64, and only the target's device decides tokens.
+function for a kind of device, in float64, and only the target's device decides tokens. On CPUs that is the
+compiled kernel where there is one, else numpy: between those two about one word in 10^8 differs, in the last
+bit of a float32.
 
 This module knows nothing of logits, requests or sampling parameters.
 """
@@ -19,6 +21,8 @@ import numpy.typing as npt
 import torch
 
 from ssd_serve.kernels.batch import UInt64Array
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.noise import NativeNoise
 from ssd_serve.seeds import choice_seed, mix
 
 __all__ = [
@@ -184,18 +188,26 @@ def capacity_for(vocabulary: int, memory_bytes: int = 64 << 20) -> int:
 class NoiseRows:
     """The least recently used rows of log E, at most `capacity` of them (4 * vocabulary bytes each).
 
-    Rows live on `device`. A row of seed None is zero: it stands for a choice without noise (temperature 0).
-    Not safe for use by several threads.
+    Rows live on `device`; on CPUs the compiled kernel makes them where `native` is given. A row of seed None
+    is zero: it stands for a choice without noise (temperature 0). Not safe for use by several threads.
     """
 
-    def __init__(self, vocabulary: int, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        native: NativeLibrary | None = None,
+    ) -> None:
         if vocabulary < 1 or capacity < 1:
             raise ValueError("noise rows need a vocabulary and a capacity of at least 1")
         self.vocabulary = vocabulary
         self.capacity = capacity
         self.device = torch.device(device)
-        self._table = torch.empty(capacity + 1, vocabulary, dtype=torch.float32, device=self.device)
-        self._table[0].zero_()
+        self.table = torch.empty(capacity + 1, vocabulary, dtype=torch.float32, device=self.device)
+        """[1 + capacity, vocabulary]; line 0 is zero, `lines` tells which others hold what."""
+        self.table[0].zero_()
+        self._native = NativeNoise(native) if native is not None and self.device.type == "cpu" else None
         self._where: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def row(self, seed: int, position: int) -> torch.Tensor:
@@ -204,28 +216,35 @@ class NoiseRows:
 
     def rows(self, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
         """Rows for a forward: float32 [rows, vocabulary], the caller's own copy."""
-        if not self.prepare(seeds, positions):  # too many to remember at once: in parts
+        keys = list(zip(seeds, positions, strict=True))
+        lines = self.lines([(seed, position, 1) for seed, position in keys if seed is not None])
+        if lines is None:  # too many to remember at once: in parts
             half = len(seeds) // 2
             parts = (slice(None, half), slice(half, None))
             return torch.cat([self.rows(seeds[part], positions[part]) for part in parts])
-        keys = zip(seeds, positions, strict=True)
         indices = [0 if seed is None else self._where[seed, position] for seed, position in keys]
-        return self._table.index_select(0, torch.tensor(indices, dtype=torch.int64).to(self.device))
+        return self.table.index_select(0, torch.tensor(indices, dtype=torch.int64).to(self.device))
 
-    def prepare(self, seeds: Sequence[int | None], positions: Sequence[int]) -> bool:
-        """Compute ahead what `rows` will be asked for; False when these are more rows than are
-        remembered."""
-        keys = zip(seeds, positions, strict=True)
-        wanted = dict.fromkeys((seed, position) for seed, position in keys if seed is not None)
+    def lines(self, spans: Sequence[tuple[int, int, int]]) -> list[list[int]] | None:
+        """Lines of `table` that hold the rows of each span (seed, first position, number of positions).
+
+        Missing rows are computed; also a way to compute ahead. They stay until the next call. None when
+        these are more rows than are remembered.
+        """
+        keys = [
+            [(seed, position) for position in range(first, first + count)] for seed, first, count in spans
+        ]
+        wanted = dict.fromkeys(key for span in keys for key in span)
         if len(wanted) > self.capacity:
-            return False
+            return None
         if wanted:
-            self._compute(self._with_neighbours(wanted))
-        return True
+            self._compute(wanted if self._native is not None else self._with_neighbours(wanted))
+        where = self._where
+        return [[where[key] for key in span] for span in keys]
 
     def _with_neighbours(self, wanted: dict[tuple[int, int], None]) -> dict[tuple[int, int], None]:
-        """Where rows are missing, their whole blocks of positions: they are wanted soon, and computing eight
-        rows at once costs a third of computing each alone."""
+        """Where rows are missing, their whole blocks of positions: they are wanted soon, and in numpy eight
+        rows at once cost a third of eight alone."""
         blocks = {(seed, at // BLOCK) for seed, at in wanted if (seed, at) not in self._where}
         if not blocks or len(wanted) + BLOCK * len(blocks) > self.capacity:
             return wanted
@@ -234,23 +253,29 @@ class NoiseRows:
 
     def _compute(self, wanted: dict[tuple[int, int], None]) -> None:
         """Make all wanted rows (at most `capacity`) present and the most recently used."""
+        where = self._where
         missing: list[tuple[int, int]] = []
         for key in wanted:
-            if key in self._where:
-                self._where.move_to_end(key)
+            if key in where:
+                where.move_to_end(key)
             else:
                 missing.append(key)
         if not missing:
             return
         seeds, positions = [seed for seed, _ in missing], [position for _, position in missing]
+        values = None if self._native is not None else self._values(seeds, positions)
+        lines: list[int] = []
+        for key in missing:
+            line = len(where) + 1 if len(where) < self.capacity else where.popitem(last=False)[1]
+            lines.append(line)
+            where[key] = line
+        if values is not None:
+            for line, value in zip(lines, values, strict=True):
+                self.table[line].copy_(value)
+        elif self._native is not None:
+            self._native.fill(self.table, lines, seeds, positions)
+
+    def _values(self, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         if self.device.type == "cpu":
-            values = torch.from_numpy(log_exponential(seeds, positions, self.vocabulary))
-        else:
-            values = log_exponential_torch(seeds, positions, self.vocabulary, self.device)
-        for key, value in zip(missing, values, strict=True):
-            if len(self._where) < self.capacity:
-                index = len(self._where) + 1
-            else:
-                _, index = self._where.popitem(last=False)
-            self._table[index].copy_(value)
-            self._where[key] = index
+            return torch.from_numpy(log_exponential(seeds, positions, self.vocabulary))
+        return log_exponential_torch(seeds, positions, self.vocabulary, self.device)

@@ -44,12 +44,15 @@ def penalises(parameters: SamplingParameters) -> bool:
 
 def needs_processing(parameters: SamplingParameters, generated: int) -> bool:
     """Whether a row after `generated` output tokens needs more than division by its temperature."""
-    if penalises(parameters) or parameters.logit_bias or generated < parameters.min_tokens:
+    if penalises(parameters) or needs_editing(parameters, generated):
         return True
-    if parameters.bad_words or parameters.allowed_token_ids is not None:
-        return True
-    truncates = parameters.top_k > 0 or parameters.top_p < 1.0 or parameters.min_p > 0.0
-    return truncates and not is_greedy(parameters)
+    return truncates(parameters)
+
+
+def truncates(parameters: SamplingParameters) -> bool:
+    """Whether top-k, top-p or min-p may leave tokens out."""
+    some = parameters.top_k > 0 or parameters.top_p < 1.0 or parameters.min_p > 0.0
+    return some and not is_greedy(parameters)
 
 
 class TokenCounts:
@@ -101,6 +104,16 @@ class TokenCounts:
         return text[max(0, len(text) - count) :]
 
 
+def needs_editing(parameters: SamplingParameters, generated: int) -> bool:
+    """Whether single tokens of a row after `generated` output tokens change, other than by penalties."""
+    return bool(
+        parameters.logit_bias
+        or parameters.bad_words
+        or parameters.allowed_token_ids is not None
+        or generated < parameters.min_tokens
+    )
+
+
 def process(
     logits: torch.Tensor,
     parameters: SamplingParameters,
@@ -114,6 +127,29 @@ def process(
     `path` holds the tokens beyond the counted output, `generated` the number of output tokens before this
     row's choice (path included). `counts` may be None where `needs_counts` is false.
     """
+    row = edit(logits, parameters, counts, path, generated, eos)
+    if is_greedy(parameters):
+        return row
+    # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
+    row = row / torch.tensor(parameters.temperature, dtype=torch.float32).to(row.device)
+    if parameters.min_p > 0.0:
+        row = keep_min_p(row, parameters.min_p)
+    if 0 < parameters.top_k < len(row):
+        row = keep_top_k(row, parameters.top_k)
+    if parameters.top_p < 1.0:
+        row = keep_top_p(row, parameters.top_p)
+    return row
+
+
+def edit(
+    logits: torch.Tensor,
+    parameters: SamplingParameters,
+    counts: TokenCounts | None,
+    path: Sequence[int],
+    generated: int,
+    eos: Sequence[int],
+) -> torch.Tensor:
+    """The steps of `process` before division by the temperature; the same arguments."""
     row = torch.where(torch.isnan(logits), -torch.inf, logits)  # [vocabulary]
     if parameters.allowed_token_ids is not None:
         row = keep_only(row, parameters.allowed_token_ids)
@@ -127,16 +163,6 @@ def process(
         if counts is None:
             raise ValueError("penalties need the counts of prompt and output tokens")
         _penalise(row, parameters, *counts.with_path(path))
-    if is_greedy(parameters):
-        return row
-    # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
-    row = row / torch.tensor(parameters.temperature, dtype=torch.float32).to(row.device)
-    if parameters.min_p > 0.0:
-        row = keep_min_p(row, parameters.min_p)
-    if 0 < parameters.top_k < len(row):
-        row = keep_top_k(row, parameters.top_k)
-    if parameters.top_p < 1.0:
-        row = keep_top_p(row, parameters.top_p)
     return row
 
 
@@ -219,19 +245,28 @@ def keep_top_k(row: torch.Tensor, k: int) -> torch.Tensor:
 def keep_top_p(row: torch.Tensor, top_p: float) -> torch.Tensor:
     """Mask all but the smallest set of most probable tokens whose probabilities sum to at least `top_p`.
 
-    The most probable token always stays; of equal ones the lowest ids stay.
+    The most probable token always stays; of equal ones the lowest ids stay. Probabilities are float64: where
+    two devices' exponentials differ in the last bit, the set differs in about one row of 10^12.
     """
-    probabilities = torch.softmax(row, 0)
-    # Tokens below (1 - top_p) / vocabulary weigh less than 1 - top_p together: none of them is in the set.
-    # The factor 1/2 leaves room for rounding. Only the rest, mostly few, must be sorted.
-    smallest = 0.5 * (1.0 - top_p) / len(row)
+    probabilities = torch.softmax(row.to(torch.float64), 0)
+    smallest = smallest_share(top_p, len(row))
     candidates = torch.nonzero(probabilities >= smallest).flatten()  # [n], ascending ids
-    values, order = torch.sort(probabilities[candidates], descending=True, stable=True)
+    order = torch.sort(row[candidates], descending=True, stable=True).indices
     # Sums of integers are exact in any order of adding; sums of floats differ between runs on some devices.
-    units = (values.to(torch.float64) * TOP_P_UNITS).to(torch.int64)
+    units = (probabilities[candidates[order]] * TOP_P_UNITS).to(torch.int64)
     inside = torch.cumsum(units, 0) - units < int(top_p * TOP_P_UNITS)
     inside[:1] = True
     stay = candidates[order[inside]]
     result = torch.full_like(row, -torch.inf)
     result[stay] = row[stay]
     return result
+
+
+def smallest_share(top_p: float, vocabulary: int) -> float:
+    """A probability below which no token is in the set of `keep_top_p`: only the rest, mostly few, need be
+    ordered.
+
+    Tokens below (1 - top_p) / vocabulary weigh less than 1 - top_p together. The factor 1/2 leaves room for
+    rounding.
+    """
+    return 0.5 * (1.0 - top_p) / vocabulary

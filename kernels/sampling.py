@@ -5,10 +5,10 @@ With E a unit exponential for each token, argmax_v l(v) - log E(v) is an exact s
 choice (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding",
 arXiv 2408.07978).
 
-This module knows nothing of trees, requests or the walk: it chooses one token for each row.
+This module knows nothing of drafts or the walk: it chooses one token for each row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,27 +16,11 @@ import numpy as np
 import torch
 
 from ssd_serve.kernels.batch import Int32Array
+from ssd_serve.kernels.native.choosing import NativeChoice
 from ssd_serve.kernels.noise import Float32Array, NoiseRows
-from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing, process
+from ssd_serve.kernels.processors import is_greedy, needs_processing, process
+from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
-
-
-class SamplingRow(NamedTuple):
-    """What one row's choice depends on, besides its logits."""
-
-    parameters: SamplingParameters
-    seed: int
-    position: int
-    """Absolute position (prompt + output) of the token being chosen."""
-    counts: TokenCounts | None = None
-    """Needed where `needs_counts(parameters)`."""
-    path: tuple[int, ...] = ()
-    """Tokens beyond the counted output, in order, the row's own token included."""
-    generated: int = 0
-    """Number of output tokens before this choice, path included."""
-    eos: tuple[int, ...] = ()
-    known: int | None = None
-    """The token that stands there already: the row only tells its log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +32,59 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], noise: NoiseRows) -> Sampled:
+def sample(
+    logits: torch.Tensor,
+    requests: Sequence[SamplingRows],
+    noise: NoiseRows,
+    native: NativeChoice | None = None,
+) -> Sampled:
     """Choose a token for each row of `logits` [rows, vocabulary]; `noise` lives on the same device.
 
     The choice of a row is the same alone and in any batch: rows are processed one by one, and what is done
-    for all together is elementwise or exact.
+    for all together is elementwise or exact. On CPUs `native` chooses where it is given: the same tokens, but
+    for a token at top-p's very edge, which `keep_top_p` describes.
     """
-    if not rows:
+    if not requests:
         return Sampled([], [])
-    scaled = processed_logits(logits.to(torch.float32), rows)  # [rows, vocabulary]
-    seeds, positions = noise_keys(rows)
+    logits = logits.to(torch.float32)
+    if native is not None and logits.device.type == "cpu":
+        choices, told = native.choose(logits, requests, noise)
+        return Sampled(choices, _logprobs(requests, choices, told))
+    rows = [row for each in requests for row in each.single()]
+    scaled = processed_logits(logits, rows)  # [rows, vocabulary]
+    seeds, positions = _noise_keys(rows)
     scores = scaled if seeds.count(None) == len(seeds) else scaled - noise.rows(seeds, positions)
     choices = lowest_argmax(scores)
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-    for index, row in enumerate(rows):
-        if row.parameters.logprobs is not None:
-            told = choices[index] if row.known is None else row.known
-            logprobs[index] = token_logprobs(scaled[index], told, row.parameters.logprobs)
-    return Sampled(choices, logprobs)
+    return Sampled(choices, _logprobs(requests, choices, scaled))
 
 
-def noise_keys(rows: Sequence[SamplingRow]) -> tuple[list[int | None], list[int]]:
-    """The seed (None: temperature 0, no noise) and the position of each row, for `NoiseRows`."""
+def _logprobs(
+    requests: Sequence[SamplingRows],
+    choices: Sequence[int],
+    processed: Mapping[int, torch.Tensor] | torch.Tensor,
+) -> list[TokenLogprobs | None]:
+    """Of the rows of requests that want them; `processed` holds at least those rows' processed logits."""
+    logprobs: list[TokenLogprobs | None] = [None] * len(choices)
+    start = 0
+    for each in requests:
+        if each.parameters.logprobs is not None:
+            for index in range(start, start + each.rows):
+                told = choices[index] if each.known is None else each.known
+                logprobs[index] = token_logprobs(processed[index], told, each.parameters.logprobs)
+        start += each.rows
+    return logprobs
+
+
+def _noise_keys(rows: Sequence[SamplingRows]) -> tuple[list[int | None], list[int]]:
+    """The seed (None: temperature 0, no noise) and the position of each row, for `NoiseRows.rows`."""
     greedy = {key for key, parameters in _distinct(rows).items() if is_greedy(parameters)}
     seeds = [None if id(row.parameters) in greedy else row.seed for row in rows]
     return seeds, [row.position for row in rows]
 
 
-def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """The logits whose softmax each row samples: float32 [rows, vocabulary]; may be `logits` itself."""
+def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:
+    """The logits whose softmax each row samples: float32 [rows, vocabulary]; may be `logits` itself. `rows`
+    are single."""
     distinct = _distinct(rows)
     # Most rows need nothing, or division by their temperature only.
     touched = {key for key, parameters in distinct.items() if needs_processing(parameters, 0)}
@@ -99,7 +107,7 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch
     return scaled
 
 
-def _distinct(rows: Sequence[SamplingRow]) -> dict[int, SamplingParameters]:
+def _distinct(rows: Sequence[SamplingRows]) -> dict[int, SamplingParameters]:
     """The parameter objects of these rows, by identity: a tree's rows share one."""
     return {id(row.parameters): row.parameters for row in rows}
 

@@ -13,7 +13,7 @@ from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
-from ssd_serve.kernels.native.library import native_library
+from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
@@ -82,7 +82,8 @@ def assemble_verifier(
     hello = _hello(model.facts, Tokenizer(path))
     if policy is None:
         policy = next(iter(governing.policies.values()))
-    engine = _engine(settings, model, slots, Drafters(hello, log=log), cost, policy, governing)
+    rounds = _rounds(model, native)
+    engine = _engine(settings, model.facts, rounds, slots, Drafters(hello, log=log), cost, policy, governing)
     inline = _inline(settings, hello, say) if Layout.INLINE in governing.policies else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
@@ -121,24 +122,28 @@ def _policy(settings: Settings, layout: Layout) -> GrowPolicy:
     return WhenItPays(concurrent=layout is Layout.BESIDE)
 
 
+def _rounds(model: Model, native: NativeLibrary | None) -> Rounds:
+    facts = model.facts
+    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
+    return Rounds(model, noise, facts.eos_token_ids, native)
+
+
 def _engine(
     settings: Settings,
-    model: Model,
+    facts: ModelFacts,
+    rounds: Rounds,
     slots: int,
     drafters: Drafters,
     cost: CostTable,
     policy: GrowPolicy,
     governing: Governing,
 ) -> Engine:
-    facts = model.facts
     pool = SlotPool(slots)
     prefix = PrefixCache(pool) if settings.prefix_cache else None
     limits = Limits(settings.max_running, settings.max_waiting, settings.prefill_chunk)
     budget = settings.budget if settings.mode is not Mode.AR else 0
     most_tpot_s = settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf
     draft_bounds = DraftBounds(facts.context, budget, settings.draft_width, most_tpot_s)
-    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), device=facts.device)
-    rounds = Rounds(model, noise, facts.eos_token_ids)
     governed = settings.speculation_may_stop and settings.mode is not Mode.AR
     decider = Decider(drafters, cost, policy, draft_bounds, governing=governing if governed else None)
     bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, settings.tree_nodes)

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.native.choosing import NativeChoice
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import NoiseRows
-from ssd_serve.kernels.sampling import Sampled, SamplingRow, noise_keys, sample
+from ssd_serve.kernels.sampling import Sampled, sample
+from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.verifier.cost import Reading
@@ -44,12 +47,31 @@ class Work:
         return len(self.scoring) + (1 + len(self.nodes) if self.part.final else 0)
 
 
+class _Tree:
+    """How the nodes of one request's rows hang together: parallel lists, parents first."""
+
+    __slots__ = ("depths", "parents")
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.parents: list[int] = []
+        """Index of each node's parent; -1: the root."""
+        self.depths: list[int] = []
+        """1 for the root's children."""
+        index_of: dict[int, int] = {}
+        for index, node in enumerate(nodes):
+            parent = -1 if node.parent is None else index_of.get(node.parent.name, -1)
+            index_of[node.name] = index
+            self.parents.append(parent)
+            self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A forward under way, or done."""
 
     work: tuple[Work, ...]
-    sampling: Sequence[SamplingRow]
+    trees: Sequence[_Tree]
+    sampling: Sequence[SamplingRows]
     result: ForwardResult
     rows: int
     reading: Reading
@@ -80,61 +102,71 @@ class Walk:
 
 
 class Rounds:
-    """Runs rounds of one target model. `eos` are the model's end ids."""
+    """Runs rounds of one target model. `eos` are the model's end ids; `native` chooses tokens on CPUs."""
 
-    def __init__(self, model: Model, noise: NoiseRows, eos: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: Model, noise: NoiseRows, eos: tuple[int, ...], native: NativeLibrary | None = None
+    ) -> None:
         self._model = model
         self._noise = noise
         self._eos = eos
+        self._native = None if native is None else NativeChoice(native)
 
     def launch(self, work: Sequence[Work]) -> Flight:
         """Start the forward of all rows."""
-        batch = build_batch([_rows(each) for each in work])
+        trees = [_Tree(each.nodes) for each in work]
+        batch = build_batch([_rows(each, tree) for each, tree in zip(work, trees, strict=True)])
         started = time.perf_counter()
         result = self._model.forward(batch)
         # What the choices need besides the logits is made while the device is busy.
-        sampling = [row for each in work if each.wanted for row in self._sampling_rows(each)]
-        self._noise.prepare(*noise_keys(sampling))
-        return Flight(tuple(work), sampling, result, batch.rows, _reading(work), started)
+        sampling = [
+            rows for each, tree in zip(work, trees, strict=True) for rows in self._sampling_rows(each, tree)
+        ]
+        self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
+        return Flight(tuple(work), trees, sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: Flight) -> list[Walk]:
         """Choose a token at every wanted row, and walk each request's tree."""
         flight.wait()
-        sampled = sample(flight.result.logits, flight.sampling, self._noise)
+        sampled = sample(flight.result.logits, flight.sampling, self._noise, self._native)
         walks: list[Walk] = []
         start = 0
-        for each in flight.work:
-            walks.append(_walk(each, sampled, start))
+        for each, tree in zip(flight.work, flight.trees, strict=True):
+            walks.append(_walk(each, tree, sampled, start))
             start += each.wanted
         return walks
 
-    def _sampling_rows(self, work: Work) -> list[SamplingRow]:
-        """Scoring rows, the root's row, then one for each node, in the order of the forward's rows."""
+    def _sampling_rows(self, work: Work, tree: _Tree) -> list[SamplingRows]:
+        """Scoring rows, then the root's and every node's, in the order of the forward's rows."""
         request = work.part.request
         rows = _scoring_rows(work)
-        if not work.part.final:
-            return rows
-        parameters, seed, counts = request.parameters, request.seed, request.counts
-        first, generated = len(request.tokens), request.generated
-        eos = () if parameters.ignore_eos else self._eos
-        paths: dict[int, tuple[int, ...]] = {}
-        for node in work.nodes:
-            above = () if node.parent is None else paths.get(node.parent.name, ())
-            paths[node.name] = (*above, node.token)
-        rows += [
-            SamplingRow(parameters, seed, first + len(path), counts, path, generated + len(path), eos)
-            for path in ((), *paths.values())
-        ]
+        if work.part.final:
+            rows.append(
+                SamplingRows(
+                    request.parameters,
+                    request.seed,
+                    len(request.tokens),
+                    request.counts,
+                    generated=request.generated,
+                    eos=() if request.parameters.ignore_eos else self._eos,
+                    tokens=[node.token for node in work.nodes],
+                    parents=tree.parents,
+                    depths=tree.depths,
+                )
+            )
         return rows
 
 
-def _scoring_rows(work: Work) -> list[SamplingRow]:
+def _scoring_rows(work: Work) -> list[SamplingRows]:
     """Rows of the prompt whose next token is known: greedy, so that nothing changes the logits."""
+    scoring = work.scoring
+    if not scoring:
+        return []
     request, first = work.part.request, len(work.part.request.slots) + 1
     parameters = SamplingParameters(temperature=0.0, logprobs=request.parameters.prompt_logprobs)
     return [
-        SamplingRow(parameters, request.seed, first + index, known=request.tokens[first + index])
-        for index in work.scoring
+        SamplingRows(parameters, request.seed, first + index, known=request.tokens[first + index])
+        for index in scoring
     ]
 
 
@@ -145,7 +177,7 @@ def _reading(work: Sequence[Work]) -> Reading:
     )
 
 
-def _rows(work: Work) -> RequestRows:
+def _rows(work: Work, tree: _Tree) -> RequestRows:
     request, slots = work.part.request, work.part.slots
     computed, count = len(request.slots), len(work.part.slots)
     tokens = request.tokens[computed : computed + count]
@@ -153,19 +185,17 @@ def _rows(work: Work) -> RequestRows:
     wanted = [*work.scoring, *([count - 1] if work.part.final else ())]
     if not work.nodes:
         return RequestRows(tokens, positions, slots, request.slots.view(), wanted)
+    root = computed + count - 1
     ancestry = [(2 << index) - 1 for index in range(count)]
-    index_of: dict[int, int] = {}
-    for node in work.nodes:
-        parent = count - 1 if node.parent is None else index_of.get(node.parent.name, count - 1)
-        index = index_of[node.name] = len(ancestry)
-        tokens.append(node.token)
-        positions.append(positions[parent] + 1)
-        wanted.append(index)
-        ancestry.append(ancestry[parent] | 1 << index)
+    tokens += [node.token for node in work.nodes]
+    positions += [root + depth for depth in tree.depths]
+    wanted += range(count, len(tokens))
+    for index, parent in enumerate(tree.parents, count):
+        ancestry.append(ancestry[count + parent] | 1 << index)
     return RequestRows(tokens, positions, (*slots, *work.node_slots), request.slots.view(), wanted, ancestry)
 
 
-def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
+def _walk(work: Work, tree: _Tree, sampled: Sampled, start: int) -> Walk:
     """Follow the child that equals the target's choice while that child was a row of this forward.
 
     Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The
@@ -176,11 +206,10 @@ def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
     told = tuple(each for each in sampled.logprobs[first:start] if each is not None)
     if not work.part.final:
         return Walk(work, (), (), "", (), told)
-    children: dict[tuple[int, int], int] = {}
-    row_of = {node.name: index for index, node in enumerate(work.nodes)}
-    for index, node in enumerate(work.nodes):
-        above = -1 if node.parent is None else row_of.get(node.parent.name, -1)
-        children[(above, node.token)] = index
+    children = {
+        (parent, node.token): index
+        for index, (parent, node) in enumerate(zip(tree.parents, work.nodes, strict=True))
+    }
     tokens: list[int] = []
     accepted: list[int] = []
     logprobs: list[TokenLogprobs] = []

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ssd_serve.kernels.noise import NoiseRows, log_exponential
 from ssd_serve.kernels.processors import TokenCounts, process
 from ssd_serve.kernels.sampling import (
-    SamplingRow,
     draft_scores,
     lowest_argmax,
     lowest_argmax_on_device,
@@ -19,6 +18,7 @@ from ssd_serve.kernels.sampling import (
     sample,
     token_logprobs,
 )
+from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters
 
 VOCABULARY = 37
@@ -34,7 +34,7 @@ MIXED = [
 ]
 ROWS = st.lists(
     st.builds(
-        SamplingRow,
+        SamplingRows,
         parameters=st.sampled_from(MIXED),
         seed=st.integers(0, 3),
         position=st.integers(0, 5),
@@ -51,7 +51,7 @@ ROWS = st.lists(
 )
 
 
-def reference_choice(logits: torch.Tensor, row: SamplingRow) -> int:
+def reference_choice(logits: torch.Tensor, row: SamplingRows) -> int:
     """Token by token: strictly better ones win, so that the lowest id keeps a tie."""
     values = process(logits, row.parameters, row.counts, row.path, row.generated, row.eos).tolist()
     if row.parameters.temperature > 0:
@@ -67,7 +67,7 @@ def reference_choice(logits: torch.Tensor, row: SamplingRow) -> int:
 @given(ROWS, st.integers(0, 1000))
 @settings(max_examples=60)
 def test_a_choice_is_the_same_alone_in_any_batch_and_by_the_definition(
-    rows: list[SamplingRow], seed: int
+    rows: list[SamplingRows], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-8, 8, (len(rows), VOCABULARY), generator=generator).float() / 2  # ties are common
@@ -83,7 +83,7 @@ def test_a_choice_is_the_same_alone_in_any_batch_and_by_the_definition(
 @pytest.mark.parametrize("vocabulary", [1000, 4099])
 def test_batches_of_real_width_choose_as_rows_alone(vocabulary: int) -> None:
     logits = torch.randn(24, vocabulary, generator=torch.Generator().manual_seed(3)) * 4
-    rows = [SamplingRow(MIXED[i % 8], i // 8, i, TokenCounts([1], [2, 3]), (4,), 3, (0,)) for i in range(24)]
+    rows = [SamplingRows(MIXED[i % 8], i // 8, i, TokenCounts([1], [2, 3]), (4,), 3, (0,)) for i in range(24)]
     noise = NoiseRows(vocabulary, capacity=64)
     together = sample(logits, rows, noise)
     alone = [sample(logits[i : i + 1], [row], noise).choices[0] for i, row in enumerate(rows)]
@@ -94,7 +94,7 @@ def test_batches_of_real_width_choose_as_rows_alone(vocabulary: int) -> None:
 def test_samples_follow_the_processed_distribution(parameters: SamplingParameters) -> None:
     number = 5000
     logits = torch.tensor([2.0, 1.5, 1.0, 1.0, 0.5, 0.0, 0.0, -1.0])
-    rows = [SamplingRow(parameters, 99, position) for position in range(number)]
+    rows = [SamplingRows(parameters, 99, position) for position in range(number)]
     choices = sample(logits.expand(number, 8), rows, NoiseRows(8, capacity=512)).choices
     expected = torch.softmax(process(logits, parameters, None, (), 0, ()), 0).numpy() * number
     counts = np.bincount(choices, minlength=8)
@@ -128,7 +128,7 @@ def test_given_logits_do_not_change() -> None:
     before = logits.clone()
     for temperature in (0.0, 1.0):
         parameters = SamplingParameters(temperature=temperature, logit_bias={1: 2.0})
-        rows = [SamplingRow(parameters, 1, index) for index in range(8)]
+        rows = [SamplingRows(parameters, 1, index) for index in range(8)]
         sample(logits, rows, NoiseRows(VOCABULARY, 8))
         assert torch.equal(logits, before)
 
@@ -137,9 +137,9 @@ def test_a_rows_own_path_position_and_ends_count() -> None:
     parameters = SamplingParameters(temperature=0.0, presence_penalty=10.0, min_tokens=2, stop_token_ids=(2,))
     logits = torch.tensor([4.0, 3.0, 2.0, 1.0]).expand(3, 4)
     rows = [
-        SamplingRow(parameters, 1, 5, TokenCounts([3]), (), 0, eos=(0,)),
-        SamplingRow(parameters, 1, 6, TokenCounts([3]), (1,), 1, eos=(0,)),
-        SamplingRow(parameters, 1, 7, TokenCounts([3], [1]), (0,), 2, eos=(0,)),
+        SamplingRows(parameters, 1, 5, TokenCounts([3]), (), 0, eos=(0,)),
+        SamplingRows(parameters, 1, 6, TokenCounts([3]), (1,), 1, eos=(0,)),
+        SamplingRows(parameters, 1, 7, TokenCounts([3], [1]), (0,), 2, eos=(0,)),
     ]
     assert sample(logits, rows, NoiseRows(4, 1)).choices == [1, 3, 2]
 
@@ -164,7 +164,7 @@ def test_log_probabilities_are_those_before_noise() -> None:
 def test_draft_scores_predict_the_choice_of_equal_logits() -> None:
     logits = torch.randn(40, 512, generator=torch.Generator().manual_seed(5)) * 3
     temperatures = [0.0, 0.7, 1.0, 1.5] * 10
-    rows = [SamplingRow(SamplingParameters(temperature=t), 8, i) for i, t in enumerate(temperatures)]
+    rows = [SamplingRows(SamplingParameters(temperature=t), 8, i) for i, t in enumerate(temperatures)]
     noise = NoiseRows(512, 64)
     seeds = [None if t == 0 else 8 for t in temperatures]
     scores = draft_scores(logits, torch.tensor(temperatures), noise.rows(seeds, list(range(40))))
@@ -194,7 +194,7 @@ def test_ranked_children_are_the_calibrated_softmax() -> None:
 def test_a_known_token_is_told_under_the_logits_as_they_are() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 2)
     parameters = SamplingParameters(temperature=0.0, logprobs=2)
-    rows = [SamplingRow(parameters, 1, 5, known=3), SamplingRow(parameters, 1, 6)]
+    rows = [SamplingRows(parameters, 1, 5, known=3), SamplingRows(parameters, 1, 6)]
     told = sample(logits, rows, NoiseRows(4, capacity=2)).logprobs
     expected = torch.log_softmax(logits[0], 0).tolist()
     assert [None if each is None else each.chosen for each in told] == pytest.approx(

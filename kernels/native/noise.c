@@ -1,0 +1,61 @@
+/* Shared noise: log E of whole rows, as kernels/noise.py defines it.
+ *
+ * Philox4x32-10 on eight blocks at a time, a block's four words being four neighbouring tokens; the integers are
+ * exactly those of the definition. E = -log(1 - w): 1 - w is exact in a double, so that one logarithm serves for
+ * both. A token's value depends on nothing but its seed, position and id.
+ */
+#include "doubles.h"
+
+#define ROUNDS 10
+#define GROUP (4 * EIGHT) /* tokens */
+
+static const uint64_t multiplier_0 = 0xD2511F53, multiplier_1 = 0xCD9E8D57;
+static const uint32_t weyl_0 = 0x9E3779B9, weyl_1 = 0xBB67AE85;
+
+/* log(-log(1 - w)) with w = (h + 1/2) 2^-32, at most 1 - 2^-24. */
+static inline floats race(words h) {
+  doubles left = from_integers(0x1ffffffffull - 2 * h) * 0x1p-33; /* 1 - w */
+  doubles least = {0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24};
+  return __builtin_convertvector(logarithm(-logarithm(larger(left, least))), floats);
+}
+
+/* The 4 x 8 words of the blocks in `counter`: word[j] holds word j of every block. */
+static inline void philox(words counter, uint32_t position, uint32_t stream, uint64_t seed, words *word) {
+  words zero = {0}, x0 = zero + position, x1 = counter, x2 = zero + stream, x3 = zero;
+  uint32_t key_0 = (uint32_t)seed, key_1 = (uint32_t)(seed >> 32);
+  for (int round = 0; round < ROUNDS; round++, key_0 += weyl_0, key_1 += weyl_1) {
+    words p0 = low_product(x0, zero + multiplier_0), p1 = low_product(x2, zero + multiplier_1);
+    x0 = (p1 >> 32) ^ x1 ^ (uint64_t)key_0; /* upper halves of x1 and x3 are left dirty between rounds */
+    x2 = (p0 >> 32) ^ x3 ^ (uint64_t)key_1;
+    x1 = p1;
+    x3 = p0;
+  }
+  word[0] = x0 & LOW_HALF, word[1] = x1 & LOW_HALF, word[2] = x2 & LOW_HALF, word[3] = x3 & LOW_HALF;
+}
+
+/* GROUP tokens from block `first` on, in order. */
+static inline void group(uint64_t seed, uint32_t position, uint32_t stream, uint32_t first, float *out) {
+  words word[4], lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+  floats value[4];
+  philox(lanes + first, position, stream, seed, word);
+  for (int j = 0; j < 4; j++) value[j] = race(word[j]);
+  for (int lane = 0; lane < EIGHT; lane++)
+    for (int j = 0; j < 4; j++) out[4 * lane + j] = value[j][lane];
+}
+
+/* log E of each pair of seed and position into its line of `table` [lines, vocabulary]. */
+void ssd_log_exponential(const uint64_t *seeds, const int64_t *positions, long rows, long vocabulary, uint32_t stream,
+                         float *table, const int64_t *lines) {
+  for (long row = 0; row < rows; row++) {
+    uint32_t position = (uint32_t)positions[row];
+    float *out = table + lines[row] * vocabulary;
+    long token = 0;
+    for (; token + GROUP <= vocabulary; token += GROUP)
+      group(seeds[row], position, stream, (uint32_t)(token / 4), out + token);
+    if (token < vocabulary) {
+      float last[GROUP];
+      group(seeds[row], position, stream, (uint32_t)(token / 4), last);
+      memcpy(out + token, last, (size_t)(vocabulary - token) * sizeof *last);
+    }
+  }
+}

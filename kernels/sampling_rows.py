@@ -1,0 +1,68 @@
+"""What choices depend on besides logits: the rows of a request, as a root and a tree of nodes below it.
+
+Knows no tensors and not how tokens are chosen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ssd_serve.kernels.processors import TokenCounts, is_greedy
+from ssd_serve.messages import SamplingParameters
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """One request's rows, in the order of their logits: a first row, then one for each node below it.
+
+    Fields of the tree are parallel, parents before children.
+    """
+
+    parameters: SamplingParameters
+    seed: int
+    position: int
+    """Absolute position (prompt + output) of the token that the first row chooses."""
+    counts: TokenCounts | None = None
+    """Needed where `needs_counts(parameters)`."""
+    path: tuple[int, ...] = ()
+    """The first row's tokens beyond the counted output, in order."""
+    generated: int = 0
+    """Number of output tokens before the first row's choice, `path` included."""
+    eos: tuple[int, ...] = ()
+    known: int | None = None
+    """The token that stands there already: the first row only tells its log-probability."""
+    tokens: Sequence[int] = ()
+    """Tokens of the nodes."""
+    parents: Sequence[int] = ()
+    """Indices of their parents among them; -1: the first row."""
+    depths: Sequence[int] = ()
+    """How far each is below the first row: 1 for its children."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits."""
+        return 1 + len(self.tokens)
+
+    @property
+    def noise_span(self) -> tuple[int, int, int] | None:
+        """Seed, first position and number of positions of the noise that its choices need; None at
+        temperature 0."""
+        if is_greedy(self.parameters):
+            return None
+        return self.seed, self.position, 1 + max(self.depths, default=0)
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """Each row's tokens beyond the counted output."""
+        paths = [self.path]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            paths.append((*paths[1 + parent], token))
+        return paths
+
+    def single(self) -> "list[SamplingRows]":
+        """Each row by itself."""
+        if not self.tokens:
+            return [self]
+        first = replace(self, tokens=(), parents=(), depths=())
+        return [
+            replace(first, position=self.position + depth, generated=self.generated + depth, path=path)
+            for depth, path in zip((0, *self.depths), self.paths(), strict=True)
+        ]

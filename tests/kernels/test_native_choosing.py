@@ -1,0 +1,175 @@
+"""The compiled choice against the torch one: the same tokens, alone and in any batch."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace as with_parameters
+
+from ssd_serve.kernels.native.choosing import NativeChoice
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.processors import TokenCounts
+from ssd_serve.kernels.sampling import Sampled, sample
+from ssd_serve.kernels.sampling_rows import SamplingRows
+from ssd_serve.messages import SamplingParameters
+
+VOCABULARY = 37
+TOKENS = st.integers(0, VOCABULARY - 1)
+PARAMETERS = st.builds(
+    SamplingParameters,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 36, 37, 50]),
+    top_p=st.sampled_from([1.0, 0.97, 0.6, 0.0]),
+    min_p=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -0.25]),
+    frequency_penalty=st.sampled_from([0.0, 0.3]),
+    logit_bias=st.just({}) | st.dictionaries(TOKENS, st.sampled_from([-100.0, 2.5]), max_size=3),
+    min_tokens=st.sampled_from([0, 0, 3]),
+    allowed_token_ids=st.none() | st.lists(TOKENS, min_size=1, max_size=9).map(tuple),
+    bad_words=st.just(())
+    | st.lists(st.lists(TOKENS, min_size=1, max_size=2).map(tuple), max_size=3).map(tuple),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> SamplingRows:
+    number = draw(st.integers(0, 5))
+    parents = [draw(st.integers(-1, index - 1)) for index in range(number)]
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    prompt, output = draw(st.lists(TOKENS, max_size=5)), draw(st.lists(TOKENS, max_size=3))
+    return SamplingRows(
+        draw(PARAMETERS),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 5)),
+        TokenCounts(prompt, output),
+        draw(st.lists(TOKENS, max_size=2).map(tuple)),
+        draw(st.integers(0, 4)),
+        (0,),
+        None,
+        [draw(TOKENS) for _ in range(number)],
+        parents,
+        depths,
+    )
+
+
+def awkward_logits(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
+    """Many ties, some masked and some that are not numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-8, 8, (rows, vocabulary), generator=generator).float() / 2
+    strange = torch.rand((rows, vocabulary), generator=generator)
+    logits[strange < 0.04] = math.nan
+    return torch.where(strange > 0.94, -torch.inf, logits)
+
+
+def told(sampled: Sampled) -> str:
+    """For comparing: a log-probability of a row without possible tokens is not a number."""
+    return repr(sampled)
+
+
+@given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000), st.integers(1, 9))
+@settings(max_examples=400)
+def test_choices_are_those_of_torch_and_the_same_alone(
+    native: NativeLibrary, asked: list[SamplingRows], seed: int, capacity: int
+) -> None:
+    logits = awkward_logits(sum(each.rows for each in asked), VOCABULARY, seed)
+    noise, choice = NoiseRows(VOCABULARY, capacity, native=native), NativeChoice(native)
+    expected = sample(logits, asked, noise)
+    together = sample(logits, asked, noise, choice)
+    assert told(together) == told(expected)
+    alone = [row for each in asked for row in each.single()]
+    for index, row in enumerate(alone):
+        found = sample(logits[index : index + 1], [row], noise, choice)
+        assert found.choices == [together.choices[index]]
+        assert told(found) == told(Sampled(found.choices, [together.logprobs[index]]))
+
+
+REAL = [
+    SamplingParameters(temperature=0.0),
+    SamplingParameters(temperature=0.8),
+    SamplingParameters(temperature=1.0, top_k=50, top_p=0.9),
+    SamplingParameters(temperature=0.7, top_k=1000),
+    SamplingParameters(temperature=1.2, top_p=0.95),
+    SamplingParameters(temperature=1.0, top_p=0.999, min_p=0.001),
+    SamplingParameters(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1),
+    SamplingParameters(temperature=0.0, repetition_penalty=1.1),
+]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 1000, 4096, 32003])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_vocabularies_of_real_width(native: NativeLibrary, vocabulary: int, spread: float) -> None:
+    rng = np.random.default_rng(vocabulary)
+    asked = [
+        SamplingRows(
+            with_parameters(parameters, logprobs=5 if told else None),
+            number,
+            7 * number,
+            TokenCounts(rng.integers(0, vocabulary, 300).tolist(), rng.integers(0, vocabulary, 50).tolist()),
+            tokens=rng.integers(0, vocabulary, 4).tolist(),
+            parents=[-1, 0, 1, 0],
+            depths=[1, 2, 3, 2],
+        )
+        for number, parameters in enumerate(REAL)
+        for told in (False, True)
+    ]
+    logits = torch.from_numpy(rng.normal(0, spread, (5 * len(asked), vocabulary)).astype(np.float32))
+    noise = NoiseRows(vocabulary, 256, native=native)
+    before = logits.clone()
+    assert sample(logits, asked, noise, NativeChoice(native)) == sample(logits, asked, noise)
+    assert torch.equal(logits, before)
+
+
+def test_rows_without_any_possible_token_choose_the_first(native: NativeLibrary) -> None:
+    noise, choice = NoiseRows(64, 8, native=native), NativeChoice(native)
+    for value in (math.nan, -math.inf):
+        for parameters in REAL:
+            row = SamplingRows(parameters, 1, 2, TokenCounts([3]))
+            assert sample(torch.full((1, 64), value), [row], noise, choice).choices == [0]
+
+
+def test_infinite_logits_are_chosen(native: NativeLibrary) -> None:
+    noise, choice = NoiseRows(64, 8, native=native), NativeChoice(native)
+    logits = torch.zeros(1, 64)
+    logits[0, [40, 50]] = torch.inf
+    for parameters in REAL:
+        row = SamplingRows(parameters, 1, 2, TokenCounts([3]))
+        assert sample(logits, [row], noise, choice) == sample(logits, [row], noise)
+
+
+def test_penalties_without_counts_are_an_error(native: NativeLibrary) -> None:
+    row = SamplingRows(SamplingParameters(presence_penalty=1.0), 1, 2)
+    with pytest.raises(ValueError, match="counts"):
+        sample(torch.zeros(1, 8), [row], NoiseRows(8, 8), NativeChoice(native))
+
+
+def test_several_threads_choose_the_same(native: NativeLibrary) -> None:
+    asked = [SamplingRows(REAL[number % 8], number, 3, TokenCounts([1, 2], [2])) for number in range(24)]
+    logits = torch.randn(24, 999, generator=torch.Generator().manual_seed(1))
+    noise, choice = NoiseRows(999, 64, native=native), NativeChoice(native)
+    expected = sample(logits, asked, noise, choice)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert sample(logits, asked, noise, choice) == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_tree_is_its_rows(native: NativeLibrary) -> None:
+    tree = SamplingRows(
+        REAL[6], 5, 9, TokenCounts([1], [2]), (3,), 2, (), None, [4, 5, 6], [-1, 0, -1], [1, 2, 1]
+    )
+    single = tree.single()
+    assert [row.path for row in single] == [(3,), (3, 4), (3, 4, 5), (3, 6)]
+    assert [row.position for row in single] == [9, 10, 11, 10]
+    assert [row.generated for row in single] == [2, 3, 4, 3]
+    assert single[0] == replace(tree, tokens=(), parents=(), depths=())
