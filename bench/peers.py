@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,16 +21,22 @@ from ssd_serve.bench.peers_figures import Launch, Weights, fastest, ratios, rows
 from ssd_serve.bench.peers_gguf import write_gguf
 from ssd_serve.bench.peers_prompts import choose_prompts
 from ssd_serve.bench.peers_ways import (
+    BF16,
     CANDIDATES,
+    DTYPES,
+    INT8,
+    NO_EQUAL,
     OUR_MODES,
     OURS,
     PEERS,
     PLAIN,
+    Q8_0,
     TRANSFORMERS,
     Pair,
     Peers,
     Place,
     Way,
+    gguf_of,
 )
 from ssd_serve.bench.rig import use_cores
 from ssd_serve.devices import Device
@@ -54,6 +60,7 @@ class Plan:
     prompts: int = 4
     tokens: int = 128
     launches: int = 3
+    dtypes: tuple[str, ...] = DTYPES
 
 
 @dataclass(slots=True)
@@ -82,34 +89,25 @@ def run_peers(
         say("writing the checkpoint")
         pair = write_pair(folder)
         place = Place(peers, pair, tuple(cores), folder)
-        weights = Weights(read_size(pair.target), read_size(pair.draft), read_speed(len(cores)))
+        weights = read_weights(pair, read_speed(len(cores)))
         say("choosing prompts")
         asks = choose_prompts(plan.temperatures, plan.prompts, plan.tokens, say)
         run = _Run(plan, place, asks, say)
-        ways = [Way(OURS, mode) for mode in OUR_MODES]
-        schedule: dict[Way, tuple[float, ...]] = dict.fromkeys(ways, plan.temperatures)
-        for engine in PEERS:
-            if engine not in peers.missing():
-                schedule |= {Way(engine, PLAIN): plan.temperatures, **_tune(run, engine)}
-        _interleave(run, schedule)
+        _interleave(run, _schedule(run))
     return {
         "bench": "peers",
         "results": rows(run.launches, weights),
         "ratios": ratios(run.launches),
         "tuning": rows(run.tuning, weights),
         "failures": run.failures,
-        "left_out": [{"engine": engine, "reason": reason} for engine, reason in peers.missing().items()],
-        "limits": {
-            "target_bytes": weights.target,
-            "draft_bytes": weights.draft,
-            "read_gb_per_s": round(weights.read_per_s / 1e9, 2),
-        },
+        "left_out": _left_out(plan, peers),
+        "limits": _limits(weights, INT8 in plan.dtypes),
         "plan": {
             "prompts": plan.prompts,
             "tokens": plan.tokens,
             "launches": plan.launches,
             "cores": len(cores),
-            "dtype": "bf16",
+            "dtype": ", ".join(plan.dtypes),
         },
         "engines": run.versions,
         "seconds": round(time.time() - started),
@@ -120,19 +118,33 @@ def run_peers(
 
 def write_pair(folder: Path) -> Pair:
     """The embedded pair with ballast, for everybody: as Hugging Face folders and as GGUF files."""
-    pair = Pair(folder / "target", folder / "draft", folder / "target.gguf", folder / "draft.gguf")
-    sizes = ((pair.target, pair.target_gguf, TARGET_LAYERS), (pair.draft, pair.draft_gguf, DRAFT_LAYERS))
-    for destination, gguf, layers in sizes:
+    pair = Pair(folder / "target", folder / "draft")
+    for destination, layers in ((pair.target, TARGET_LAYERS), (pair.draft, DRAFT_LAYERS)):
         source = resolve_model(EMBEDDED, "target" if destination == pair.target else "draft")
         add_ballast(source, destination, BALLAST_HIDDEN, layers)
-        write_gguf(destination, gguf)
+        for weights in (BF16, Q8_0):
+            write_gguf(destination, gguf_of(destination, weights), weights)
     return pair
 
 
-def read_size(checkpoint: Path) -> int:
-    """Bytes of bf16 weights that one forward reads: all but the embedding, of which a row is read."""
-    weights = read_checkpoint(checkpoint).weights
-    return sum(2 * weight.numel() for name, weight in weights.items() if "embed_tokens" not in name)
+def read_weights(pair: Pair, read_per_s: float) -> dict[str, Weights]:
+    """What one forward reads in each format: all but the embedding, of which a row is read."""
+    return {
+        kind: Weights(_read_size(pair.target, kind), _read_size(pair.draft, kind), read_per_s)
+        for kind in (BF16, INT8, Q8_0)
+    }
+
+
+def _read_size(checkpoint: Path, kind: str) -> int:
+    """Bytes. A matrix has a 4-byte scale for each output in int8, in Q8_0 2 bytes for 32 numbers."""
+    weights = [
+        weight for name, weight in read_checkpoint(checkpoint).weights.items() if "embed_tokens" not in name
+    ]
+    vectors = sum(weight.numel() for weight in weights if weight.dim() == 1)
+    numbers = sum(weight.numel() for weight in weights if weight.dim() > 1)
+    outputs = sum(weight.shape[0] for weight in weights if weight.dim() > 1)
+    matrices = {BF16: 2 * numbers, INT8: numbers + 4 * outputs, Q8_0: numbers // 32 * 34}
+    return matrices[kind] + (4 if kind == Q8_0 else 2) * vectors
 
 
 def read_speed(threads: int) -> float:
@@ -149,6 +161,37 @@ def read_speed(threads: int) -> float:
     finally:
         torch.set_num_threads(before)
     return _READ_BYTES / min(seconds)
+
+
+def _schedule(run: _Run) -> dict[Way, tuple[float, ...]]:
+    """What is measured at which temperatures. Draft lengths found for bf16 serve for 8 bits as well."""
+    plan, missing = run.plan, run.place.peers.missing()
+    ways = [Way(OURS, mode, dtype=dtype) for dtype in plan.dtypes for mode in OUR_MODES[dtype]]
+    schedule: dict[Way, tuple[float, ...]] = dict.fromkeys(ways, plan.temperatures)
+    for engine in PEERS:
+        dtypes = [dtype for dtype in plan.dtypes if dtype == BF16 or engine not in NO_EQUAL]
+        if engine not in missing and dtypes:
+            found = {Way(engine, PLAIN): plan.temperatures, **_tune(run, engine)}
+            schedule |= {replace(way, dtype=dtype): when for dtype in dtypes for way, when in found.items()}
+    return schedule
+
+
+def _limits(weights: Mapping[str, Weights], eight_bits: bool) -> dict[str, object]:
+    sizes = {kind: {"target_bytes": one.target, "draft_bytes": one.draft} for kind, one in weights.items()}
+    bf16 = sizes.pop(BF16)
+    read = round(weights[BF16].read_per_s / 1e9, 2)
+    return {**bf16, "read_gb_per_s": read, "eight_bits": sizes if eight_bits else {}}
+
+
+def _left_out(plan: Plan, peers: Peers) -> list[dict[str, str]]:
+    """Peers that are not measured, or not with weights of 8 bits, and why."""
+    missing = peers.missing()
+    found = missing | (
+        {f"{engine} {INT8}": why for engine, why in NO_EQUAL.items() if engine not in missing}
+        if INT8 in plan.dtypes
+        else {}
+    )
+    return [{"engine": engine, "reason": reason} for engine, reason in found.items()]
 
 
 def _tune(run: _Run, engine: str) -> dict[Way, tuple[float, ...]]:

@@ -24,6 +24,13 @@ def add_peers(commands: Commands) -> None:
         help="a Python that has torch and transformers (default: this one, if it has them)",
     )
     parser.add_argument("--cores", default="0-1", help="cores that every engine has in all (0-1)")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=("bf16", "int8"),
+        default=["bf16", "int8"],
+        help="weights: bf16, and int8 beside llama.cpp's Q8_0 (both)",
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=4, help="prompts of each temperature")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
@@ -63,7 +70,7 @@ def _measured(args: argparse.Namespace) -> dict[str, object]:
     from ssd_serve.bench.peers_ways import Peers
 
     return run_peers(
-        Plan(tuple(args.temperatures), args.prompts, args.tokens, args.launches),
+        Plan(tuple(args.temperatures), args.prompts, args.tokens, args.launches, tuple(args.dtype)),
         Peers(args.llama_server, args.vllm_python, args.transformers_python or _own_python()),
         parse_device(f"cpu:{args.cores}").indices,
         args.work,

@@ -3,12 +3,13 @@
 Pure functions of samples; knows no process and no clock.
 """
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.bench.peers_client import Sample
-from ssd_serve.bench.peers_ways import LLAMA, OURS, PLAIN, TRANSFORMERS, VLLM, Way
+from ssd_serve.bench.peers_ways import BF16, DTYPES, LLAMA, OURS, PLAIN, TRANSFORMERS, VLLM, Way
 
 _CHAINS = (LLAMA, VLLM, TRANSFORMERS)
 _AUTO_AIMS = {0.0: 1.2, 1.0: 1.3}
@@ -52,13 +53,16 @@ def wrong_speculation(way: Way, samples: Iterable[Sample]) -> str | None:
     return None
 
 
-def rows(launches: Sequence[Launch], weights: Weights) -> list[dict[str, object]]:
-    """One row for each way and temperature, by temperature and in the order of first appearance."""
+def rows(launches: Sequence[Launch], weights: Mapping[str, Weights]) -> list[dict[str, object]]:
+    """One row for each way and temperature, by temperature and in the order of first appearance.
+
+    `weights` has an entry for each format that the ways store weights in.
+    """
     groups: dict[tuple[float, Way], list[Launch]] = {}
     for launch in launches:
         groups.setdefault((launch.temperature, launch.way), []).append(launch)
     ordered = sorted(groups.items(), key=lambda item: item[0][0])
-    return [_row(way, temperature, found, weights) for (temperature, way), found in ordered]
+    return [_row(way, temperature, found, weights[way.weights]) for (temperature, way), found in ordered]
 
 
 def _row(way: Way, temperature: float, launches: Sequence[Launch], weights: Weights) -> dict[str, object]:
@@ -75,6 +79,8 @@ def _row(way: Way, temperature: float, launches: Sequence[Launch], weights: Weig
         "engine": way.engine,
         "mode": way.mode,
         "draft": way.shape,
+        "dtype": way.dtype,
+        "weights": way.weights,
         "temperature": temperature,
         "tokens_per_s": round(speed, 2),
         "spread": [round(min(speeds), 2), round(max(speeds), 2)],
@@ -98,20 +104,24 @@ def fastest(ways: Mapping[Way, Sequence[Launch]]) -> Way | None:
 
 
 def ratios(launches: Sequence[Launch]) -> list[dict[str, object]]:
-    """This engine against the fastest way of any peer, and plain decoding against llama.cpp's, with aims.
+    """This engine against the fastest way of any peer, and plain decoding against llama.cpp's.
 
-    The launches of one round stand side by side: noise of the machine that lasts longer cancels.
+    Only ways with weights of as many bits are compared; aims are set for bf16. The launches of one round
+    stand side by side: noise of the machine that lasts longer cancels.
     """
     found: list[dict[str, object]] = []
-    for temperature in sorted({launch.temperature for launch in launches}):
-        here = _by_way([launch for launch in launches if launch.temperature == temperature])
+    temperatures = sorted({launch.temperature for launch in launches})
+    for dtype, temperature in itertools.product(DTYPES, temperatures):
+        here = _by_way([one for one in launches if one.temperature == temperature and one.way.dtype == dtype])
         peers = {way: theirs for way, theirs in here.items() if way.engine != OURS}
         best = fastest(peers)
         if best is not None:
             for mode in ("auto", "ssd", "sd", "ar"):
-                aim = _AUTO_AIMS.get(temperature) if mode == "auto" else None
-                found += _ratio(here, temperature, Way(OURS, mode), best, aim)
-        found += _ratio(here, temperature, Way(OURS, "ar"), Way(LLAMA, PLAIN), _PLAIN_AIM)
+                aim = _AUTO_AIMS.get(temperature) if mode == "auto" and dtype == BF16 else None
+                found += _ratio(here, temperature, Way(OURS, mode, dtype=dtype), best, aim)
+        plain = Way(LLAMA, PLAIN, dtype=dtype)
+        aim = _PLAIN_AIM if dtype == BF16 else None
+        found += _ratio(here, temperature, Way(OURS, "ar", dtype=dtype), plain, aim)
     return found
 
 
@@ -137,6 +147,7 @@ def _ratio(
     median = statistics.median(pairs)
     return [
         {
+            "dtype": ours.dtype,
             "temperature": temperature,
             "ours": ours.label,
             "theirs": theirs.label,

@@ -1,4 +1,4 @@
-"""A Llama checkpoint as a GGUF file, which llama.cpp reads: matrices in bf16, norms in fp32.
+"""A Llama checkpoint as a GGUF file, which llama.cpp reads: matrices in bf16 or Q8_0, norms in fp32.
 
 Written after the public description of the format, version 3. Knows the checkpoint's layout and the file's,
 not llama.cpp. Byte-level BPE tokenizers only, which is what the embedded pair has.
@@ -20,8 +20,11 @@ from ssd_serve.recipes.checkpoint import read_checkpoint
 ALIGNMENT = 32
 _MAGIC, _VERSION = b"GGUF", 3
 _UINT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _INT32 = 4, 6, 7, 8, 9, 5
-_F32, _BF16 = 0, 30
-_MOSTLY_BF16 = 32
+_F32, _Q8_0, _BF16 = 0, 8, 30
+_FILE_TYPES = {_Q8_0: 7, _BF16: 32}
+_KINDS = {"bf16": _BF16, "Q8_0": _Q8_0}
+_BLOCK, _LARGEST = 32, 127
+"""Q8_0: blocks of 32 numbers of a row, an fp16 scale before them."""
 _NORMAL, _CONTROL = 1, 3
 
 _NAMES = {
@@ -55,22 +58,24 @@ class _Entry:
     size: int
 
 
-def write_gguf(checkpoint: Path, destination: Path) -> None:
-    """Convert the Hugging Face folder `checkpoint`."""
+def write_gguf(checkpoint: Path, destination: Path, weights: str = "bf16") -> None:
+    """Convert the Hugging Face folder `checkpoint`. `weights`: format of the matrices, bf16 or Q8_0."""
+    matrices = _KINDS[weights]
     found = read_checkpoint(checkpoint)
     if found.config.get("architectures") != ["LlamaForCausalLM"] or found.config.get("rope_scaling"):
         raise UserError(f"{checkpoint} is no plain Llama checkpoint; only those are converted to GGUF.")
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     header = model_keys(found.config) | tokenizer_keys(tokenizer, found.config)
+    header["general.file_type"] = _FILE_TYPES[matrices]
     heads = int(found.config["num_attention_heads"])
     kv_heads = int(found.config.get("num_key_value_heads") or heads)
     tensors = {gguf_name(name): (name, weight) for name, weight in found.weights.items()}
-    entries = [_entry(name, weight) for name, (_, weight) in tensors.items()]
+    entries = [_entry(name, weight, matrices) for name, (_, weight) in tensors.items()]
     with destination.open("wb") as file:
         file.write(header_bytes(header, entries))
         _pad(file)
         for name, weight in tensors.values():
-            file.write(_content(name, weight, heads, kv_heads))
+            file.write(_content(name, weight, matrices, heads, kv_heads))
             _pad(file)
 
 
@@ -94,6 +99,16 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
+def blocks(weight: Tensor) -> Tensor:
+    """A matrix in Q8_0, uint8 [outputs, inputs / 32, 34]: each block's scale and its numbers, -127 to 127."""
+    if weight.shape[1] % _BLOCK:
+        raise UserError(f"Q8_0 needs rows of whole blocks of {_BLOCK}; {weight.shape[1]} inputs are not.")
+    values = weight.float().view(weight.shape[0], -1, _BLOCK)
+    scales = values.abs().amax(2, keepdim=True) / _LARGEST
+    numbers = (values / torch.where(scales > 0, scales, 1.0)).round_().to(torch.int8)
+    return torch.cat((scales.half().view(torch.uint8), numbers.view(torch.uint8)), 2)
+
+
 def model_keys(config: Mapping[str, Any]) -> dict[str, Value]:
     """The header keys that describe the model."""
     heads = int(config["num_attention_heads"])
@@ -102,7 +117,6 @@ def model_keys(config: Mapping[str, Any]) -> dict[str, Value]:
     return {
         "general.architecture": "llama",
         "general.name": "ballast",
-        "general.file_type": _MOSTLY_BF16,
         "llama.vocab_size": int(config["vocab_size"]),
         "llama.context_length": int(config["max_position_embeddings"]),
         "llama.embedding_length": int(config["hidden_size"]),
@@ -182,18 +196,22 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _entry(name: str, weight: Tensor) -> _Entry:
-    kind, width = (_F32, 4) if weight.dim() == 1 else (_BF16, 2)
-    return _Entry(name, tuple(weight.shape), kind, width * weight.numel())
+def _entry(name: str, weight: Tensor, matrices: int) -> _Entry:
+    count = weight.numel()
+    sizes = {_F32: 4 * count, _BF16: 2 * count, _Q8_0: count // _BLOCK * (_BLOCK + 2)}
+    kind = _F32 if weight.dim() == 1 else matrices
+    return _Entry(name, tuple(weight.shape), kind, sizes[kind])
 
 
-def _content(name: str, weight: Tensor, heads: int, kv_heads: int) -> bytes:
+def _content(name: str, weight: Tensor, matrices: int, heads: int, kv_heads: int) -> bytes:
     if weight.dim() == 1:
         return weight.float().contiguous().numpy().tobytes()
     if "q_proj" in name:
         weight = interleaved(weight, heads)
     elif "k_proj" in name:
         weight = interleaved(weight, kv_heads)
+    if matrices == _Q8_0:
+        return blocks(weight.contiguous()).numpy().tobytes()
     return weight.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
 
 

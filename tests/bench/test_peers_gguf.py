@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve.bench.peers_gguf import ALIGNMENT, gguf_name, interleaved, tokenizer_keys, write_gguf
+from ssd_serve.bench.peers_gguf import ALIGNMENT, blocks, gguf_name, interleaved, tokenizer_keys, write_gguf
 from ssd_serve.errors import UserError
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.recipes.checkpoint import read_checkpoint
@@ -15,7 +15,7 @@ from tests.end_to_end.tiny_pair import END, write_pair
 
 WIDTHS = {4: "<I", 5: "<i", 6: "<f", 7: "<?"}
 STRING, ARRAY = 8, 9
-F32, BF16 = 0, 30
+F32, Q8_0, BF16 = 0, 8, 30
 
 
 @dataclass
@@ -66,8 +66,10 @@ def read(path: Path) -> File:
     tensors: dict[str, tuple[int, torch.Tensor]] = {}
     for name, sizes, kind, offset in entries:
         assert offset % ALIGNMENT == 0, name
-        dtype = {F32: torch.float32, BF16: torch.bfloat16}[kind]
+        dtype = {F32: torch.float32, BF16: torch.bfloat16, Q8_0: torch.uint8}[kind]
         shape = tuple(reversed(sizes))
+        if kind == Q8_0:
+            shape = (*shape[:-1], shape[-1] // 32 * 34)
         flat = torch.frombuffer(
             bytearray(reader.data), dtype=dtype, count=torch.Size(shape).numel(), offset=start + offset
         )
@@ -136,6 +138,31 @@ def test_weights_keep_their_values(checkpoint: Path, file: File) -> None:
     for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.down_proj.weight"):
         _, found = file.tensors[gguf_name(name)]
         assert torch.equal(found, weights[name].to(found.dtype)), name
+
+
+def test_matrices_can_be_blocks_of_eight_bits(checkpoint: Path, file: File, tmp_path: Path) -> None:
+    write_gguf(checkpoint, tmp_path / "model.gguf", "Q8_0")
+    found = read(tmp_path / "model.gguf")
+    assert (found.keys["general.file_type"], file.keys["general.file_type"]) == (7, 32)
+    assert {kind for kind, _ in found.tensors.values()} == {F32, Q8_0}
+    for name, weight in read_checkpoint(checkpoint).weights.items():
+        kind, data = found.tensors[gguf_name(name)]
+        if kind == F32 or "q_proj" in name or "k_proj" in name:
+            continue  # norms are the same, and rows that move have a test of their own
+        parts = data.view(weight.shape[0], -1, 34)
+        scales = parts[..., :2].contiguous().view(torch.float16).float()
+        numbers = parts[..., 2:].contiguous().view(torch.int8).float()
+        values = weight.float().view(weight.shape[0], -1, 32)
+        # Half a step, and up to 127 of fp16's rounding of the scale.
+        bound = (0.5 + 127 * 2**-11) * scales + 127 * 2**-25
+        assert ((numbers * scales - values).abs() <= bound).all(), name
+        assert numbers.abs().max() == (127 if weight.any() else 0)
+
+
+def test_blocks_of_zeros_stay_zeros_and_rows_must_be_whole_blocks() -> None:
+    assert not blocks(torch.zeros((2, 64))).any()
+    with pytest.raises(UserError, match="blocks of 32"):
+        blocks(torch.zeros((2, 40)))
 
 
 def test_queries_and_keys_are_interleaved_by_their_own_number_of_heads(checkpoint: Path, file: File) -> None:

