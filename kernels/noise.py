@@ -15,6 +15,7 @@ This module knows nothing of logits, requests or sampling parameters.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -231,51 +232,69 @@ class NoiseRows:
         Missing rows are computed; also a way to compute ahead. They stay until the next call. None when
         these are more rows than are remembered.
         """
-        keys = [
-            [(seed, position) for position in range(first, first + count)] for seed, first, count in spans
-        ]
-        wanted = dict.fromkeys(key for span in keys for key in span)
-        if len(wanted) > self.capacity:
-            return None
-        if wanted:
-            self._compute(wanted if self._native is not None else self._with_neighbours(wanted))
-        where = self._where
-        return [[where[key] for key in span] for span in keys]
+        total = sum(count for _, _, count in spans)
+        if total > self.capacity:
+            distinct = {(seed, first + index) for seed, first, count in spans for index in range(count)}
+            if len(distinct) > self.capacity:
+                return None
+        where, missing = self._where, _Missing([], [])
+        found: list[list[int]] = []
+        for seed, first, count in spans:
+            lines: list[int] = []
+            found.append(lines)
+            for position in range(first, first + count):
+                key = seed, position
+                line = where.get(key)
+                if line is None:
+                    line = self._add(key, missing)
+                else:
+                    where.move_to_end(key)
+                lines.append(line)
+        if missing.keys:
+            self._compute(missing, total)
+        return found
 
-    def _with_neighbours(self, wanted: dict[tuple[int, int], None]) -> dict[tuple[int, int], None]:
-        """Where rows are missing, their whole blocks of positions: they are wanted soon, and in numpy eight
-        rows at once cost a third of eight alone."""
-        blocks = {(seed, at // BLOCK) for seed, at in wanted if (seed, at) not in self._where}
-        if not blocks or len(wanted) + BLOCK * len(blocks) > self.capacity:
-            return wanted
-        ahead = ((seed, BLOCK * block + index) for seed, block in blocks for index in range(BLOCK))
-        return wanted | dict.fromkeys(ahead)
-
-    def _compute(self, wanted: dict[tuple[int, int], None]) -> None:
-        """Make all wanted rows (at most `capacity`) present and the most recently used."""
+    def _add(self, key: tuple[int, int], missing: "_Missing") -> int:
+        """A line for this row, the least recently used one's if need be."""
         where = self._where
-        missing: list[tuple[int, int]] = []
-        for key in wanted:
-            if key in where:
-                where.move_to_end(key)
+        line = len(where) + 1 if len(where) < self.capacity else where.popitem(last=False)[1]
+        where[key] = line
+        missing.keys.append(key)
+        missing.lines.append(line)
+        return line
+
+    def _compute(self, missing: "_Missing", wanted: int) -> None:
+        """Fill the lines of missing rows, some of `wanted` ones."""
+        try:
+            if self._native is not None:
+                self._native.fill(self.table, missing.lines, missing.keys)
             else:
-                missing.append(key)
-        if not missing:
-            return
-        seeds, positions = [seed for seed, _ in missing], [position for _, position in missing]
-        values = None if self._native is not None else self._values(seeds, positions)
-        lines: list[int] = []
-        for key in missing:
-            line = len(where) + 1 if len(where) < self.capacity else where.popitem(last=False)[1]
-            lines.append(line)
-            where[key] = line
-        if values is not None:
-            for line, value in zip(lines, values, strict=True):
-                self.table[line].copy_(value)
-        elif self._native is not None:
-            self._native.fill(self.table, lines, seeds, positions)
+                if wanted + BLOCK * len(missing.keys) <= self.capacity:  # nothing that is wanted now may go
+                    self._add_neighbours(missing)
+                for line, value in zip(missing.lines, self._values(missing.keys), strict=True):
+                    self.table[line].copy_(value)
+        except BaseException:
+            self._where.clear()  # some lines do not hold what it says
+            raise
 
-    def _values(self, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    def _add_neighbours(self, missing: "_Missing") -> None:
+        """Whole blocks of positions: they are wanted soon, and without the compiled kernel eight rows at once
+        cost a third of eight alone."""
+        blocks = dict.fromkeys((seed, at // BLOCK) for seed, at in missing.keys)
+        for seed, block in blocks:
+            for position in range(BLOCK * block, BLOCK * block + BLOCK):
+                if (seed, position) not in self._where:
+                    self._add((seed, position), missing)
+
+    def _values(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+        seeds, positions = [seed for seed, _ in keys], [position for _, position in keys]
         if self.device.type == "cpu":
             return torch.from_numpy(log_exponential(seeds, positions, self.vocabulary))
         return log_exponential_torch(seeds, positions, self.vocabulary, self.device)
+
+
+class _Missing(NamedTuple):
+    """Rows to be computed, and the lines of the table that they are for."""
+
+    keys: list[tuple[int, int]]
+    lines: list[int]

@@ -4,14 +4,13 @@ Knows no tensors and not how tokens are chosen.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ssd_serve.kernels.processors import TokenCounts, is_greedy
 from ssd_serve.messages import SamplingParameters
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
+class SamplingRows(NamedTuple):
     """One request's rows, in the order of their logits: a first row, then one for each node below it.
 
     Fields of the tree are parallel, parents before children.
@@ -61,8 +60,8 @@ class SamplingRows:
         """Each row by itself."""
         if not self.tokens:
             return [self]
-        first = replace(self, tokens=(), parents=(), depths=())
+        first = self._replace(tokens=(), parents=(), depths=())
         return [
-            replace(first, position=self.position + depth, generated=self.generated + depth, path=path)
+            first._replace(position=self.position + depth, generated=self.generated + depth, path=path)
             for depth, path in zip((0, *self.depths), self.paths(), strict=True)
         ]

@@ -19,7 +19,13 @@ typedef float floats __attribute__((vector_size(4 * EIGHT)));
 #define LOW_HALF 0xffffffffull
 #define MANTISSA 0xfffffffffffffull
 #define TWO_52 0x4330000000000000ull /* 2^52: an integer below it, put into the mantissa, is a double */
-#define SQRT_HALF 0x3fe6a09e667f3bcdull
+#define EACH_OF_4 _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(4 * EIGHT)))){__VA_ARGS__})
+#endif
 
 /* The product of the lower halves. */
 static inline words low_product(words a, words b) {
@@ -38,20 +44,54 @@ static inline doubles larger(doubles a, doubles b) {
   return (doubles)(((words)a & (words)keep) | ((words)b & ~(words)keep));
 }
 
-/* Natural logarithm of normal positive numbers, to about one unit in the last place of a double.
+/* Sixteen intervals of [0.703125, 1.40625): about 1 / c for a c inside each, with few bits, and log c. The
+ * interval around 1 has c = 1, so that logarithms near 0 keep their relative precision. */
+#define LEAST_MANTISSA 0x3fe6800000000000ull
+static const double inverses[16] = {0x1.64p+0, 0x1.55p+0, 0x1.48p+0, 0x1.3bp+0, 0x1.30p+0, 0x1.25p+0,
+                                    0x1.1bp+0, 0x1.11p+0, 0x1.08p+0, 0x1.00p+0, 0x1.e2p-1, 0x1.c8p-1,
+                                    0x1.b0p-1, 0x1.9ap-1, 0x1.86p-1, 0x1.74p-1};
+static const double logarithms_of[16] = {
+    -0.329753286372468,   -0.2867050328039543,  -0.24783616390458127,  -0.2073951943460706,
+    -0.17185025692665923, -0.13499516453750482, -0.10026945316367515,  -0.06429435070539725,
+    -0.030771658666753687, 0.0,                 0.06038051098890748,   0.1158318155251217,
+    0.16989903679539747,  0.2221674653411543,   0.27217788591581565,   0.3194307707663612};
+
+/* The entries at `index` modulo 16. */
+static inline doubles entries(const double *table, words index) {
+#ifdef __AVX512F__
+  return (doubles)_mm512_permutex2var_pd(_mm512_loadu_pd(table), (__m512i)index, _mm512_loadu_pd(table + 8));
+#else
+  doubles found;
+  for (int lane = 0; lane < EIGHT; lane++) found[lane] = table[index[lane] & 15];
+  return found;
+#endif
+}
+
+/* Natural logarithms of normal positive numbers, to a few units in the last place of a double.
  *
- * x = 2^k m with sqrt(1/2) <= m < sqrt(2); log m = 2 artanh(s) with s = (m - 1) / (m + 1), whose odd series is
- * approximated by a polynomial of degree 14 in s (coefficients of FreeBSD's e_log.c, Sun Microsystems 1993).
+ * x = 2^k m, m c^-1 = 1 + f with |f| <= 1/32: log x = k log 2 + log c + f - f^2 / 2 + ... + f^9 / 9. Four
+ * vectors at a time, step by step: a chain of dependent operations alone would leave the processor waiting.
  */
-static inline doubles logarithm(doubles x) {
-  words bits = (words)x - SQRT_HALF + 0x3ff0000000000000ull;
-  doubles k = (doubles)((bits >> 52) | TWO_52) - (0x1p52 + 1023.0);
-  doubles f = (doubles)((bits & MANTISSA) + SQRT_HALF) - 1.0;
-  doubles s = f / (f + 2.0), z = s * s, w = z * z, half = 0.5 * f * f;
-  doubles odd = w * (3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01));
-  doubles even = z * (6.666666666666735130e-01 +
-                      w * (2.857142874366239149e-01 + w * (1.818357216161805012e-01 + w * 1.479819860511658591e-01)));
-  return k * 6.93147180369123816490e-01 - ((half - (s * (half + (odd + even)) + k * 1.90821492927058770002e-10)) - f);
+static inline void logarithms(doubles *x) {
+  words index[4];
+  doubles f[4], base[4], p[4];
+  EACH_OF_4 {
+    words bits = (words)x[j] - LEAST_MANTISSA;
+    base[j] = (doubles)(((bits + 0x3ff0000000000000ull) >> 52) | TWO_52) - (0x1p52 + 1023.0); /* k */
+    f[j] = (doubles)((bits & MANTISSA) + LEAST_MANTISSA);                                     /* m */
+    index[j] = bits >> 48;
+  }
+  EACH_OF_4 f[j] = f[j] * entries(inverses, index[j]) - 1.0;
+  EACH_OF_4 base[j] = base[j] * 6.93147180559945309417e-01 + entries(logarithms_of, index[j]);
+  EACH_OF_4 p[j] = f[j] * (1.0 / 9) - 1.0 / 8;
+  EACH_OF_4 p[j] = p[j] * f[j] + 1.0 / 7;
+  EACH_OF_4 p[j] = p[j] * f[j] - 1.0 / 6;
+  EACH_OF_4 p[j] = p[j] * f[j] + 1.0 / 5;
+  EACH_OF_4 p[j] = p[j] * f[j] - 1.0 / 4;
+  EACH_OF_4 p[j] = p[j] * f[j] + 1.0 / 3;
+  EACH_OF_4 p[j] = p[j] * f[j] - 1.0 / 2;
+  EACH_OF_4 p[j] = p[j] * f[j];
+  EACH_OF_4 x[j] = p[j] * f[j] + f[j] + base[j];
 }
 
 /* exp of numbers that are not NaN and at most 0, to about one unit in the last place; 0 below -700. */

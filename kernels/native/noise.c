@@ -13,10 +13,14 @@ static const uint64_t multiplier_0 = 0xD2511F53, multiplier_1 = 0xCD9E8D57;
 static const uint32_t weyl_0 = 0x9E3779B9, weyl_1 = 0xBB67AE85;
 
 /* log(-log(1 - w)) with w = (h + 1/2) 2^-32, at most 1 - 2^-24. */
-static inline floats race(words h) {
-  doubles left = from_integers(0x1ffffffffull - 2 * h) * 0x1p-33; /* 1 - w */
-  doubles least = {0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24, 0x1p-24};
-  return __builtin_convertvector(logarithm(-logarithm(larger(left, least))), floats);
+static inline void race(const words *h, floats *log_e) {
+  const doubles least = (doubles){0} + 0x1p-24;
+  doubles x[4];
+  EACH_OF_4 x[j] = larger(from_integers(0x1ffffffffull - 2 * h[j]) * 0x1p-33, least); /* 1 - w */
+  logarithms(x);
+  EACH_OF_4 x[j] = -x[j];
+  logarithms(x);
+  EACH_OF_4 log_e[j] = __builtin_convertvector(x[j], floats);
 }
 
 /* The 4 x 8 words of the blocks in `counter`: word[j] holds word j of every block. */
@@ -33,14 +37,22 @@ static inline void philox(words counter, uint32_t position, uint32_t stream, uin
   word[0] = x0 & LOW_HALF, word[1] = x1 & LOW_HALF, word[2] = x2 & LOW_HALF, word[3] = x3 & LOW_HALF;
 }
 
-/* GROUP tokens from block `first` on, in order. */
+/* GROUP tokens from block `first` on, in order: the lanes' blocks are such that interleaving leaves no gaps. */
 static inline void group(uint64_t seed, uint32_t position, uint32_t stream, uint32_t first, float *out) {
-  words word[4], lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-  floats value[4];
-  philox(lanes + first, position, stream, seed, word);
-  for (int j = 0; j < 4; j++) value[j] = race(word[j]);
-  for (int lane = 0; lane < EIGHT; lane++)
-    for (int j = 0; j < 4; j++) out[4 * lane + j] = value[j][lane];
+  words word[4], blocks = {0, 2, 4, 6, 1, 3, 5, 7};
+  floats v[4], pairs[4];
+  philox(blocks + first, position, stream, seed, word);
+  race(word, v);
+  pairs[0] = SHUFFLE(v[0], v[1], 0, 8, 1, 9, 4, 12, 5, 13);
+  pairs[1] = SHUFFLE(v[2], v[3], 0, 8, 1, 9, 4, 12, 5, 13);
+  pairs[2] = SHUFFLE(v[0], v[1], 2, 10, 3, 11, 6, 14, 7, 15);
+  pairs[3] = SHUFFLE(v[2], v[3], 2, 10, 3, 11, 6, 14, 7, 15);
+  for (int half = 0; half < 2; half++) {
+    floats low = SHUFFLE(pairs[2 * half], pairs[2 * half + 1], 0, 1, 8, 9, 4, 5, 12, 13);
+    floats high = SHUFFLE(pairs[2 * half], pairs[2 * half + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    memcpy(out + 16 * half, &low, sizeof low);
+    memcpy(out + 16 * half + 8, &high, sizeof high);
+  }
 }
 
 /* log E of each pair of seed and position into its line of `table` [lines, vocabulary]. */

@@ -27,17 +27,16 @@ class NativeNoise:
         self,
         table: torch.Tensor,
         lines: Sequence[int],
-        seeds: Sequence[int],
-        positions: Sequence[int],
+        keys: Sequence[tuple[int, int]],
         stream: int = 0,
     ) -> None:
         """Write the noise of each pair of seed and position into its line."""
-        keys = np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64)
-        at = np.array(positions, dtype=np.int64)
+        seeds = np.array([seed & _MASK_64 for seed, _ in keys], dtype=np.uint64)
+        positions = np.array([position for _, position in keys], dtype=np.int64)
         into = np.array(lines, dtype=np.int64)
         self._fill(
-            keys.ctypes.data,
-            at.ctypes.data,
+            seeds.ctypes.data,
+            positions.ctypes.data,
             len(keys),
             table.shape[1],
             stream & 0xFFFFFFFF,

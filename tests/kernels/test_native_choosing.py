@@ -1,7 +1,6 @@
 """The compiled choice against the torch one: the same tokens, alone and in any batch."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -172,4 +171,4 @@ def test_a_tree_is_its_rows(native: NativeLibrary) -> None:
     assert [row.path for row in single] == [(3,), (3, 4), (3, 4, 5), (3, 6)]
     assert [row.position for row in single] == [9, 10, 11, 10]
     assert [row.generated for row in single] == [2, 3, 4, 3]
-    assert single[0] == replace(tree, tokens=(), parents=(), depths=())
+    assert single[0] == tree._replace(tokens=(), parents=(), depths=())

@@ -18,7 +18,9 @@ def rows(
     native: NativeLibrary, seeds: list[int], positions: list[int], vocabulary: int, stream: int = 0
 ) -> Float32Array:
     table = torch.full((len(seeds) + 1, vocabulary), torch.nan)
-    NativeNoise(native).fill(table, range(1, len(seeds) + 1), seeds, positions, stream)
+    NativeNoise(native).fill(
+        table, range(1, len(seeds) + 1), list(zip(seeds, positions, strict=True)), stream
+    )
     assert bool(torch.isnan(table[0]).all()), "a line that was not asked for must not change"
     return table[1:].numpy()
 
