@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "attention_tiles.h"
+
 #ifdef _OPENMP
 #include <omp.h>
 #define THREAD omp_get_thread_num()
@@ -22,31 +24,9 @@
 #define THREAD 0
 #endif
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#define SCORE_VECTORS 2 /* registers: 24 sums, 2 of keys, 1 of queries */
-#define SCORE_QUERIES 12
-#define MIX_VECTORS 4 /* 24 sums, 4 of values, 1 of weights */
-#define MIX_QUERIES 6
-#else
-#define SCORE_VECTORS 1
-#define SCORE_QUERIES 4
-#define MIX_VECTORS 1
-#define MIX_QUERIES 4
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-#define WIDE 16
-#define BLOCK 32           /* entries of the context that are scored together: half a word of ancestry */
-#define MOST_STACKED 64    /* queries of a task, unless one row has more */
-#define MOST_SCORES 131072 /* of a task, if it has several rows: they stay in the second-level cache */
+#define MOST_STACKED 64        /* queries of a task, unless one row has more */
+#define MOST_SCORES 131072     /* of a task, if it has several rows: they stay in the second-level cache */
 #define FEWEST_PRODUCTS 500000 /* below, starting threads takes longer than the work */
-
-typedef float floats __attribute__((vector_size(64)));
-typedef float half_floats __attribute__((vector_size(32)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef int32_t masks __attribute__((vector_size(64)));
-typedef double doubles __attribute__((vector_size(64)));
 
 /* `ssd_serve.kernels.batch.Batch`, with the sizes of the model; filled in by attention.py. */
 typedef struct {
@@ -76,164 +56,6 @@ typedef struct {
   int32_t *used; /* the numbers of the blocks that any row of the task sees */
 } scratch;
 
-INLINE floats load(const float *from) {
-  floats value;
-  memcpy(&value, from, sizeof value);
-  return value;
-}
-
-INLINE void store(float *to, floats value) { memcpy(to, &value, sizeof value); }
-
-INLINE floats splat(float x) { return (floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
-INLINE floats choose(masks where, floats yes, floats no) {
-  return (floats)(((masks)yes & where) | ((masks)no & ~where));
-}
-
-/* e^x for x <= 0 to about an ulp, exactly 0 below -87: 2^n times a Taylor series on [-ln 2 / 2, ln 2 / 2]. */
-INLINE floats exponential(floats x) {
-  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits */
-  floats shifted = x * 1.44269504f + shift, n = shifted - shift;
-  floats r = x - n * 0.693359375f; /* ln 2 in two parts, the first of few bits */
-  r = r - n * -2.12194440e-4f;
-  floats y = r * (1.0f / 5040) + 1.0f / 720;
-  y = y * r + 1.0f / 120;
-  y = y * r + 1.0f / 24;
-  y = y * r + 1.0f / 6;
-  y = y * r + 0.5f;
-  y = y * r + 1.0f;
-  y = y * r + 1.0f;
-  words power = ((words)shifted << 23) + (127u << 23);
-  return choose(x < -87.0f, (floats){0}, y * (floats)power);
-}
-
-/* Add 16 weights of at most 1 to 8 sums. Each is rounded to a multiple of 2^-36 first, so that sums up to 2^17
- * are exact and hence the same in any order. */
-INLINE doubles accumulate(doubles sum, floats weights) {
-  const double shift = 98304.0; /* 1.5 * 2^16 */
-  half_floats halves[2];
-  memcpy(halves, &weights, sizeof halves);
-  for (int h = 0; h < 2; h++) sum += (__builtin_convertvector(halves[h], doubles) + shift) - shift;
-  return sum;
-}
-
-INLINE long smaller(long a, long b) { return a < b ? a : b; }
-
-INLINE long parts_of(long number, long most) { return (number + most - 1) / most; }
-
-/* The size of the first of the fewest nearly equal parts of `number`, none larger than `most`. */
-INLINE long part(long number, long most) {
-  return number <= most ? number : parts_of(number, parts_of(number, most));
-}
-
-/* Call FUNCTION with its first argument, the number of queries, as a constant. */
-#define CASE(NUMBER, FUNCTION, ...) \
-  case NUMBER: FUNCTION(NUMBER, __VA_ARGS__); break;
-#define SWITCH(NUMBER, FUNCTION, ...)                                                                       \
-  switch (NUMBER) {                                                                                         \
-    CASE(1, FUNCTION, __VA_ARGS__) CASE(2, FUNCTION, __VA_ARGS__) CASE(3, FUNCTION, __VA_ARGS__)            \
-    CASE(4, FUNCTION, __VA_ARGS__) CASE(5, FUNCTION, __VA_ARGS__) CASE(6, FUNCTION, __VA_ARGS__)            \
-    CASE(7, FUNCTION, __VA_ARGS__) CASE(8, FUNCTION, __VA_ARGS__) CASE(9, FUNCTION, __VA_ARGS__)            \
-    CASE(10, FUNCTION, __VA_ARGS__) CASE(11, FUNCTION, __VA_ARGS__) CASE(12, FUNCTION, __VA_ARGS__)         \
-  }
-
-/* scores [Q, BLOCK] = queries [head_dim, Q] times keys [head_dim, BLOCK], for 16 * V entries. */
-INLINE void score(const int Q, const int V, const float *queries, const float *keys, long head_dim,
-                  float *scores) {
-  if (Q > SCORE_QUERIES) return;
-  floats sums[SCORE_QUERIES][SCORE_VECTORS];
-#pragma GCC unroll 16
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) sums[q][v] = (floats){0};
-  for (long d = 0; d < head_dim; d++, queries += Q, keys += BLOCK) {
-    floats key[SCORE_VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) key[v] = load(keys + v * WIDE);
-#pragma GCC unroll 16
-    for (int q = 0; q < Q; q++) {
-      floats query = splat(queries[q]);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) sums[q][v] = query * key[v] + sums[q][v];
-    }
-  }
-#pragma GCC unroll 16
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) store(scores + q * BLOCK + v * WIDE, sums[q][v]);
-}
-
-/* out [Q, stride] += weights [Q, BLOCK] times `count` values, for 16 * V numbers of each value. */
-INLINE void mix(const int Q, const int V, const float *weights, const float *const *values, long offset,
-                long count, float *out, long stride) {
-  if (Q > MIX_QUERIES) return;
-  floats sums[MIX_QUERIES][MIX_VECTORS];
-#pragma GCC unroll 16
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) sums[q][v] = load(out + q * stride + v * WIDE);
-  for (long entry = 0; entry < count; entry++, weights++) {
-    const float *at = values[entry] + offset;
-    floats value[MIX_VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) value[v] = load(at + v * WIDE);
-#pragma GCC unroll 16
-    for (int q = 0; q < Q; q++) {
-      floats weight = splat(weights[q * BLOCK]);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) sums[q][v] = weight * value[v] + sums[q][v];
-    }
-  }
-#pragma GCC unroll 16
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) store(out + q * stride + v * WIDE, sums[q][v]);
-}
-
-static void score_tile(long tile, int vectors, const float *queries, const float *keys, long head_dim,
-                       float *scores) {
-  if (SCORE_VECTORS > 1 && vectors > 1) {
-    SWITCH(tile, score, SCORE_VECTORS, queries, keys, head_dim, scores)
-    return;
-  }
-  for (int v = 0; v < vectors; v++)
-    SWITCH(tile, score, 1, queries, keys + v * WIDE, head_dim, scores + v * WIDE)
-}
-
-static void mix_tile(long tile, const float *weights, const float *const *values, long count, float *out,
-                     long numbers, long stride) {
-  long d = 0;
-  for (; d + MIX_VECTORS * WIDE <= numbers; d += MIX_VECTORS * WIDE)
-    SWITCH(tile, mix, MIX_VECTORS, weights, values, d, count, out + d, stride)
-  for (; d < numbers; d += WIDE) SWITCH(tile, mix, 1, weights, values, d, count, out + d, stride)
-}
-
-#ifdef __AVX512F__
-/* out [16, BLOCK], 16 columns of it, = the transpose of 16 rows of 16 numbers. */
-INLINE void transpose(const float *const *rows, long offset, float *out) {
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    __m512 line[4]; /* line r: 4 numbers of each of the rows r, r + 4, r + 8, r + 12 */
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++) {
-      __m512 value = _mm512_castps128_ps512(_mm_loadu_ps(rows[r] + offset + 4 * c));
-      value = _mm512_insertf32x4(value, _mm_loadu_ps(rows[r + 4] + offset + 4 * c), 1);
-      value = _mm512_insertf32x4(value, _mm_loadu_ps(rows[r + 8] + offset + 4 * c), 2);
-      line[r] = _mm512_insertf32x4(value, _mm_loadu_ps(rows[r + 12] + offset + 4 * c), 3);
-    }
-    /* Quarter by quarter, the four lines are a square of 4 rows by 4 numbers. */
-    __m512d low01 = (__m512d)_mm512_unpacklo_ps(line[0], line[1]);
-    __m512d high01 = (__m512d)_mm512_unpackhi_ps(line[0], line[1]);
-    __m512d low23 = (__m512d)_mm512_unpacklo_ps(line[2], line[3]);
-    __m512d high23 = (__m512d)_mm512_unpackhi_ps(line[2], line[3]);
-    _mm512_storeu_pd((double *)(out + (4 * c + 0) * BLOCK), _mm512_unpacklo_pd(low01, low23));
-    _mm512_storeu_pd((double *)(out + (4 * c + 1) * BLOCK), _mm512_unpackhi_pd(low01, low23));
-    _mm512_storeu_pd((double *)(out + (4 * c + 2) * BLOCK), _mm512_unpacklo_pd(high01, high23));
-    _mm512_storeu_pd((double *)(out + (4 * c + 3) * BLOCK), _mm512_unpackhi_pd(high01, high23));
-  }
-}
-#endif
-
 /* keys [head_dim, BLOCK] = the transpose of 16 or 32 rows. */
 static void transpose_block(const float *const *rows, int vectors, long head_dim, float *keys) {
   for (int v = 0; v < vectors; v++, rows += WIDE, keys += WIDE) {
@@ -255,6 +77,14 @@ static int block_rows(const task *t, long number, const float *heads, const floa
   for (int i = 0; i < count; i++) rows[i] = heads + slots[i] * t->b->head_dim;
   for (int i = count; i < BLOCK; i++) rows[i] = missing;
   return count;
+}
+
+/* What to ask for of block `number` while tiles of at most `tile` queries are at work. */
+static ahead ahead_of(const task *t, long number, const float *heads, long tile) {
+  ahead next = {.left = parts_of(t->b->head_dim, WIDE)};
+  next.lines = parts_of(next.left, parts_of(t->stacked, tile));
+  block_rows(t, number, heads, heads, next.rows);
+  return next;
 }
 
 /* Bit i: the row sees entry i of a block. */
@@ -302,7 +132,7 @@ static void mask_scores(const task *t, const uint32_t *bits, int vectors, float 
           found = choose(where, found, splat(-INFINITY));
           store(scores + v * WIDE, found);
         }
-        most = choose(found > most, found, most);
+        most = greater(found, most);
       }
       store(greatest, most);
     }
@@ -320,9 +150,12 @@ static long score_blocks(const task *t, scratch *s) {
     int vectors = block_rows(t, number, t->keys, s->zeros, rows) > WIDE ? 2 : 1;
     transpose_block(rows, vectors, head_dim, s->keys);
     float *scores = s->scores + used * t->stacked * BLOCK;
+    ahead next = ahead_of(t, smaller(number + 1, t->blocks - 1), t->keys, SCORE_QUERIES);
     for (long first = 0, tile; first < t->stacked; first += tile) {
       tile = part(t->stacked - first, SCORE_QUERIES);
-      score_tile(tile, vectors, s->queries + first * head_dim, s->keys, head_dim, scores + first * BLOCK);
+      const float *queries = s->queries + first * head_dim;
+      score_tile(tile, vectors, queries, s->keys, head_dim, scores + first * BLOCK, &next);
+      advance(&next);
     }
     mask_scores(t, bits, vectors, scores, s->greatest);
     s->used[used++] = (int32_t)number;
@@ -345,8 +178,8 @@ static void weigh(const task *t, int vectors, const float *greatest, float *scor
 }
 
 /* Add one block's weighted values to the output of all queries. */
-static void mix_block(const task *t, scratch *s, const float *weights, const float *const *rows, int count,
-                      long width) {
+static void mix_block(const task *t, scratch *s, const float *scores, const float *const *rows, int count,
+                      long width, ahead *next) {
   const float *tails[BLOCK];
   long whole = t->b->head_dim / WIDE * WIDE, rest = t->b->head_dim - whole;
   for (int i = 0; rest && i < count; i++) {
@@ -355,8 +188,11 @@ static void mix_block(const task *t, scratch *s, const float *weights, const flo
   }
   for (long first = 0, tile; first < t->stacked; first += tile) {
     tile = part(t->stacked - first, MIX_QUERIES);
-    mix_tile(tile, weights + first * BLOCK, rows, count, s->out + first * width, whole, width);
-    if (rest) mix_tile(tile, weights + first * BLOCK, tails, count, s->out + first * width + whole, WIDE, width);
+    const float *weights = scores + first * BLOCK;
+    float *out = s->out + first * width;
+    mix_tile(tile, weights, rows, count, out, whole, width, next);
+    if (rest) mix_tile(tile, weights, tails, count, out + whole, WIDE, width, next);
+    advance(next);
   }
 }
 
@@ -392,7 +228,8 @@ static void run_task(const task *t, scratch *s, float *out) {
     float *scores = s->scores + i * t->stacked * BLOCK;
     int count = block_rows(t, s->used[i], t->values, s->zeros, rows);
     weigh(t, count > WIDE ? 2 : 1, s->greatest, scores, s->sums);
-    mix_block(t, s, scores, rows, count, width);
+    ahead next = ahead_of(t, s->used[smaller(i + 1, used - 1)], t->values, MIX_QUERIES);
+    mix_block(t, s, scores, rows, count, width, &next);
   }
   write_out(t, s, out, width);
 }

@@ -8,7 +8,6 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
@@ -47,7 +46,9 @@ class NativePlan:
 
     at: int
     """Address of the struct."""
-    write_slots: npt.NDArray[np.int64]  # [rows]
+    write_slots_at: int
+    """Address of int64 [rows]."""
+    rows: int
     kept: tuple[object, ...]
     """Whatever the struct points into, and the struct."""
 
@@ -106,7 +107,8 @@ class NativeAttention:
             self._scratch = torch.empty(size * threads)
         struct.scratch, struct.scratch_size = self._scratch.data_ptr(), size
         write_slots = np.ascontiguousarray(batch.write_slots, np.int64)
-        return NativePlan(at, write_slots, (struct, arrays, self._scratch))
+        kept = (struct, arrays, write_slots, self._scratch)
+        return NativePlan(at, write_slots.ctypes.data, batch.rows, kept)
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: NativePlan) -> None:
         """Store keys and values of all rows: [rows, 2 * kv_heads, head_dim]."""
@@ -115,8 +117,8 @@ class NativeAttention:
             plan.at,
             rows.data_ptr(),
             rows.stride(0),
-            len(plan.write_slots),
-            plan.write_slots.ctypes.data,
+            plan.rows,
+            plan.write_slots_at,
             self._keys_at[layer],
         )
 

@@ -1,0 +1,238 @@
+/* Tiles of attention: scores and weighted sums of a few queries over one block of the context, in registers.
+ *
+ * Vectors of 16 floats are the compiler's own, so that any processor is served; with AVX-512 a few operations are
+ * spelled out. A query's numbers are computed in the same order whatever tile it is in.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#define SCORE_VECTORS 2 /* registers: 24 sums, 2 of keys, 1 of queries */
+#define SCORE_QUERIES 12
+#define MIX_VECTORS 4 /* 24 sums, 4 of values, 1 of weights */
+#define MIX_QUERIES 6
+#else
+#define SCORE_VECTORS 1
+#define SCORE_QUERIES 4
+#define MIX_VECTORS 1
+#define MIX_QUERIES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define WIDE 16
+#define BLOCK 32 /* entries of the context that are scored together: half a word of ancestry */
+
+typedef float floats __attribute__((vector_size(64)));
+typedef float half_floats __attribute__((vector_size(32)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef int32_t masks __attribute__((vector_size(64)));
+typedef double doubles __attribute__((vector_size(64)));
+
+INLINE floats load(const float *from) {
+  floats value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+INLINE void store(float *to, floats value) { memcpy(to, &value, sizeof value); }
+
+INLINE floats splat(float x) { return (floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+#ifdef __AVX512F__
+INLINE floats choose(masks where, floats yes, floats no) {
+  return _mm512_mask_mov_ps(no, _mm512_test_epi32_mask((__m512i)where, (__m512i)where), yes);
+}
+
+INLINE floats greater(floats a, floats b) { return _mm512_max_ps(a, b); }
+
+/* `value`, or 0 where x is below `least`; a value for an x that is no number is kept. */
+INLINE floats zero_below(floats x, float least, floats value) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(least), _CMP_NLT_UQ), value);
+}
+
+INLINE void widen(floats x, doubles *low, doubles *high) {
+  *low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+  *high = _mm512_cvtps_pd((__m256)_mm512_extractf64x4_pd((__m512d)x, 1));
+}
+#else
+INLINE floats choose(masks where, floats yes, floats no) {
+  return (floats)(((masks)yes & where) | ((masks)no & ~where));
+}
+
+INLINE floats greater(floats a, floats b) { return choose(a > b, a, b); }
+
+/* `value`, or 0 where x is below `least`; a value for an x that is no number is kept. */
+INLINE floats zero_below(floats x, float least, floats value) { return choose(x < least, (floats){0}, value); }
+
+INLINE void widen(floats x, doubles *low, doubles *high) {
+  half_floats halves[2];
+  memcpy(halves, &x, sizeof halves);
+  *low = __builtin_convertvector(halves[0], doubles);
+  *high = __builtin_convertvector(halves[1], doubles);
+}
+#endif
+
+/* e^x for x <= 0 to about an ulp, exactly 0 below -87: 2^n times a Taylor series on [-ln 2 / 2, ln 2 / 2]. */
+INLINE floats exponential(floats x) {
+  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits */
+  floats shifted = x * 1.44269504f + shift, n = shifted - shift;
+  floats r = x - n * 0.693359375f; /* ln 2 in two parts, the first of few bits */
+  r = r - n * -2.12194440e-4f;
+  floats y = r * (1.0f / 5040) + 1.0f / 720;
+  y = y * r + 1.0f / 120;
+  y = y * r + 1.0f / 24;
+  y = y * r + 1.0f / 6;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  words power = ((words)shifted << 23) + (127u << 23);
+  return zero_below(x, -87.0f, y * (floats)power);
+}
+
+/* Add 16 weights of at most 1 to 8 sums. Each is rounded to a multiple of 2^-36 first, so that sums up to 2^17
+ * are exact and hence the same in any order. */
+INLINE doubles accumulate(doubles sum, floats weights) {
+  const double shift = 98304.0; /* 1.5 * 2^16 */
+  doubles low, high;
+  widen(weights, &low, &high);
+  return sum + (((low + shift) - shift) + ((high + shift) - shift));
+}
+
+INLINE long smaller(long a, long b) { return a < b ? a : b; }
+
+INLINE long parts_of(long number, long most) { return (number + most - 1) / most; }
+
+/* The size of the first of the fewest nearly equal parts of `number`, none larger than `most`. */
+INLINE long part(long number, long most) {
+  return number <= most ? number : parts_of(number, parts_of(number, most));
+}
+
+/* Call FUNCTION with its first argument, the number of queries, as a constant. */
+#define CASE(NUMBER, FUNCTION, ...) \
+  case NUMBER: FUNCTION(NUMBER, __VA_ARGS__); break;
+#define SWITCH(NUMBER, FUNCTION, ...)                                                                       \
+  switch (NUMBER) {                                                                                         \
+    CASE(1, FUNCTION, __VA_ARGS__) CASE(2, FUNCTION, __VA_ARGS__) CASE(3, FUNCTION, __VA_ARGS__)            \
+    CASE(4, FUNCTION, __VA_ARGS__) CASE(5, FUNCTION, __VA_ARGS__) CASE(6, FUNCTION, __VA_ARGS__)            \
+    CASE(7, FUNCTION, __VA_ARGS__) CASE(8, FUNCTION, __VA_ARGS__) CASE(9, FUNCTION, __VA_ARGS__)            \
+    CASE(10, FUNCTION, __VA_ARGS__) CASE(11, FUNCTION, __VA_ARGS__) CASE(12, FUNCTION, __VA_ARGS__)         \
+  }
+
+/* Where the next block's keys or values lie. They are asked for while this one's are used, a few at a time:
+ * in between there is enough work to hide the memory, and slots may be scattered. */
+typedef struct {
+  const float *rows[BLOCK];
+  long offset, lines, left; /* where to go on; cache lines of a row for this tile, and in all from here */
+} ahead;
+
+INLINE void fetch(const ahead *next, long row) {
+  for (long line = 0; line < next->lines; line++)
+    __builtin_prefetch(next->rows[row] + next->offset + line * WIDE);
+}
+
+static void advance(ahead *next) {
+  next->offset += next->lines * WIDE;
+  next->left -= next->lines;
+  next->lines = smaller(next->lines, next->left);
+}
+
+/* scores [Q, BLOCK] = queries [head_dim, Q] times keys [head_dim, BLOCK], for 16 * V entries. */
+INLINE void score(const int Q, const int V, const float *queries, const float *keys, long head_dim,
+                  float *scores, const ahead *next) {
+  if (Q > SCORE_QUERIES) return;
+  floats sums[SCORE_QUERIES][SCORE_VECTORS];
+#pragma GCC unroll 16
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sums[q][v] = (floats){0};
+  for (long d = 0; d < head_dim; d++, queries += Q, keys += BLOCK) {
+    if (d < BLOCK) fetch(next, d);
+    floats key[SCORE_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) key[v] = load(keys + v * WIDE);
+#pragma GCC unroll 16
+    for (int q = 0; q < Q; q++) {
+      floats query = splat(queries[q]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[q][v] = query * key[v] + sums[q][v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) store(scores + q * BLOCK + v * WIDE, sums[q][v]);
+}
+
+/* out [Q, stride] += weights [Q, BLOCK] times `count` values, for 16 * V numbers of each value. */
+INLINE void mix(const int Q, const int V, const float *weights, const float *const *values, long offset,
+                long count, float *out, long stride, const ahead *next) {
+  if (Q > MIX_QUERIES) return;
+  floats sums[MIX_QUERIES][MIX_VECTORS];
+#pragma GCC unroll 16
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sums[q][v] = load(out + q * stride + v * WIDE);
+  for (long entry = 0; entry < count; entry++, weights++) {
+    const float *at = values[entry] + offset;
+    if (!offset) fetch(next, entry);
+    floats value[MIX_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) value[v] = load(at + v * WIDE);
+#pragma GCC unroll 16
+    for (int q = 0; q < Q; q++) {
+      floats weight = splat(weights[q * BLOCK]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[q][v] = weight * value[v] + sums[q][v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) store(out + q * stride + v * WIDE, sums[q][v]);
+}
+
+static void score_tile(long tile, int vectors, const float *queries, const float *keys, long head_dim,
+                       float *scores, const ahead *next) {
+  if (SCORE_VECTORS > 1 && vectors > 1) {
+    SWITCH(tile, score, SCORE_VECTORS, queries, keys, head_dim, scores, next)
+    return;
+  }
+  for (int v = 0; v < vectors; v++)
+    SWITCH(tile, score, 1, queries, keys + v * WIDE, head_dim, scores + v * WIDE, next)
+}
+
+static void mix_tile(long tile, const float *weights, const float *const *values, long count, float *out,
+                     long numbers, long stride, const ahead *next) {
+  long d = 0;
+  for (; d + MIX_VECTORS * WIDE <= numbers; d += MIX_VECTORS * WIDE)
+    SWITCH(tile, mix, MIX_VECTORS, weights, values, d, count, out + d, stride, next)
+  for (; d < numbers; d += WIDE) SWITCH(tile, mix, 1, weights, values, d, count, out + d, stride, next)
+}
+
+#ifdef __AVX512F__
+/* out [16, BLOCK], 16 columns of it, = the transpose of 16 rows of 16 numbers. */
+INLINE void transpose(const float *const *rows, long offset, float *out) {
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    __m512 line[4]; /* line r: 4 numbers of each of the rows r, r + 4, r + 8, r + 12 */
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+      __m512 value = _mm512_castps128_ps512(_mm_loadu_ps(rows[r] + offset + 4 * c));
+      value = _mm512_insertf32x4(value, _mm_loadu_ps(rows[r + 4] + offset + 4 * c), 1);
+      value = _mm512_insertf32x4(value, _mm_loadu_ps(rows[r + 8] + offset + 4 * c), 2);
+      line[r] = _mm512_insertf32x4(value, _mm_loadu_ps(rows[r + 12] + offset + 4 * c), 3);
+    }
+    /* Quarter by quarter, the four lines are a square of 4 rows by 4 numbers. */
+    __m512d low01 = (__m512d)_mm512_unpacklo_ps(line[0], line[1]);
+    __m512d high01 = (__m512d)_mm512_unpackhi_ps(line[0], line[1]);
+    __m512d low23 = (__m512d)_mm512_unpacklo_ps(line[2], line[3]);
+    __m512d high23 = (__m512d)_mm512_unpackhi_ps(line[2], line[3]);
+    _mm512_storeu_pd((double *)(out + (4 * c + 0) * BLOCK), _mm512_unpacklo_pd(low01, low23));
+    _mm512_storeu_pd((double *)(out + (4 * c + 1) * BLOCK), _mm512_unpackhi_pd(low01, low23));
+    _mm512_storeu_pd((double *)(out + (4 * c + 2) * BLOCK), _mm512_unpacklo_pd(high01, high23));
+    _mm512_storeu_pd((double *)(out + (4 * c + 3) * BLOCK), _mm512_unpackhi_pd(high01, high23));
+  }
+}
+#endif
