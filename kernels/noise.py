@@ -210,6 +210,8 @@ class NoiseRows:
         self.table[0].zero_()
         self._native = NativeNoise(native) if native is not None and self.device.type == "cpu" else None
         self._where: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._last: tuple[list[tuple[int, int, int]], list[list[int]]] = [], []
+        """The last call of `lines` and its answer: what was computed ahead is asked for next."""
 
     def row(self, seed: int, position: int) -> torch.Tensor:
         """One row: float32 [vocabulary], the caller's own copy."""
@@ -232,6 +234,8 @@ class NoiseRows:
         Missing rows are computed; also a way to compute ahead. They stay until the next call. None when
         these are more rows than are remembered.
         """
+        if spans == self._last[0]:
+            return self._last[1]
         total = sum(count for _, _, count in spans)
         if total > self.capacity:
             distinct = {(seed, first + index) for seed, first, count in spans for index in range(count)}
@@ -252,6 +256,7 @@ class NoiseRows:
                 lines.append(line)
         if missing.keys:
             self._compute(missing, total)
+        self._last = list(spans), found
         return found
 
     def _add(self, key: tuple[int, int], missing: "_Missing") -> int:
@@ -275,6 +280,7 @@ class NoiseRows:
                     self.table[line].copy_(value)
         except BaseException:
             self._where.clear()  # some lines do not hold what it says
+            self._last = [], []
             raise
 
     def _add_neighbours(self, missing: "_Missing") -> None:

@@ -18,7 +18,10 @@ from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.verifier.cost import Reading
+from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import Part
+
+_NO_ROWS = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,10 @@ class Work:
     @property
     def scoring(self) -> range:
         """Rows of the prompt whose logits are wanted to tell the probability of the prompt's next token."""
-        first, unscored = len(self.part.request.slots), self.part.request.unscored
+        request = self.part.request
+        if request.parameters.prompt_logprobs is None:
+            return _NO_ROWS
+        first, unscored = len(request.slots), request.unscored
         start = max(unscored.start - first, 0)
         return range(start, max(start, min(unscored.stop - first, len(self.part.slots))))
 
@@ -206,28 +212,25 @@ def _walk(work: Work, tree: _Tree, sampled: Sampled, start: int) -> Walk:
     told = tuple(each for each in sampled.logprobs[first:start] if each is not None)
     if not work.part.final:
         return Walk(work, (), (), "", (), told)
-    children = {
-        (parent, node.token): index
-        for index, (parent, node) in enumerate(zip(tree.parents, work.nodes, strict=True))
-    }
-    tokens: list[int] = []
-    accepted: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    here, ended = -1, ""
-    while True:
-        row = start + 1 + here
-        token = sampled.choices[row]
-        tokens.append(token)
-        found = sampled.logprobs[row]
-        if found is not None:
-            logprobs.append(found)
-        if token in request.ends:
-            ended = "stop"
-        elif len(tokens) >= request.left:
-            ended = "length"
-        child = children.get((here, token))
-        if ended or child is None:
-            break
-        accepted.append(child)
-        here = child
-    return Walk(work, tuple(accepted), tuple(tokens), ended, tuple(logprobs), told)
+    nodes, choices = work.nodes, sampled.choices
+    rows, accepted = [start], []
+    here, token = -1, choices[start]
+    ended = _ended(request, token, 1)
+    for index, parent in enumerate(tree.parents):  # parents come first: one pass meets the whole path
+        if parent != here or ended or nodes[index].token != token:
+            continue
+        here = index
+        accepted.append(index)
+        rows.append(start + 1 + index)
+        token = choices[start + 1 + index]
+        ended = _ended(request, token, len(rows))
+    tokens = tuple([choices[row] for row in rows])
+    logprobs = tuple([found for row in rows if (found := sampled.logprobs[row]) is not None])
+    return Walk(work, tuple(accepted), tokens, ended, logprobs, told)
+
+
+def _ended(request: Request, token: int, count: int) -> str:
+    """Why the text ends with this token, the round's `count`-th; empty when it goes on."""
+    if token in request.ends:
+        return "stop"
+    return "length" if count >= request.left else ""
