@@ -4,11 +4,12 @@ import torch
 
 from ssd_serve.bench.ablate_rig import DRAFT_SLOTS, SLOTS, Pair
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.emulated import device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.load import load_model
 from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.settings import EMBEDDED
+from ssd_serve.settings import EMBEDDED, Settings
 
 
 def embedded_pair(table: str) -> tuple[Pair, list[Prompt]]:
@@ -16,9 +17,10 @@ def embedded_pair(table: str) -> tuple[Pair, list[Prompt]]:
     torch.set_num_threads(1)
     timed = device_table(table)
     target, draft = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
+    native = native_library(Settings())
     pair = Pair(
-        load_model(target, device="cpu", dtype="auto", slots=SLOTS, context=None),
-        load_model(draft, device="cpu", dtype="auto", slots=DRAFT_SLOTS, context=None),
+        load_model(target, device="cpu", dtype="auto", slots=SLOTS, context=None, native=native),
+        load_model(draft, device="cpu", dtype="auto", slots=DRAFT_SLOTS, context=None, native=native),
         timed,
     )
     return pair, held_out_prompts(target, Tokenizer(target))

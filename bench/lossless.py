@@ -18,12 +18,13 @@ from ssd_serve.bench.float64 import Float64Decoder
 from ssd_serve.bench.lossless_rig import Case, Outputs, Pair, run_case
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.noise import NoiseRows
 from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_counts, process
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.seeds import choice_seed, mix
-from ssd_serve.settings import EMBEDDED
+from ssd_serve.settings import EMBEDDED, Settings
 
 NEAR_TIE = 1e-5
 """Score gap, in float64, below which a first difference is floating-point noise."""
@@ -183,9 +184,10 @@ def run_lossless(plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
 
 
 def _load(name: str, folder: Path, dtype: str = "fp32") -> Pair:
+    native = native_library(Settings())
     if name == EMBEDDED:
-        return Pair(name, resolve_model(name, "target"), resolve_model(name, "draft"), dtype)
-    return Pair(name, *write_random_pair(name, folder), dtype)
+        return Pair(name, resolve_model(name, "target"), resolve_model(name, "draft"), dtype, native)
+    return Pair(name, *write_random_pair(name, folder), dtype, native)
 
 
 def _run_pair(pair: Pair, plan: Plan) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:

@@ -17,6 +17,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
@@ -93,11 +94,22 @@ class FixedHost(HostCost):
 class Pair:
     """A loaded target and draft."""
 
-    def __init__(self, name: str, target: Path, draft: Path, dtype: str = "fp32") -> None:
+    def __init__(
+        self,
+        name: str,
+        target: Path,
+        draft: Path,
+        dtype: str = "fp32",
+        native: NativeLibrary | None = None,
+    ) -> None:
         self.name = name
         self.folder = target
-        self.target: Model = load_model(target, device="cpu", dtype=dtype, slots=_SLOTS, context=512)
-        self.draft: Model = load_model(draft, device="cpu", dtype=dtype, slots=_SLOTS, context=512)
+        self.target: Model = load_model(
+            target, device="cpu", dtype=dtype, slots=_SLOTS, context=512, native=native
+        )
+        self.draft: Model = load_model(
+            draft, device="cpu", dtype=dtype, slots=_SLOTS, context=512, native=native
+        )
         facts = self.target.facts
         self.eos = facts.eos_token_ids
         self.vocabulary = facts.vocabulary

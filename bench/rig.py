@@ -93,6 +93,7 @@ class Rig:
             slots=_SLOTS,
             context=settings.context,
             native=self.native,
+            backend=settings.tree_decode_backend,
         )
         self.real_draft = load_model(
             draft,
@@ -101,6 +102,7 @@ class Rig:
             slots=2 * _SLOTS,
             context=settings.context,
             native=self.native,
+            backend=settings.tree_decode_backend,
         )
         self.target: Model = self.real
         self.draft: Model = self.real_draft

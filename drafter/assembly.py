@@ -41,7 +41,13 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     slots = min(slots, most)
     native = native_library(settings)
     model: Model = load_model(
-        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context, native=native
+        path,
+        device=device,
+        dtype=settings.dtype,
+        slots=slots,
+        context=settings.context,
+        native=native,
+        backend=settings.tree_decode_backend,
     )
     emulated = None
     if settings.emulate:

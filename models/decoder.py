@@ -81,6 +81,11 @@ class Decoder:
         return self._facts
 
     @property
+    def attention(self) -> AttentionBackend[Any]:
+        """The tree attention in use."""
+        return self._attention
+
+    @property
     def slots(self) -> int:
         """Number of KV slots."""
         return self._slots

@@ -6,12 +6,15 @@ Knows how the pieces are put together; the pieces know nothing of each other.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
+from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.int8 import can_multiply_int8
+from ssd_serve.kernels.native.attention import NativeAttention, can_attend
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
 from ssd_serve.kernels.packed import cpu_has_fast_bf16
@@ -98,14 +101,16 @@ def load_model(
     context: int | None,
     packed: bool = True,
     native: NativeLibrary | None = None,
+    backend: str = "auto",
     features: tuple[int, ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Load a model folder with a KV cache of `slots` tokens.
 
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
-    on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `features` names
-    layers whose outputs every forward returns. `progress` is told how many layers of how many are loaded.
+    on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `backend` is the
+    tree attention: native, sdpa or auto. `features` names layers whose outputs every forward returns.
+    `progress` is told how many layers of how many are loaded.
     Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
@@ -143,9 +148,30 @@ def load_model(
         dtype=kind,
         kernels="torch" if native is None else native.path.stem,
     )
-    attention = SdpaAttention(cache, config.heads)
+    attention = _attention(backend, cache, config.heads, native)
     operations = _row_operations(_DTYPES[kind], layout.dtype, place, native)
     return Decoder(config, weights, attention, operations, facts=facts, slots=slots, features=features)
+
+
+def _attention(
+    backend: str, cache: KVCache, heads: int, native: NativeLibrary | None
+) -> AttentionBackend[Any]:
+    """The backend that was asked for, or under `auto` the fastest that works here."""
+    usable = (
+        native is not None
+        and cache.keys(0).device.type == "cpu"
+        and cache.layout.dtype is torch.float32
+        and len({(layer.heads, layer.head_dim) for layer in cache.layout.layers}) == 1
+        and can_attend(native)
+    )
+    if backend == "native" and not usable:
+        raise UserError(
+            "native tree attention needs a CPU, a C compiler on the PATH and SSD_NATIVE_KERNELS=true; "
+            "use SSD_TREE_DECODE_BACKEND=auto or sdpa"
+        )
+    if native is not None and usable and backend in ("auto", "native"):
+        return NativeAttention(native, cache, heads)
+    return SdpaAttention(cache, heads)
 
 
 def _row_operations(

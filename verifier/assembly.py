@@ -67,7 +67,13 @@ def assemble_verifier(
     say(f"loading the target {model_name(path)} on {device}")
     native = native_library(settings, log)
     model: Model = load_model(
-        path, device=device, dtype=settings.dtype, slots=slots, context=settings.context, native=native
+        path,
+        device=device,
+        dtype=settings.dtype,
+        slots=slots,
+        context=settings.context,
+        native=native,
+        backend=settings.tree_decode_backend,
     )
     emulated = None
     if settings.emulate:

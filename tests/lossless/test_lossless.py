@@ -14,6 +14,7 @@ import pytest
 from ssd_serve.bench.lossless import BATCHES, BUDGETS, Judge, requests
 from ssd_serve.bench.lossless_rig import Case, Outputs, Pair, run_case
 from ssd_serve.bench.random_pair import RANDOM_PAIRS, write_random_pair
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED
 from tests.lossless.covering import covering_pairs
@@ -59,8 +60,8 @@ Prove = Callable[[str], Proof]
 
 
 @pytest.fixture(scope="module")
-def prove(tmp_path_factory: pytest.TempPathFactory) -> Prove:
-    """Loads a pair once a module."""
+def prove(tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary) -> Prove:
+    """Loads a pair once a module, with the compiled kernels that are served with."""
     proofs: dict[str, Proof] = {}
 
     def get(name: str) -> Proof:
@@ -69,7 +70,7 @@ def prove(tmp_path_factory: pytest.TempPathFactory) -> Prove:
                 folders = resolve_model(name, "target"), resolve_model(name, "draft")
             else:
                 folders = write_random_pair(name, tmp_path_factory.mktemp(name))
-            proofs[name] = Proof(Pair(name, *folders))
+            proofs[name] = Proof(Pair(name, *folders, native=native))
         return proofs[name]
 
     return get

@@ -7,7 +7,9 @@ import torch
 
 from ssd_serve.errors import MemoryShortError, UserError
 from ssd_serve.kernels import packed
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models import load, memory
+from ssd_serve.models.decoder import Decoder
 from tests.models import checkpoints
 
 
@@ -72,3 +74,21 @@ def test_forward_does_not_depend_on_who_set_the_threads(folder: Path) -> None:
     before = torch.get_num_threads()
     load.load_model(folder, device="cpu", dtype="fp32", slots=16, context=64)
     assert torch.get_num_threads() == before
+
+
+def test_the_tree_attention_that_was_asked_for(folder: Path, native: NativeLibrary) -> None:
+    def kernels(backend: str, library: NativeLibrary | None) -> str:
+        model = load.load_model(
+            folder, device="cpu", dtype="fp32", slots=16, context=64, native=library, backend=backend
+        )
+        assert isinstance(model, Decoder)
+        return type(model.attention).__name__
+
+    assert [kernels(backend, native) for backend in ("auto", "native", "sdpa")] == [
+        "NativeAttention",
+        "NativeAttention",
+        "SdpaAttention",
+    ]
+    assert kernels("auto", None) == "SdpaAttention"
+    with pytest.raises(UserError, match="C compiler"):
+        kernels("native", None)
