@@ -48,7 +48,7 @@ def sample(
         return Sampled([], [])
     logits = logits.to(torch.float32)
     if native is not None and logits.device.type == "cpu":
-        choices, told = native.choose(logits, requests, noise)
+        choices, told = native.choose(logits, requests)
         return Sampled(choices, _logprobs(requests, choices, told))
     rows = [row for each in requests for row in each.single()]
     scaled = processed_logits(logits, rows)  # [rows, vocabulary]

@@ -128,7 +128,8 @@ class Rounds:
         sampling = [
             rows for each, tree in zip(work, trees, strict=True) for rows in self._sampling_rows(each, tree)
         ]
-        self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
+        if self._native is None:
+            self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
         return Flight(tuple(work), trees, sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: Flight) -> list[Walk]:

@@ -2,9 +2,10 @@
  *
  * Division and subtraction are single operations in float32, as in torch, so that plain rows choose the same
  * token bit for bit. Truncation never sorts a vocabulary: a threshold is found by partition, after a bound on it
- * has left few candidates. Every row is computed by itself.
+ * has left few candidates. Noise is not looked up but computed on the way, its logarithms only where they could
+ * matter: the words alone bound them. Every row is computed by itself.
  */
-#include "doubles.h"
+#include "noise.h"
 #include "vector.h"
 
 #include <math.h>
@@ -14,7 +15,7 @@
 #define UNITS 0x1p50
 
 /* One request's rows: `whole` numbers and `real` ones, as laid out in choosing.py. */
-enum { ROWS, FIRST, LOGITS, PROCESSED, TOKENS, COUNTS, KNOWN, TOP_K, TOP_P, WHOLES };
+enum { ROWS, FIRST, LOGITS, PROCESSED, TOKENS, COUNTS, KNOWN, TOP_K, TOP_P, DRAWN, SEED, POSITION, WHOLES };
 enum { TEMPERATURE, LOG_MIN_P, SMALLEST, REPETITION, FREQUENCY, PRESENCE, REALS };
 
 typedef struct {
@@ -25,12 +26,20 @@ typedef struct {
 typedef struct {
   long vocabulary, padded;
   float *row;       /* [padded]: processed logits, -inf beyond the vocabulary */
+  float *quotients; /* [padded to whole groups]: the same, divided by the temperature */
   int32_t *times;   /* [vocabulary], -1: neither in the prompt nor in the output; restored after use */
   int32_t *ids;     /* [padded]: candidates, ascending */
   double *weights;  /* [padded + 8] */
   int64_t *units;   /* [padded] */
   weighted *sorted; /* [padded + 16] */
 } scratch;
+
+/* What the noise of a row depends on; not drawn at temperature 0. */
+typedef struct {
+  int drawn;
+  uint64_t seed;
+  uint32_t position;
+} source;
 
 static inline v16 pick(i16 which, v16 yes, v16 no) { return (v16)(((i16)yes & which) | ((i16)no & ~which)); }
 
@@ -40,23 +49,75 @@ static inline v16 load_tail(const float *from, long count, float rest) {
   return v;
 }
 
-/* The lowest id of the largest x / temperature - noise; 0 where nothing is above -inf. NaN is never chosen. */
-static long best(const float *x, const float *noise, float temperature, long count) {
-  v16 most = (v16){} - INFINITY;
-  i16 where = {}, ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (long at = 0; at < count; at += LANES, ids += LANES) {
-    int whole = at + LANES <= count;
-    v16 v = whole ? load_float(x + at) : load_tail(x + at, count - at, -INFINITY);
-    if (temperature != 1.0f) v /= temperature;
-    if (noise) v -= whole ? load_float(noise + at) : load_tail(noise + at, count - at, 0.0f);
-    i16 better = v > most;
-    most = pick(better, v, most);
-    where = (ids & better) | (where & ~better);
-  }
+/* The lowest id of the largest value; 0 where nothing is above -inf. */
+static long lowest_of(v16 most, i16 where) {
   long found = where[0];
   float value = most[0];
   for (int lane = 1; lane < LANES; lane++)
     if (most[lane] > value || (most[lane] == value && where[lane] < found)) value = most[lane], found = where[lane];
+  return found;
+}
+
+/* The lowest id of the largest x / temperature; NaN is never chosen. Keeps the quotients, padded with -inf, where
+ * `quotients` is given. */
+static long largest(const float *x, float temperature, long count, float *quotients) {
+  v16 most = (v16){} - INFINITY;
+  i16 where = {}, ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (long at = 0; at < count; at += LANES, ids += LANES) {
+    v16 v = at + LANES <= count ? load_float(x + at) : load_tail(x + at, count - at, -INFINITY);
+    if (temperature != 1.0f) v /= temperature;
+    if (quotients) store_float(quotients + at, v);
+    i16 better = v > most;
+    most = pick(better, v, most);
+    where = (ids & better) | (where & ~better);
+  }
+  return lowest_of(most, where);
+}
+
+static inline int any_of(i16 which) {
+  int64_t parts[8];
+  memcpy(parts, &which, sizeof parts);
+  return (parts[0] | parts[1] | parts[2] | parts[3] | parts[4] | parts[5] | parts[6] | parts[7]) != 0;
+}
+
+/* A number that log E of each word does not fall below: E >= w, and log2(1 + m) >= m for a mantissa m. What float32
+ * rounds away is far less than the 1e-4 taken off. */
+static inline v16 least_log(u16 h) {
+  i16 bits = (i16)__builtin_convertvector((i16)(h >> 1), v16);
+  return __builtin_convertvector(bits, v16) * (0.6931472f * 0x1p-23f) - (158 * 0.6931472f + 1e-4f);
+}
+
+/* The best of a group of tokens by their exact scores: equal ones by the lowest id. */
+static void best_of_group(const float *row, long first, const words *word, float *most, long *found) {
+  floats log_e[4];
+  race(word, log_e);
+  for (int lane = 0; lane < EIGHT; lane++)
+    for (int j = 0; j < 4; j++) {
+      long id = first + 4 * lane + j;
+      float score = row[id] - log_e[j][lane];
+      if (score > *most || (score == *most && id < *found)) *most = score, *found = id;
+    }
+}
+
+/* The lowest id of the largest x / temperature - log E; 0 where nothing is above -inf. */
+static long best(const scratch *work, const float *x, const source *noise, float temperature) {
+  if (!noise->drawn) return largest(x, temperature, work->vocabulary, NULL);
+  const words lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+  words word[4];
+  float *row = work->quotients, most = -INFINITY;
+  long found = largest(x, temperature, work->vocabulary, row), first = found / GROUP * GROUP;
+  if (!(row[found] > -INFINITY)) return 0;
+  philox(lanes + (uint64_t)(first / 4), noise->position, 0, noise->seed, word);
+  best_of_group(row, first, word, &most, &found);
+  for (long at = 0; at < work->vocabulary; at += GROUP) {
+    philox(lanes + (uint64_t)(at / 4), noise->position, 0, noise->seed, word);
+    words even = word[0] | word[1] << 32, odd = word[2] | word[3] << 32;
+    u16 low = (u16)SHUFFLE_WORDS(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
+    u16 high = (u16)SHUFFLE_WORDS(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
+    i16 possible = (load_float(row + at) - least_log(low) >= most) |
+                   (load_float(row + at + LANES) - least_log(high) >= most);
+    if (any_of(possible)) best_of_group(row, at, word, &most, &found);
+  }
   return found;
 }
 
@@ -229,14 +290,33 @@ static void penalise(const scratch *work, const int64_t *whole, const double *re
   for (long index = 0; index < length; index++) penalise_one(work, path[index], real);
 }
 
+/* Scores of up to 32 candidates: their own blocks' words, one of four each. */
+static void add_noise(const int32_t *ids, long count, const source *noise, float *scores) {
+  words word[4], chosen[4];
+  floats log_e[4];
+  for (int j = 0; j < 4; j++) {
+    words id = {0};
+    for (int lane = 0; lane < EIGHT; lane++) id[lane] = (uint64_t)ids[EIGHT * j + lane < count ? EIGHT * j + lane : 0];
+    philox(id >> 2, noise->position, 0, noise->seed, word);
+    words in = id & 3;
+    chosen[j] = (word[0] & (words)(in == 0)) | (word[1] & (words)(in == 1)) | (word[2] & (words)(in == 2)) |
+                (word[3] & (words)(in == 3));
+  }
+  race(chosen, log_e);
+  for (long index = 0; index < count; index++) scores[index] -= log_e[index / EIGHT][index % EIGHT];
+}
+
 /* Choose among the candidates, and write the processed logits where they are wanted. */
-static long best_candidate(const scratch *work, long count, const float *noise, float *processed) {
+static long best_candidate(const scratch *work, long count, const source *noise, float *processed) {
   long found = 0;
-  float most = -INFINITY;
-  for (long index = 0; index < count; index++) {
-    int32_t id = work->ids[index];
-    float value = noise ? work->row[id] - noise[id] : work->row[id];
-    if (value > most) most = value, found = id;
+  float most = -INFINITY, scores[GROUP];
+  for (long start = 0; start < count; start += GROUP) {
+    const int32_t *ids = work->ids + start;
+    long here = count - start < GROUP ? count - start : GROUP;
+    for (long index = 0; index < here; index++) scores[index] = work->row[ids[index]];
+    if (noise->drawn) add_noise(ids, here, noise, scores);
+    for (long index = 0; index < here; index++)
+      if (scores[index] > most) most = scores[index], found = ids[index];
   }
   if (processed) {
     for (long id = 0; id < work->vocabulary; id++) processed[id] = -INFINITY;
@@ -246,14 +326,14 @@ static long best_candidate(const scratch *work, long count, const float *noise, 
 }
 
 static long choose(const scratch *work, const int64_t *whole, const double *real, const float *logits,
-                   const float *noise, const int64_t *path, long length, float *processed) {
+                   const source *noise, const int64_t *path, long length, float *processed) {
   float temperature = (float)real[TEMPERATURE];
   int truncates = !isnan(real[LOG_MIN_P]) || whole[TOP_K] || whole[TOP_P];
   int penalises = real[REPETITION] != 1.0 || real[FREQUENCY] != 0.0 || real[PRESENCE] != 0.0;
-  if (!truncates && !penalises && !processed) return best(logits, noise, temperature, work->vocabulary);
+  if (!truncates && !penalises && !processed) return best(work, logits, noise, temperature);
   copy(work, logits);
   if (penalises) penalise(work, whole, real, path, length);
-  if (!truncates && !processed) return best(work->row, noise, temperature, work->vocabulary);
+  if (!truncates && !processed) return best(work, work->row, noise, temperature);
   float most = divide(work, temperature), least = -INFINITY;
   long k = whole[TOP_K];
   if (!isnan(real[LOG_MIN_P])) least = most + (float)real[LOG_MIN_P];
@@ -269,28 +349,30 @@ static long choose(const scratch *work, const int64_t *whole, const double *real
 
 static int prepare(scratch *work, long vocabulary) {
   long padded = (vocabulary + LANES - 1) / LANES * LANES;
-  *work = (scratch){vocabulary, padded, NULL, NULL, NULL, NULL, NULL, NULL};
+  *work = (scratch){vocabulary, padded, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
   work->row = malloc(sizeof(float) * (size_t)padded);
+  work->quotients = malloc(sizeof(float) * (size_t)(padded + GROUP));
   work->times = malloc(sizeof(int32_t) * (size_t)padded);
   work->ids = malloc(sizeof(int32_t) * (size_t)(padded + LANES));
   work->weights = malloc(sizeof(double) * (size_t)(padded + EIGHT));
   work->units = malloc(sizeof(int64_t) * (size_t)padded);
   work->sorted = malloc(sizeof(weighted) * (size_t)(padded + LANES));
-  if (!work->row || !work->times || !work->ids || !work->weights || !work->units || !work->sorted) return 0;
+  if (!work->row || !work->quotients || !work->times || !work->ids) return 0;
+  if (!work->weights || !work->units || !work->sorted) return 0;
   for (long token = 0; token < padded; token++) work->times[token] = -1;
+  for (long token = padded; token < padded + GROUP; token++) work->quotients[token] = -INFINITY;
   return 1;
 }
 
 static void release(scratch *work) {
-  free(work->row), free(work->times), free(work->ids);
+  free(work->row), free(work->quotients), free(work->times), free(work->ids);
   free(work->weights), free(work->units), free(work->sorted);
 }
 
-/* One choice for each row of each request. `noise_at` [rows]: the row's line of the noise table, or -1;
+/* One choice for each row of each request. `depths` [rows]: how far the row's position is beyond its request's.
  * `path_ends` [rows + 1] into `paths`: the tokens beyond the counted output. Returns 0 where memory is short. */
-int ssd_choose(const int64_t *wholes, const double *reals, long requests, long vocabulary, const float *noise,
-               const int64_t *noise_at, const int64_t *path_ends, const int64_t *paths, int64_t *choices,
-               int threads) {
+int ssd_choose(const int64_t *wholes, const double *reals, long requests, long vocabulary, const int64_t *depths,
+               const int64_t *path_ends, const int64_t *paths, int64_t *choices, int threads) {
   int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed) if (threads > 1 && requests > 1)
   {
@@ -301,12 +383,12 @@ int ssd_choose(const int64_t *wholes, const double *reals, long requests, long v
       const int64_t *whole = wholes + request * WHOLES;
       const double *real = reals + request * REALS;
       for (long index = 0; index < whole[ROWS] && !failed; index++) {
-        long row = whole[FIRST] + index, start = path_ends ? path_ends[row] : 0;
+        long row = whole[FIRST] + index, start = path_ends[row];
+        source noise = {(int)whole[DRAWN], (uint64_t)whole[SEED], (uint32_t)(whole[POSITION] + depths[row])};
         float *processed = (float *)whole[PROCESSED];
-        choices[row] =
-            choose(&work, whole, real, (const float *)whole[LOGITS] + index * vocabulary,
-                   noise_at[row] < 0 ? NULL : noise + noise_at[row] * vocabulary, paths ? paths + start : NULL,
-                   path_ends ? path_ends[row + 1] - start : 0, processed ? processed + index * vocabulary : NULL);
+        choices[row] = choose(&work, whole, real, (const float *)whole[LOGITS] + index * vocabulary, &noise,
+                              paths + start, path_ends[row + 1] - start,
+                              processed ? processed + index * vocabulary : NULL);
       }
     }
     release(&work);

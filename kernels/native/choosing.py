@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
-from ssd_serve.kernels.noise import NoiseRows
 from ssd_serve.kernels.processors import (
     TOP_P_UNITS,
     edit,
@@ -29,38 +28,23 @@ _REALS = 6
 
 
 class NativeChoice:
-    """Chooses tokens for rows of float32 logits on the CPU."""
+    """Chooses tokens for rows of float32 logits on the CPU. Noise is that of `NativeNoise`, bit for bit."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        pointers = (POINTER,) * 5
+        pointers = (POINTER,) * 4
         self._choose = library.function(
             "ssd_choose", POINTER, POINTER, SIZE, SIZE, *pointers, INT, result=INT
         )
 
     def choose(
-        self, logits: torch.Tensor, requests: Sequence[SamplingRows], noise: NoiseRows
+        self, logits: torch.Tensor, requests: Sequence[SamplingRows]
     ) -> tuple[list[int], dict[int, torch.Tensor]]:
         """The choice of each row of `logits` [rows, vocabulary], and the processed logits, by row, of the
         requests that want log-probabilities."""
-        spans = [each.noise_span for each in requests]
-        lines = noise.lines([span for span in spans if span is not None])
-        if lines is None:  # more rows of noise than are remembered
-            return self._in_parts(logits, requests, noise)
         call = _Call(logits.contiguous())
-        given = iter(lines)
-        for each, span in zip(requests, spans, strict=True):
-            call.add(each, None if span is None else next(given))
-        return call.run(self._choose, noise.table), call.processed
-
-    def _in_parts(
-        self, logits: torch.Tensor, requests: Sequence[SamplingRows], noise: NoiseRows
-    ) -> tuple[list[int], dict[int, torch.Tensor]]:
-        parts = requests if len(requests) > 1 else requests[0].single()
-        half = len(parts) // 2
-        start = sum(each.rows for each in parts[:half])
-        choices, processed = self.choose(logits[:start], parts[:half], noise)
-        others, more = self.choose(logits[start:], parts[half:], noise)
-        return [*choices, *others], processed | {start + row: each for row, each in more.items()}
+        for each in requests:
+            call.add(each)
+        return call.run(self._choose), call.processed
 
 
 class _Call:
@@ -73,14 +57,14 @@ class _Call:
         self._rows = 0
         self._wholes: list[int] = []
         self._reals: list[float] = []
-        self._noise_at: list[int] = []
+        self._depths: list[int] = []
         self._path_ends: list[int] = [0]
         self._paths: list[int] = []
         self._kept: list[torch.Tensor | np.ndarray] = []
         """What the kernel is told addresses of."""
 
-    def add(self, request: SamplingRows, lines: list[int] | None) -> None:
-        """The next rows; `lines` of the noise table by depth, None at temperature 0."""
+    def add(self, request: SamplingRows) -> None:
+        """The next rows."""
         parameters, rows = request.parameters, request.rows
         at = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
         penalised = penalises(parameters)
@@ -96,18 +80,17 @@ class _Call:
             self._path_ends.extend([len(self._paths)] * rows)
         told = self._told(rows) if parameters.logprobs is not None else 0
         top_k, top_p = self._truncation(parameters)
+        drawn, seed = not is_greedy(parameters), _signed(request.seed)
         self._wholes += (rows, self._rows, at, told, tokens_at, counts_at, known, top_k, top_p)
+        self._wholes += (drawn, seed, request.position)
         self._reals += self._numbers(parameters, penalised)
-        if lines is None:
-            self._noise_at += [-1] * rows
-        else:
-            self._noise_at.append(lines[0])
-            self._noise_at += [lines[depth] for depth in request.depths]
+        self._depths.append(0)
+        self._depths += request.depths
         self._rows += rows
 
-    def run(self, kernel: Callable[..., int], table: torch.Tensor) -> list[int]:
+    def run(self, kernel: Callable[..., int]) -> list[int]:
         """Choose. Raises `MemoryError`."""
-        wholes, noise_at = np.array(self._wholes, np.int64), np.array(self._noise_at, np.int64)
+        wholes, depths = np.array(self._wholes, np.int64), np.array(self._depths, np.int64)
         reals, choices = np.array(self._reals, np.float64), np.empty(self._rows, np.int64)
         ends, paths = np.array(self._path_ends, np.int64), np.array(self._paths, np.int64)
         done = kernel(
@@ -115,8 +98,7 @@ class _Call:
             reals.ctypes.data,
             len(reals) // _REALS,
             self._vocabulary,
-            table.data_ptr(),
-            noise_at.ctypes.data,
+            depths.ctypes.data,
             ends.ctypes.data,
             paths.ctypes.data,
             choices.ctypes.data,
@@ -168,3 +150,8 @@ class _Call:
             parameters.frequency_penalty if penalised else 0.0,
             parameters.presence_penalty if penalised else 0.0,
         )
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed integer."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -23,8 +23,10 @@ typedef float floats __attribute__((vector_size(4 * EIGHT)));
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE_WORDS(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(4 * EIGHT)))){__VA_ARGS__})
+#define SHUFFLE_WORDS(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
 #endif
 
 /* The product of the lower halves. */
