@@ -16,6 +16,7 @@ from ssd_serve.bench.explain_commands import add_explain
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
+from ssd_serve.bench.restart import restart_as_worker
 from ssd_serve.bench.roofline_commands import add_roofline
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
@@ -129,7 +130,7 @@ def _add_host(commands: Commands) -> None:
 
 
 def _run_host(args: argparse.Namespace) -> int:
-    os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
+    restart_as_worker()  # this process plays the verifier
     from ssd_serve.bench.host import run_host
 
     result = run_host(
