@@ -13,6 +13,7 @@
 
 #define MOST_MAXIMA 4 /* for each token that stays: few candidates, and few maxima to select from */
 #define UNITS 0x1p50
+#define CHAINS 4
 
 /* One request's rows: `whole` numbers and `real` ones, as laid out in choosing.py. */
 enum { ROWS, FIRST, LOGITS, PROCESSED, TOKENS, COUNTS, KNOWN, TOP_K, TOP_P, DRAWN, SEED, POSITION, WHOLES };
@@ -26,7 +27,6 @@ typedef struct {
 typedef struct {
   long vocabulary, padded;
   float *row;       /* [padded]: processed logits, -inf beyond the vocabulary */
-  float *quotients; /* [padded to whole groups]: the same, divided by the temperature */
   int32_t *times;   /* [vocabulary], -1: neither in the prompt nor in the output; restored after use */
   int32_t *ids;     /* [padded]: candidates, ascending */
   double *weights;  /* [padded + 8] */
@@ -37,8 +37,8 @@ typedef struct {
 /* What the noise of a row depends on; not drawn at temperature 0. */
 typedef struct {
   int drawn;
-  uint64_t seed;
   uint32_t position;
+  schedule keys;
 } source;
 
 static inline v16 pick(i16 which, v16 yes, v16 no) { return (v16)(((i16)yes & which) | ((i16)no & ~which)); }
@@ -49,35 +49,46 @@ static inline v16 load_tail(const float *from, long count, float rest) {
   return v;
 }
 
-/* The lowest id of the largest value; 0 where nothing is above -inf. */
-static long lowest_of(v16 most, i16 where) {
-  long found = where[0];
-  float value = most[0];
-  for (int lane = 1; lane < LANES; lane++)
-    if (most[lane] > value || (most[lane] == value && where[lane] < found)) value = most[lane], found = where[lane];
+/* The lowest id of the largest x / temperature; NaN is never chosen, 0 is where nothing is above -inf.
+ *
+ * CHAINS searches at once: each must wait for its last comparison.
+ */
+static long largest(const float *x, float temperature, long count) {
+  v16 most[CHAINS];
+  i16 where[CHAINS] = {}, ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int chain = 0; chain < CHAINS; chain++) most[chain] = (v16){} - INFINITY;
+  for (long at = 0; at < count; at += CHAINS * LANES) {
+    int whole = at + CHAINS * LANES <= count;
+#pragma GCC unroll 4
+    for (int chain = 0; chain < CHAINS; chain++, ids += LANES) {
+      long from = at + chain * LANES, left = count - from;
+      v16 v = whole ? load_float(x + from) : load_tail(x + from, left > LANES ? LANES : left > 0 ? left : 0, -INFINITY);
+      if (temperature != 1.0f) v /= temperature;
+      i16 better = v > most[chain];
+      most[chain] = pick(better, v, most[chain]);
+      where[chain] = (ids & better) | (where[chain] & ~better);
+    }
+  }
+  long found = 0;
+  float value = -INFINITY;
+  for (int chain = 0; chain < CHAINS; chain++)
+    for (int lane = 0; lane < LANES; lane++) {
+      float here = most[chain][lane];
+      if (here > value || (here == value && where[chain][lane] < found)) value = here, found = where[chain][lane];
+    }
   return found;
 }
 
-/* The lowest id of the largest x / temperature; NaN is never chosen. Keeps the quotients, padded with -inf, where
- * `quotients` is given. */
-static long largest(const float *x, float temperature, long count, float *quotients) {
-  v16 most = (v16){} - INFINITY;
-  i16 where = {}, ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (long at = 0; at < count; at += LANES, ids += LANES) {
-    v16 v = at + LANES <= count ? load_float(x + at) : load_tail(x + at, count - at, -INFINITY);
-    if (temperature != 1.0f) v /= temperature;
-    if (quotients) store_float(quotients + at, v);
-    i16 better = v > most;
-    most = pick(better, v, most);
-    where = (ids & better) | (where & ~better);
-  }
-  return lowest_of(most, where);
-}
+static inline v16 magnitude(v16 v) { return (v16)((i16)v & 0x7fffffff); }
 
 static inline int any_of(i16 which) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)which, (__m512i)which) != 0;
+#else
   int64_t parts[8];
   memcpy(parts, &which, sizeof parts);
   return (parts[0] | parts[1] | parts[2] | parts[3] | parts[4] | parts[5] | parts[6] | parts[7]) != 0;
+#endif
 }
 
 /* A number that log E of each word does not fall below: E >= w, and log2(1 + m) >= m for a mantissa m. What float32
@@ -87,38 +98,51 @@ static inline v16 least_log(u16 h) {
   return __builtin_convertvector(bits, v16) * (0.6931472f * 0x1p-23f) - (158 * 0.6931472f + 1e-4f);
 }
 
-/* The best of a group of tokens by their exact scores: equal ones by the lowest id. */
-static void best_of_group(const float *row, long first, const words *word, float *most, long *found) {
-  floats log_e[4];
-  race(word, log_e);
-  for (int lane = 0; lane < EIGHT; lane++)
-    for (int j = 0; j < 4; j++) {
-      long id = first + 4 * lane + j;
-      float score = row[id] - log_e[j][lane];
-      if (score > *most || (score == *most && id < *found)) *most = score, *found = id;
-    }
+/* GROUP values from `first` on, -inf beyond the vocabulary; `room` holds them where they end there. */
+static const float *group_at(const float *x, long first, long count, float *room) {
+  if (first + GROUP <= count) return x + first;
+  for (long index = 0; index < GROUP; index++) room[index] = first + index < count ? x[first + index] : -INFINITY;
+  return room;
 }
 
-/* The lowest id of the largest x / temperature - log E; 0 where nothing is above -inf. */
-static long best(const scratch *work, const float *x, const source *noise, float temperature) {
-  if (!noise->drawn) return largest(x, temperature, work->vocabulary, NULL);
+/* The best of a group of tokens by their exact scores: equal ones by the lowest id. */
+static void best_of_group(const float *x, long first, float temperature, const source *noise, float *most,
+                          long *found) {
+  float scores[GROUP], log_e[GROUP];
+  group(&noise->keys, noise->position, 0, (uint32_t)(first / 4), log_e);
+  for (int index = 0; index < GROUP; index++) scores[index] = x[index] / temperature - log_e[index];
+  for (int index = 0; index < GROUP; index++)
+    if (scores[index] > *most || (scores[index] == *most && first + index < *found))
+      *most = scores[index], *found = first + index;
+}
+
+/* The lowest id of the largest x / temperature - log E; 0 where nothing is above -inf.
+ *
+ * The search starts with the score of the largest x. Elsewhere quotients are bounded by products with 1 / temperature
+ * and a little more: division would take longer.
+ */
+static long best(const float *x, const source *noise, float temperature, long count) {
+  if (!noise->drawn) return largest(x, temperature, count);
   const words lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-  words word[4];
-  float *row = work->quotients, most = -INFINITY;
-  long found = largest(x, temperature, work->vocabulary, row), first = found / GROUP * GROUP;
-  if (!(row[found] > -INFINITY)) return 0;
-  philox(lanes + (uint64_t)(first / 4), noise->position, 0, noise->seed, word);
-  best_of_group(row, first, word, &most, &found);
-  for (long at = 0; at < work->vocabulary; at += GROUP) {
-    philox(lanes + (uint64_t)(at / 4), noise->position, 0, noise->seed, word);
+  const float inverse = 1.0f / temperature, slack = inverse * 0x1p-20f;
+  float room[GROUP], most = -INFINITY;
+  long found = largest(x, 1.0f, count), first = found / GROUP * GROUP;
+  if (!(x[found] > -INFINITY)) return 0;
+  best_of_group(group_at(x, first, count, room), first, temperature, noise, &most, &found);
+  for (first = 0; first < count; first += GROUP) {
+    const float *values = group_at(x, first, count, room);
+    words word[4];
+    __builtin_prefetch(x + count + first), __builtin_prefetch(x + count + first + LANES); /* the next row */
+    philox(lanes + (uint64_t)(first / 4), noise->position, 0, &noise->keys, word);
     words even = word[0] | word[1] << 32, odd = word[2] | word[3] << 32;
-    u16 low = (u16)SHUFFLE_WORDS(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
-    u16 high = (u16)SHUFFLE_WORDS(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
-    i16 possible = (load_float(row + at) - least_log(low) >= most) |
-                   (load_float(row + at + LANES) - least_log(high) >= most);
-    if (any_of(possible)) best_of_group(row, at, word, &most, &found);
+    v16 low = load_float(values), high = load_float(values + LANES);
+    low = low * inverse + magnitude(low) * slack;
+    high = high * inverse + magnitude(high) * slack;
+    i16 possible = (low - least_log((u16)SHUFFLE_WORDS(even, odd, 0, 8, 1, 9, 2, 10, 3, 11)) >= most) |
+                   (high - least_log((u16)SHUFFLE_WORDS(even, odd, 4, 12, 5, 13, 6, 14, 7, 15)) >= most);
+    if (any_of(possible)) best_of_group(values, first, temperature, noise, &most, &found);
   }
-  return found;
+  return most > -INFINITY ? found : 0;
 }
 
 /* The smallest value t such that what is larger weighs less than `target`; `above` is what that weighs.
@@ -232,7 +256,9 @@ static long keep_top_p(const scratch *work, long count, float most, int64_t targ
   }
   long left = 0;
   int64_t above;
+  double lightest = smallest * sum * (1.0 - 0x1p-40); /* spares most divisions */
   for (long index = 0; index < count; index++) {
+    if (work->weights[index] < lightest) continue;
     double share = work->weights[index] / sum;
     if (share < smallest) continue;
     int32_t id = work->ids[left] = work->ids[index];
@@ -297,7 +323,7 @@ static void add_noise(const int32_t *ids, long count, const source *noise, float
   for (int j = 0; j < 4; j++) {
     words id = {0};
     for (int lane = 0; lane < EIGHT; lane++) id[lane] = (uint64_t)ids[EIGHT * j + lane < count ? EIGHT * j + lane : 0];
-    philox(id >> 2, noise->position, 0, noise->seed, word);
+    philox(id >> 2, noise->position, 0, &noise->keys, word);
     words in = id & 3;
     chosen[j] = (word[0] & (words)(in == 0)) | (word[1] & (words)(in == 1)) | (word[2] & (words)(in == 2)) |
                 (word[3] & (words)(in == 3));
@@ -330,10 +356,10 @@ static long choose(const scratch *work, const int64_t *whole, const double *real
   float temperature = (float)real[TEMPERATURE];
   int truncates = !isnan(real[LOG_MIN_P]) || whole[TOP_K] || whole[TOP_P];
   int penalises = real[REPETITION] != 1.0 || real[FREQUENCY] != 0.0 || real[PRESENCE] != 0.0;
-  if (!truncates && !penalises && !processed) return best(work, logits, noise, temperature);
+  if (!truncates && !penalises && !processed) return best(logits, noise, temperature, work->vocabulary);
   copy(work, logits);
   if (penalises) penalise(work, whole, real, path, length);
-  if (!truncates && !processed) return best(work, work->row, noise, temperature);
+  if (!truncates && !processed) return best(work->row, noise, temperature, work->vocabulary);
   float most = divide(work, temperature), least = -INFINITY;
   long k = whole[TOP_K];
   if (!isnan(real[LOG_MIN_P])) least = most + (float)real[LOG_MIN_P];
@@ -349,23 +375,20 @@ static long choose(const scratch *work, const int64_t *whole, const double *real
 
 static int prepare(scratch *work, long vocabulary) {
   long padded = (vocabulary + LANES - 1) / LANES * LANES;
-  *work = (scratch){vocabulary, padded, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+  *work = (scratch){vocabulary, padded, NULL, NULL, NULL, NULL, NULL, NULL};
   work->row = malloc(sizeof(float) * (size_t)padded);
-  work->quotients = malloc(sizeof(float) * (size_t)(padded + GROUP));
   work->times = malloc(sizeof(int32_t) * (size_t)padded);
   work->ids = malloc(sizeof(int32_t) * (size_t)(padded + LANES));
   work->weights = malloc(sizeof(double) * (size_t)(padded + EIGHT));
   work->units = malloc(sizeof(int64_t) * (size_t)padded);
   work->sorted = malloc(sizeof(weighted) * (size_t)(padded + LANES));
-  if (!work->row || !work->quotients || !work->times || !work->ids) return 0;
-  if (!work->weights || !work->units || !work->sorted) return 0;
+  if (!work->row || !work->times || !work->ids || !work->weights || !work->units || !work->sorted) return 0;
   for (long token = 0; token < padded; token++) work->times[token] = -1;
-  for (long token = padded; token < padded + GROUP; token++) work->quotients[token] = -INFINITY;
   return 1;
 }
 
 static void release(scratch *work) {
-  free(work->row), free(work->quotients), free(work->times), free(work->ids);
+  free(work->row), free(work->times), free(work->ids);
   free(work->weights), free(work->units), free(work->sorted);
 }
 
@@ -382,9 +405,10 @@ int ssd_choose(const int64_t *wholes, const double *reals, long requests, long v
     for (long request = 0; request < requests; request++) {
       const int64_t *whole = wholes + request * WHOLES;
       const double *real = reals + request * REALS;
+      schedule keys = schedule_of((uint64_t)whole[SEED]);
       for (long index = 0; index < whole[ROWS] && !failed; index++) {
         long row = whole[FIRST] + index, start = path_ends[row];
-        source noise = {(int)whole[DRAWN], (uint64_t)whole[SEED], (uint32_t)(whole[POSITION] + depths[row])};
+        source noise = {(int)whole[DRAWN], (uint32_t)(whole[POSITION] + depths[row]), keys};
         float *processed = (float *)whole[PROCESSED];
         choices[row] = choose(&work, whole, real, (const float *)whole[LOGITS] + index * vocabulary, &noise,
                               paths + start, path_ends[row + 1] - start,

@@ -172,3 +172,28 @@ def test_a_tree_is_its_rows(native: NativeLibrary) -> None:
     assert [row.position for row in single] == [9, 10, 11, 10]
     assert [row.generated for row in single] == [2, 3, 4, 3]
     assert single[0] == tree._replace(tokens=(), parents=(), depths=())
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.8, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize("kind", ["flat", "equal", "steep", "huge", "one infinite", "masked"])
+def test_no_token_that_could_win_is_passed_over(native: NativeLibrary, temperature: float, kind: str) -> None:
+    """The kernel takes logarithms only where the words say that they could matter: 200 rows of each kind."""
+    number, vocabulary = 200, 1003
+    logits = torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(9))
+    if kind == "equal":
+        logits = torch.zeros_like(logits)
+    elif kind == "steep":
+        logits *= 12
+    elif kind == "huge":
+        logits = (logits * 8).round() * 1e30
+    elif kind == "one infinite":
+        logits[:, 777] = torch.inf
+    elif kind == "masked":
+        logits[:, 3:] = -torch.inf
+    parameters = SamplingParameters(temperature=temperature)
+    asked = [SamplingRows(parameters, 2**63 + 5, position) for position in range(number)]
+    noise = NoiseRows(vocabulary, number, native=native)
+    expected = sample(logits, asked, noise).choices
+    assert sample(logits, asked, noise, NativeChoice(native)).choices == expected
+    if kind in ("flat", "equal"):
+        assert len(set(expected)) > 1
