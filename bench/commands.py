@@ -103,18 +103,26 @@ def _run_lossless(args: argparse.Namespace) -> int:
 
 
 def _add_packed(commands: Commands) -> None:
-    parser = commands.add_parser("packed", help="few-row products: weight reads a second, packed and dense")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
-    parser.add_argument("--threads", type=int, default=1)
+    parser = commands.add_parser("packed", help="few-row products: weight reads a second of each kernel")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("fp32", "bf16", "fp16", "int8"), default=["bf16", "int8"]
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--matrices", type=int, default=64, help="how many; no cache may hold them (64)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.set_defaults(run=_run_packed)
 
 
 def _run_packed(args: argparse.Namespace) -> int:
-    from ssd_serve.bench.packed import measure, table
+    os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
+    from ssd_serve.bench.packed import Plan, measure, table
+    from ssd_serve.kernels.native.library import native_library
+    from ssd_serve.settings import Settings
 
-    result = measure(dtype=args.dtype, threads=args.threads, repeats=args.repeats)
+    plan = Plan(args.dtype, args.threads, args.rows, matrices=args.matrices, repeats=args.repeats)
+    result = measure(plan, native_library(Settings()))
     print(table(result))
     if args.json is not None:
         _write(result, args.json)

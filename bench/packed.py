@@ -1,91 +1,127 @@
-"""Weight reads a second of few-row products: packed by oneDNN against torch's own `linear`.
+"""Weight reads a second of few-row products: by the compiled kernels, by oneDNN, by torch's own `linear`.
 
-Streams a set of matrices that no cache holds through both, interleaved, on one thread unless told otherwise.
-Run it alone on the machine: whatever else reads memory is measured too.
+Streams a set of matrices that no cache holds through each of them, interleaved. Run it alone on the machine:
+whatever else reads memory is measured too.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.errors import UserError
+from ssd_serve.kernels.int8 import Int8Matrix, can_multiply_int8, quantise
+from ssd_serve.kernels.native.int8 import NativeInt8Matrix
+from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.packed import PackedMatrix, can_pack
-from ssd_serve.models.linear import DenseLinear
+from ssd_serve.models.linear import DenseLinear, Linear
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ROWS = (1, 2, 4, 8, 16, 32)
+INT8 = "int8"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, INT8: torch.int8}
 _PAUSE_S = 0.01
 
+Make = Callable[[torch.Tensor], Linear]
 
-def measure(
-    *,
-    dtype: str = "bf16",
-    rows: Sequence[int] = _ROWS,
-    matrices: int = 64,
-    outputs: int = 2816,
-    inputs: int = 1024,
-    repeats: int = 7,
-    threads: int = 1,
-) -> dict[str, object]:
-    """Time one pass over all matrices for each number of rows; medians, bests, GB/s of the medians."""
-    kind = _DTYPES[dtype]
-    if not can_pack(kind):
-        raise UserError(f"this machine cannot pack {dtype} matrices; there is nothing to compare")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured. `outputs` and `inputs` are the shape of each matrix."""
+
+    dtypes: Sequence[str] = ("bf16", INT8)
+    threads: Sequence[int] = (1, 2)
+    rows: Sequence[int] = (1, 4, 8, 16)
+    matrices: int = 64
+    outputs: int = 2816
+    inputs: int = 1024
+    repeats: int = 7
+
+
+def measure(plan: Plan, native: NativeLibrary | None) -> dict[str, object]:
+    """Time one pass over all matrices for each kernel, numbers of threads and rows; medians and bests."""
+    results: list[dict[str, object]] = []
+    for dtype in plan.dtypes:
+        kernels = kernels_of(dtype, native)
+        if not kernels:
+            raise UserError(f"this machine has no {dtype} products of few rows; there is nothing to measure")
         with torch.inference_mode():
-            results = _compare(kind, rows, (matrices, outputs, inputs), repeats)
-    finally:
-        torch.set_num_threads(before)
+            results += _compare(dtype, kernels, plan)
     return {
         "bench": "packed",
-        "dtype": dtype,
-        "matrices": matrices,
-        "shape": [outputs, inputs],
-        "threads": threads,
-        "repeats": repeats,
+        "matrices": plan.matrices,
+        "shape": [plan.outputs, plan.inputs],
+        "repeats": plan.repeats,
         "results": results,
         "hardware": hardware(),
         "versions": versions(),
     }
 
 
-def _compare(
-    dtype: torch.dtype, rows: Sequence[int], shape: tuple[int, int, int], repeats: int
-) -> list[dict[str, object]]:
-    matrices, outputs, inputs = shape
+def kernels_of(dtype: str, native: NativeLibrary | None) -> dict[str, Make]:
+    """The kernels that this machine has for a dtype, by name; each makes a layer of a float32 weight."""
+    if dtype == INT8:
+        found: dict[str, Make] = {}
+        if can_multiply_int8():
+            found["onednn"] = lambda weight: Int8Matrix(quantise(weight))
+        if native is not None and native_multiplies_int8(native):
+            found["compiled"] = lambda weight: NativeInt8Matrix(native, quantise(weight))
+        return found
+    kind = DTYPES[dtype]
+    found = {"torch": lambda weight: DenseLinear(weight.to(kind))}
+    if can_pack(kind):
+        found["onednn"] = lambda weight: PackedMatrix(weight.to(kind))
+    if kind is torch.bfloat16 and native is not None and can_multiply_bf16(native):
+        found["compiled"] = lambda weight: NativeMatrix(native, weight.to(kind))
+    return found
+
+
+def _compare(dtype: str, kernels: dict[str, Make], plan: Plan) -> list[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn((outputs, inputs), generator=generator).to(dtype) for _ in range(matrices)]
-    dense = [DenseLinear(weight) for weight in weights]
-    packed = [PackedMatrix(weight) for weight in weights]
-    size = matrices * outputs * inputs * dtype.itemsize
+    shape = (plan.outputs, plan.inputs)
+    layers: dict[str, list[Linear]] = {name: [] for name in kernels}
+    for _ in range(plan.matrices):
+        weight = torch.randn(shape, generator=generator)
+        for name, make in kernels.items():
+            layers[name].append(make(weight))
+    size = plan.matrices * plan.outputs * plan.inputs * DTYPES[dtype].itemsize
     results: list[dict[str, object]] = []
-    for count in rows:
-        x = torch.randn((count, inputs), generator=generator).to(dtype)
-        equal = all(torch.equal(p(x), d(x)) for p, d in zip(packed[:4], dense[:4], strict=True))
-        times = _interleaved([partial(_pass, packed, x), partial(_pass, dense, x)], repeats)
-        medians = [statistics.median(each) for each in times]
-        results.append(
-            {
-                "rows": count,
-                "packed_ms": round(medians[0] * 1e3, 3),
-                "packed_best_ms": round(min(times[0]) * 1e3, 3),
-                "packed_gb_per_s": round(size / medians[0] / 1e9, 2),
-                "packed_best_gb_per_s": round(size / min(times[0]) / 1e9, 2),
-                "dense_ms": round(medians[1] * 1e3, 3),
-                "dense_gb_per_s": round(size / medians[1] / 1e9, 2),
-                "bit_identical": equal,
-            }
-        )
+    before = torch.get_num_threads()
+    try:
+        for threads in plan.threads:
+            torch.set_num_threads(threads)
+            for rows in plan.rows:
+                x = torch.randn((rows, plan.inputs), generator=generator).to(_rows_dtype(dtype))
+                times = _interleaved([partial(_pass, each, x) for each in layers.values()], plan.repeats)
+                where = {"dtype": dtype, "threads": threads, "rows": rows}
+                results += [
+                    {**where, "kernel": name, **_figures(seconds, size)}
+                    for name, seconds in zip(kernels, times, strict=True)
+                ]
+    finally:
+        torch.set_num_threads(before)
     return results
 
 
-def _pass(layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> None:
+def _rows_dtype(dtype: str) -> torch.dtype:
+    return torch.bfloat16 if dtype == INT8 else DTYPES[dtype]
+
+
+def _figures(seconds: Sequence[float], size: int) -> dict[str, object]:
+    median, best = statistics.median(seconds), min(seconds)
+    return {
+        "ms": round(median * 1e3, 3),
+        "best_ms": round(best * 1e3, 3),
+        "gb_per_s": round(size / median / 1e9, 2),
+        "best_gb_per_s": round(size / best / 1e9, 2),
+    }
+
+
+def _pass(layers: Sequence[Linear], x: torch.Tensor) -> None:
     for layer in layers:
         layer(x)
 
@@ -106,13 +142,13 @@ def _interleaved(passes: Sequence[Callable[[], None]], repeats: int) -> list[lis
 def table(result: dict[str, object]) -> str:
     """The result for people."""
     lines = [
-        f"{result['matrices']} matrices {result['shape']}, {result['dtype']}, {result['threads']} thread(s)",
-        f"{'rows':>5}{'packed ms':>11}{'GB/s':>7}{'dense ms':>10}{'GB/s':>7}  bit-identical",
+        f"{result['matrices']} matrices {result['shape']}: medians",
+        f"{'dtype':>6}{'threads':>9}{'rows':>6}  {'kernel':<10}{'ms':>8}{'GB/s':>8}",
     ]
     rows = result["results"]
     lines += [
-        f"{row['rows']:>5}{row['packed_ms']:>11.2f}{row['packed_gb_per_s']:>7.1f}"
-        f"{row['dense_ms']:>10.2f}{row['dense_gb_per_s']:>7.1f}  {row['bit_identical']}"
+        f"{row['dtype']:>6}{row['threads']:>9}{row['rows']:>6}  {row['kernel']:<10}"
+        f"{row['ms']:>8.2f}{row['gb_per_s']:>8.1f}"
         for row in (rows if isinstance(rows, list) else [])
     ]
     return "\n".join(lines)

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ssd_serve.bench import packed as bench
 from ssd_serve.kernels import packed
 
 
@@ -52,11 +51,3 @@ def test_packing_works_on_x86() -> None:
     if "AVX" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("not an x86 CPU with AVX")
     assert packed.can_pack(torch.float32)
-
-
-def test_bench_reports_both_formats() -> None:
-    if not packed.can_pack(torch.float32):
-        pytest.skip("this machine cannot pack")
-    result = bench.measure(dtype="fp32", rows=(1, 3), matrices=2, outputs=64, inputs=32, repeats=2)
-    assert [row["rows"] for row in result["results"]] == [1, 3]  # type: ignore[attr-defined]
-    assert "fp32, 1 thread" in bench.table(result)
