@@ -56,16 +56,15 @@ typedef struct {
   int32_t *used; /* the numbers of the blocks that any row of the task sees */
 } scratch;
 
-/* keys [head_dim, BLOCK] = the transpose of 16 or 32 rows. */
-static void transpose_block(const float *const *rows, int vectors, long head_dim, float *keys) {
-  for (int v = 0; v < vectors; v++, rows += WIDE, keys += WIDE) {
-    long d = 0;
-#ifdef __AVX512F__
-    for (; d + WIDE <= head_dim; d += WIDE) transpose(rows, d, keys + d * BLOCK);
+/* keys [head_dim, BLOCK], the first `columns` of it, = the transpose of so many rows, a multiple of 16. */
+static void transpose_block(const float *const *rows, long columns, long head_dim, float *keys) {
+  long d = 0;
+#ifdef SQUARE
+  for (; d + SQUARE <= head_dim; d += SQUARE)
+    for (long i = 0; i < columns; i += SQUARE) transpose(rows + i, d, keys + d * BLOCK + i);
 #endif
-    for (; d < head_dim; d++)
-      for (int i = 0; i < WIDE; i++) keys[d * BLOCK + i] = rows[i][d];
-  }
+  for (; d < head_dim; d++)
+    for (long i = 0; i < columns; i++) keys[d * BLOCK + i] = rows[i][d];
 }
 
 /* Where a block's keys or values lie. Returns their number. Those beyond it point to `missing`. */
@@ -81,7 +80,7 @@ static int block_rows(const task *t, long number, const float *heads, const floa
 
 /* What to ask for of block `number` while tiles of at most `tile` queries are at work. */
 static ahead ahead_of(const task *t, long number, const float *heads, long tile) {
-  ahead next = {.left = parts_of(t->b->head_dim, WIDE)};
+  ahead next = {.left = parts_of(t->b->head_dim, LINE)};
   next.lines = parts_of(next.left, parts_of(t->stacked, tile));
   block_rows(t, number, heads, heads, next.rows);
   return next;
@@ -119,16 +118,20 @@ static void pack_queries(const task *t, float *packed) {
 }
 
 /* Scores that a row does not see become -infinity; remember each query's greatest. */
-static void mask_scores(const task *t, const uint32_t *bits, int vectors, float *scores, float *greatest) {
-  const words lanes = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+static void mask_scores(const task *t, const uint32_t *bits, long vectors, float *scores, float *greatest) {
+  static const uint32_t powers[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  const uint32_t all = UINT32_MAX >> (32 - WIDE);
+  words lanes;
+  memcpy(&lanes, powers, sizeof lanes);
   for (long row = 0; row < t->rows; row++)
     for (long head = 0; head < t->group; head++, scores += BLOCK, greatest += WIDE) {
       floats most = load(greatest);
       for (int v = 0; v < vectors; v++) {
         floats found = load(scores + v * WIDE);
-        uint32_t half = bits[row] >> v * WIDE & 0xffff;
-        if (half != 0xffff) {
-          masks where = (lanes & half) != 0;
+        uint32_t some = bits[row] >> v * WIDE & all;
+        if (some != all) {
+          masks where = (lanes & some) != 0;
           found = choose(where, found, splat(-INFINITY));
           store(scores + v * WIDE, found);
         }
@@ -147,24 +150,24 @@ static long score_blocks(const task *t, scratch *s) {
     uint32_t any = 0;
     for (long row = 0; row < t->rows; row++) any |= bits[row] = seen(t, t->row + row, number);
     if (!any) continue;
-    int vectors = block_rows(t, number, t->keys, s->zeros, rows) > WIDE ? 2 : 1;
-    transpose_block(rows, vectors, head_dim, s->keys);
+    long columns = block_rows(t, number, t->keys, s->zeros, rows) > BLOCK / 2 ? BLOCK : BLOCK / 2;
+    transpose_block(rows, columns, head_dim, s->keys);
     float *scores = s->scores + used * t->stacked * BLOCK;
     ahead next = ahead_of(t, smaller(number + 1, t->blocks - 1), t->keys, SCORE_QUERIES);
     for (long first = 0, tile; first < t->stacked; first += tile) {
       tile = part(t->stacked - first, SCORE_QUERIES);
       const float *queries = s->queries + first * head_dim;
-      score_tile(tile, vectors, queries, s->keys, head_dim, scores + first * BLOCK, &next);
+      score_tile(tile, columns / WIDE, queries, s->keys, head_dim, scores + first * BLOCK, &next);
       advance(&next);
     }
-    mask_scores(t, bits, vectors, scores, s->greatest);
+    mask_scores(t, bits, columns / WIDE, scores, s->greatest);
     s->used[used++] = (int32_t)number;
   }
   return used;
 }
 
 /* Turn one block's scores into weights, and add them to each query's sum. */
-static void weigh(const task *t, int vectors, const float *greatest, float *scores, float *sums) {
+static void weigh(const task *t, long vectors, const float *greatest, float *scores, float *sums) {
   for (long q = 0; q < t->stacked; q++, scores += BLOCK, sums += WIDE) {
     doubles sum;
     memcpy(&sum, sums, sizeof sum);
@@ -200,9 +203,9 @@ static void mix_block(const task *t, scratch *s, const float *scores, const floa
 static void write_out(const task *t, const scratch *s, float *out, long width) {
   long head_dim = t->b->head_dim;
   for (long q = 0; q < t->stacked; q++) {
-    double parts[8], sum = 0;
+    double parts[WIDE / 2], sum = 0;
     memcpy(parts, s->sums + q * WIDE, sizeof parts);
-    for (int i = 0; i < 8; i++) sum += parts[i];
+    for (int i = 0; i < WIDE / 2; i++) sum += parts[i];
     float divisor = sum > 0 ? (float)sum : 1.0f; /* a row that sees nothing gets zeros */
     float *to = out + ((t->row + q / t->group) * t->b->heads + q % t->group) * head_dim;
     for (long d = 0; d < head_dim; d++) to[d] = s->out[q * width + d] / divisor;
@@ -227,7 +230,7 @@ static void run_task(const task *t, scratch *s, float *out) {
   for (long i = 0; i < used; i++) {
     float *scores = s->scores + i * t->stacked * BLOCK;
     int count = block_rows(t, s->used[i], t->values, s->zeros, rows);
-    weigh(t, count > WIDE ? 2 : 1, s->greatest, scores, s->sums);
+    weigh(t, (count > BLOCK / 2 ? BLOCK : BLOCK / 2) / WIDE, s->greatest, scores, s->sums);
     ahead next = ahead_of(t, s->used[smaller(i + 1, used - 1)], t->values, MIX_QUERIES);
     mix_block(t, s, scores, rows, count, width, &next);
   }

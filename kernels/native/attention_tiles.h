@@ -1,7 +1,7 @@
 /* Tiles of attention: scores and weighted sums of a few queries over one block of the context, in registers.
  *
- * Vectors of 16 floats are the compiler's own, so that any processor is served; with AVX-512 a few operations are
- * spelled out. A query's numbers are computed in the same order whatever tile it is in.
+ * Vectors are the compiler's own, as wide as the processor's, so that any processor is served; with AVX-512 a few
+ * operations are spelled out. A query's numbers are computed in the same order whatever tile it is in.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -9,26 +9,32 @@
 
 #ifdef __AVX512F__
 #include <immintrin.h>
-#define SCORE_VECTORS 2 /* registers: 24 sums, 2 of keys, 1 of queries */
-#define SCORE_QUERIES 12
-#define MIX_VECTORS 4 /* 24 sums, 4 of values, 1 of weights */
-#define MIX_QUERIES 6
+#define BYTES 64          /* of a vector */
+#define SCORE_QUERIES 12  /* registers: 24 sums, 2 of keys, 1 of queries */
+#define MIX_VECTORS 4
+#define MIX_QUERIES 6 /* 24 sums, 4 of values, 1 of weights */
 #else
-#define SCORE_VECTORS 1
-#define SCORE_QUERIES 4
-#define MIX_VECTORS 1
-#define MIX_QUERIES 4
+#ifdef __AVX__
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#define SCORE_QUERIES 6 /* 16 registers */
+#define MIX_VECTORS 2
+#define MIX_QUERIES 6
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define WIDE 16
+#define WIDE (BYTES / 4) /* floats of a vector */
+#define SCORE_VECTORS 2
 #define BLOCK 32 /* entries of the context that are scored together: half a word of ancestry */
+#define LINE 16  /* floats of a cache line */
 
-typedef float floats __attribute__((vector_size(64)));
-typedef float half_floats __attribute__((vector_size(32)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef int32_t masks __attribute__((vector_size(64)));
-typedef double doubles __attribute__((vector_size(64)));
+typedef float floats __attribute__((vector_size(BYTES)));
+typedef float half_floats __attribute__((vector_size(BYTES / 2)));
+typedef uint32_t words __attribute__((vector_size(BYTES)));
+typedef int32_t masks __attribute__((vector_size(BYTES)));
+typedef double doubles __attribute__((vector_size(BYTES)));
 
 INLINE floats load(const float *from) {
   floats value;
@@ -38,7 +44,7 @@ INLINE floats load(const float *from) {
 
 INLINE void store(float *to, floats value) { memcpy(to, &value, sizeof value); }
 
-INLINE floats splat(float x) { return (floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE floats splat(float x) { return x - (floats){0}; }
 
 #ifdef __AVX512F__
 INLINE floats choose(masks where, floats yes, floats no) {
@@ -91,7 +97,7 @@ INLINE floats exponential(floats x) {
   return zero_below(x, -87.0f, y * (floats)power);
 }
 
-/* Add 16 weights of at most 1 to 8 sums. Each is rounded to a multiple of 2^-36 first, so that sums up to 2^17
+/* Add weights of at most 1 to half as many sums. Each is rounded to a multiple of 2^-36 first, so that sums up to 2^17
  * are exact and hence the same in any order. */
 INLINE doubles accumulate(doubles sum, floats weights) {
   const double shift = 98304.0; /* 1.5 * 2^16 */
@@ -129,11 +135,11 @@ typedef struct {
 
 INLINE void fetch(const ahead *next, long row) {
   for (long line = 0; line < next->lines; line++)
-    __builtin_prefetch(next->rows[row] + next->offset + line * WIDE);
+    __builtin_prefetch(next->rows[row] + next->offset + line * LINE);
 }
 
 static void advance(ahead *next) {
-  next->offset += next->lines * WIDE;
+  next->offset += next->lines * LINE;
   next->left -= next->lines;
   next->lines = smaller(next->lines, next->left);
 }
@@ -193,16 +199,21 @@ INLINE void mix(const int Q, const int V, const float *weights, const float *con
     for (int v = 0; v < V; v++) store(out + q * stride + v * WIDE, sums[q][v]);
 }
 
-static void score_tile(long tile, int vectors, const float *queries, const float *keys, long head_dim,
+/* The scores of a tile of queries and of the first `vectors` vectors of entries. */
+static void score_tile(long tile, long vectors, const float *queries, const float *keys, long head_dim,
                        float *scores, const ahead *next) {
-  if (SCORE_VECTORS > 1 && vectors > 1) {
-    SWITCH(tile, score, SCORE_VECTORS, queries, keys, head_dim, scores, next)
-    return;
+  static const ahead none = {.lines = 0};
+  for (; vectors > 0; vectors -= SCORE_VECTORS, next = &none) {
+    if (vectors >= SCORE_VECTORS)
+      SWITCH(tile, score, SCORE_VECTORS, queries, keys, head_dim, scores, next)
+    else
+      SWITCH(tile, score, 1, queries, keys, head_dim, scores, next)
+    keys += SCORE_VECTORS * WIDE;
+    scores += SCORE_VECTORS * WIDE;
   }
-  for (int v = 0; v < vectors; v++)
-    SWITCH(tile, score, 1, queries, keys + v * WIDE, head_dim, scores + v * WIDE, next)
 }
 
+/* The weighted values of a tile of queries: `numbers` numbers of each, a multiple of the vector's. */
 static void mix_tile(long tile, const float *weights, const float *const *values, long count, float *out,
                      long numbers, long stride, const ahead *next) {
   long d = 0;
@@ -211,8 +222,9 @@ static void mix_tile(long tile, const float *weights, const float *const *values
   for (; d < numbers; d += WIDE) SWITCH(tile, mix, 1, weights, values, d, count, out + d, stride, next)
 }
 
-#ifdef __AVX512F__
-/* out [16, BLOCK], 16 columns of it, = the transpose of 16 rows of 16 numbers. */
+#if defined __AVX512F__
+#define SQUARE 16
+/* SQUARE columns of out [SQUARE, BLOCK] = the transpose of SQUARE rows of as many numbers. */
 INLINE void transpose(const float *const *rows, long offset, float *out) {
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++) {
@@ -235,4 +247,21 @@ INLINE void transpose(const float *const *rows, long offset, float *out) {
     _mm512_storeu_pd((double *)(out + (4 * c + 3) * BLOCK), _mm512_unpackhi_pd(high01, high23));
   }
 }
+#elif defined __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define SQUARE 4
+INLINE void transpose(const float *const *rows, long offset, float *out) {
+  typedef float four __attribute__((vector_size(16)));
+  four line[4];
+  for (int r = 0; r < 4; r++) memcpy(&line[r], rows[r] + offset, sizeof line[r]);
+  four low01 = __builtin_shufflevector(line[0], line[1], 0, 4, 1, 5);
+  four high01 = __builtin_shufflevector(line[0], line[1], 2, 6, 3, 7);
+  four low23 = __builtin_shufflevector(line[2], line[3], 0, 4, 1, 5);
+  four high23 = __builtin_shufflevector(line[2], line[3], 2, 6, 3, 7);
+  four turned[4] = {
+      __builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
+      __builtin_shufflevector(high01, high23, 0, 1, 4, 5), __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
+  for (int d = 0; d < 4; d++) memcpy(out + d * BLOCK, &turned[d], sizeof turned[d]);
+}
+#endif
 #endif
