@@ -14,6 +14,7 @@
 #define MOST_MAXIMA 4 /* for each token that stays: few candidates, and few maxima to select from */
 #define UNITS 0x1p50
 #define CHAINS 4
+#define TOGETHER 8
 
 /* One request's rows: `whole` numbers and `real` ones, as laid out in choosing.py. */
 enum { ROWS, FIRST, LOGITS, PROCESSED, TOKENS, COUNTS, KNOWN, TOP_K, TOP_P, DRAWN, SEED, POSITION, WHOLES };
@@ -116,33 +117,46 @@ static void best_of_group(const float *x, long first, float temperature, const s
       *most = scores[index], *found = first + index;
 }
 
-/* The lowest id of the largest x / temperature - log E; 0 where nothing is above -inf.
+/* For each row the lowest id of the largest x / temperature - log E; 0 where nothing is above -inf. The rows, at most
+ * TOGETHER, share their noise.
  *
  * The search starts with the score of the largest x. Elsewhere quotients are bounded by products with 1 / temperature
  * and a little more: division would take longer.
  */
-static long best(const float *x, const source *noise, float temperature, long count) {
-  if (!noise->drawn) return largest(x, temperature, count);
+static void best_with_noise(const float *const *x, long rows, const source *noise, float temperature, long count,
+                            long *found) {
   const words lanes = {0, 1, 2, 3, 4, 5, 6, 7};
   const float inverse = 1.0f / temperature, slack = inverse * 0x1p-20f;
-  float room[GROUP], most = -INFINITY;
-  long found = largest(x, 1.0f, count), first = found / GROUP * GROUP;
-  if (!(x[found] > -INFINITY)) return 0;
-  best_of_group(group_at(x, first, count, room), first, temperature, noise, &most, &found);
-  for (first = 0; first < count; first += GROUP) {
-    const float *values = group_at(x, first, count, room);
+  float room[GROUP], most[TOGETHER];
+  for (long row = 0; row < rows; row++) {
+    long first = (found[row] = largest(x[row], 1.0f, count)) / GROUP * GROUP;
+    most[row] = -INFINITY;
+    best_of_group(group_at(x[row], first, count, room), first, temperature, noise, &most[row], &found[row]);
+  }
+  for (long first = 0; first < count; first += GROUP) {
     words word[4];
-    __builtin_prefetch(x + count + first), __builtin_prefetch(x + count + first + LANES); /* the next row */
     philox(lanes + (uint64_t)(first / 4), noise->position, 0, &noise->keys, word);
     words even = word[0] | word[1] << 32, odd = word[2] | word[3] << 32;
-    v16 low = load_float(values), high = load_float(values + LANES);
-    low = low * inverse + magnitude(low) * slack;
-    high = high * inverse + magnitude(high) * slack;
-    i16 possible = (low - least_log((u16)SHUFFLE_WORDS(even, odd, 0, 8, 1, 9, 2, 10, 3, 11)) >= most) |
-                   (high - least_log((u16)SHUFFLE_WORDS(even, odd, 4, 12, 5, 13, 6, 14, 7, 15)) >= most);
-    if (any_of(possible)) best_of_group(values, first, temperature, noise, &most, &found);
+    v16 least_low = least_log((u16)SHUFFLE_WORDS(even, odd, 0, 8, 1, 9, 2, 10, 3, 11));
+    v16 least_high = least_log((u16)SHUFFLE_WORDS(even, odd, 4, 12, 5, 13, 6, 14, 7, 15));
+    for (long row = 0; row < rows; row++) {
+      const float *values = group_at(x[row], first, count, room);
+      v16 low = load_float(values), high = load_float(values + LANES);
+      low = low * inverse + magnitude(low) * slack - least_low;
+      high = high * inverse + magnitude(high) * slack - least_high;
+      if (any_of((low >= most[row]) | (high >= most[row])))
+        best_of_group(values, first, temperature, noise, &most[row], &found[row]);
+    }
   }
-  return most > -INFINITY ? found : 0;
+  for (long row = 0; row < rows; row++)
+    if (!(most[row] > -INFINITY)) found[row] = 0;
+}
+
+static long best(const float *x, const source *noise, float temperature, long count) {
+  long found;
+  if (!noise->drawn) return largest(x, temperature, count);
+  best_with_noise(&x, 1, noise, temperature, count, &found);
+  return found;
 }
 
 /* The smallest value t such that what is larger weighs less than `target`; `above` is what that weighs.
@@ -351,14 +365,20 @@ static long best_candidate(const scratch *work, long count, const source *noise,
   return found;
 }
 
+static int truncated(const int64_t *whole, const double *real) {
+  return !isnan(real[LOG_MIN_P]) || whole[TOP_K] || whole[TOP_P];
+}
+
+static int penalised(const double *real) {
+  return real[REPETITION] != 1.0 || real[FREQUENCY] != 0.0 || real[PRESENCE] != 0.0;
+}
+
 static long choose(const scratch *work, const int64_t *whole, const double *real, const float *logits,
                    const source *noise, const int64_t *path, long length, float *processed) {
   float temperature = (float)real[TEMPERATURE];
-  int truncates = !isnan(real[LOG_MIN_P]) || whole[TOP_K] || whole[TOP_P];
-  int penalises = real[REPETITION] != 1.0 || real[FREQUENCY] != 0.0 || real[PRESENCE] != 0.0;
-  if (!truncates && !penalises && !processed) return best(logits, noise, temperature, work->vocabulary);
+  int truncates = truncated(whole, real);
   copy(work, logits);
-  if (penalises) penalise(work, whole, real, path, length);
+  if (penalised(real)) penalise(work, whole, real, path, length);
   if (!truncates && !processed) return best(work->row, noise, temperature, work->vocabulary);
   float most = divide(work, temperature), least = -INFINITY;
   long k = whole[TOP_K];
@@ -371,6 +391,28 @@ static long choose(const scratch *work, const int64_t *whole, const double *real
   if (k) count = keep_top_k(work, count, k);
   if (whole[TOP_P]) count = isfinite(most) ? keep_top_p(work, count, most, whole[TOP_P], real[SMALLEST]) : 0;
   return best_candidate(work, count, noise, processed);
+}
+
+/* Rows of which only the temperature is asked: those at one position together, for they share their noise. */
+static void choose_plain(const int64_t *whole, const double *real, long vocabulary, const int64_t *depths,
+                         source *noise, int64_t *choices) {
+  const float *logits = (const float *)whole[LOGITS], *rows[TOGETHER];
+  long where[TOGETHER], found[TOGETHER];
+  float temperature = (float)real[TEMPERATURE];
+  for (long index = 0; index < whole[ROWS]; index++) choices[index] = -1;
+  for (long index = 0; index < whole[ROWS]; index++) {
+    if (choices[index] >= 0) continue;
+    long count = 0;
+    for (long other = index; other < whole[ROWS] && count < TOGETHER; other++)
+      if (choices[other] < 0 && depths[other] == depths[index])
+        where[count] = other, rows[count++] = logits + other * vocabulary;
+    noise->position = (uint32_t)(whole[POSITION] + depths[index]);
+    if (noise->drawn)
+      best_with_noise(rows, count, noise, temperature, vocabulary, found);
+    else
+      for (long row = 0; row < count; row++) found[row] = largest(rows[row], temperature, vocabulary);
+    for (long row = 0; row < count; row++) choices[where[row]] = found[row];
+  }
 }
 
 static int prepare(scratch *work, long vocabulary) {
@@ -405,14 +447,19 @@ int ssd_choose(const int64_t *wholes, const double *reals, long requests, long v
     for (long request = 0; request < requests; request++) {
       const int64_t *whole = wholes + request * WHOLES;
       const double *real = reals + request * REALS;
-      schedule keys = schedule_of((uint64_t)whole[SEED]);
+      long first = whole[FIRST];
+      source noise = {(int)whole[DRAWN], 0, schedule_of((uint64_t)whole[SEED])};
+      if (!truncated(whole, real) && !penalised(real) && !whole[PROCESSED]) {
+        choose_plain(whole, real, vocabulary, depths + first, &noise, choices + first);
+        continue;
+      }
       for (long index = 0; index < whole[ROWS] && !failed; index++) {
-        long row = whole[FIRST] + index, start = path_ends[row];
-        source noise = {(int)whole[DRAWN], (uint32_t)(whole[POSITION] + depths[row]), keys};
-        float *processed = (float *)whole[PROCESSED];
-        choices[row] = choose(&work, whole, real, (const float *)whole[LOGITS] + index * vocabulary, &noise,
-                              paths + start, path_ends[row + 1] - start,
-                              processed ? processed + index * vocabulary : NULL);
+        const float *logits = (const float *)whole[LOGITS] + index * vocabulary;
+        float *processed = whole[PROCESSED] ? (float *)whole[PROCESSED] + index * vocabulary : NULL;
+        const int64_t *ends = path_ends + first + index;
+        noise.position = (uint32_t)(whole[POSITION] + depths[first + index]);
+        choices[first + index] =
+            choose(&work, whole, real, logits, &noise, paths + ends[0], ends[1] - ends[0], processed);
       }
     }
     release(&work);

@@ -174,6 +174,24 @@ def test_a_tree_is_its_rows(native: NativeLibrary) -> None:
     assert single[0] == tree._replace(tokens=(), parents=(), depths=())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_many_nodes_at_one_position_share_their_noise(native: NativeLibrary, temperature: float) -> None:
+    depths = [1] * 20 + [2] * 3
+    tree = SamplingRows(
+        SamplingParameters(temperature=temperature),
+        3,
+        11,
+        tokens=[5] * 23,
+        parents=[-1] * 20 + [4] * 3,
+        depths=depths,
+    )
+    logits = torch.randn(24, 500, generator=torch.Generator().manual_seed(2))
+    noise = NoiseRows(500, 64, native=native)
+    expected = sample(logits, [tree], noise).choices
+    assert sample(logits, [tree], noise, NativeChoice(native)).choices == expected
+    assert len(set(expected[1:21])) > 1
+
+
 @pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.8, 1.0, 30.0, 1e6])
 @pytest.mark.parametrize("kind", ["flat", "equal", "steep", "huge", "one infinite", "masked"])
 def test_no_token_that_could_win_is_passed_over(native: NativeLibrary, temperature: float, kind: str) -> None:
