@@ -11,7 +11,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define MOST_MAXIMA 4 /* for each token that stays: few candidates, and few maxima to select from */
+#define MOST_MAXIMA 2 /* for each token that stays */
 #define UNITS 0x1p50
 #define CHAINS 4
 #define TOGETHER 8
@@ -219,16 +219,21 @@ static float bound(const scratch *work, long k) {
 static long candidates(const scratch *work, float least) {
   long count = 0;
   const v16 impossible = (v16){} - INFINITY;
+  const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (long at = 0; at < work->padded; at += LANES) {
     v16 v = load_float(work->row + at);
     i16 stay = (v >= least) & (v > impossible);
-    int64_t any[8];
-    memcpy(any, &stay, sizeof any);
-    if (!(any[0] | any[1] | any[2] | any[3] | any[4] | any[5] | any[6] | any[7])) continue;
+    if (!any_of(stay)) continue;
+#ifdef __AVX512F__
+    __mmask16 mask = _mm512_test_epi32_mask((__m512i)stay, (__m512i)stay);
+    _mm512_storeu_si512(work->ids + count, _mm512_maskz_compress_epi32(mask, (__m512i)(lanes + (int32_t)at)));
+    count += __builtin_popcount(mask);
+#else
     for (int lane = 0; lane < LANES; lane++) {
-      work->ids[count] = (int32_t)(at + lane);
+      work->ids[count] = (int32_t)at + lanes[lane];
       count -= stay[lane];
     }
+#endif
   }
   return count;
 }
@@ -257,17 +262,20 @@ static long keep_top_k(const scratch *work, long count, long k) {
 }
 
 static long keep_top_p(const scratch *work, long count, float most, int64_t target, double smallest) {
-  double sum = 0.0;
+  doubles total = {0};
   for (long index = 0; index < count; index += EIGHT) {
-    doubles x = {0};
-    for (int lane = 0; lane < EIGHT; lane++) {
-      long from = index + lane < count ? index + lane : index;
-      x[lane] = (double)work->row[work->ids[from]] - most;
-    }
-    x = exponential(x);
-    memcpy(work->weights + index, &x, sizeof x);
-    for (int lane = 0; lane < EIGHT && index + lane < count; lane++) sum += x[lane];
+    floats values;
+    float gathered[EIGHT];
+    long here = count - index < EIGHT ? count - index : EIGHT;
+    for (int lane = 0; lane < EIGHT; lane++) gathered[lane] = -INFINITY;
+    for (int lane = 0; lane < here; lane++) gathered[lane] = work->row[work->ids[index + lane]];
+    memcpy(&values, gathered, sizeof values);
+    doubles weights = exponential(__builtin_convertvector(values, doubles) - (double)most);
+    memcpy(work->weights + index, &weights, sizeof weights);
+    total += weights;
   }
+  double sum = 0.0;
+  for (int lane = 0; lane < EIGHT; lane++) sum += total[lane];
   long left = 0;
   int64_t above;
   double lightest = smallest * sum * (1.0 - 0x1p-40); /* spares most divisions */
