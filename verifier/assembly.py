@@ -4,8 +4,9 @@ Knows the parts; it opens no sockets and runs no round.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
@@ -32,8 +33,8 @@ from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
-from ssd_serve.verifier.measuring import remembered_cost
-from ssd_serve.verifier.remembering import TimingFiles
+from ssd_serve.verifier.measuring import identity, remembered_cost
+from ssd_serve.verifier.remembering import GainFile, TimingFiles
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
@@ -52,6 +53,13 @@ class Assembled:
     step_s: float
     emulated: EmulatedModel | None
     inline: InlineChannel | None
+    layouts: GainFile
+
+    def remember(self) -> None:
+        """Keep for the next start what each layout gave."""
+        gains = self.engine.decider.layout_gains()
+        if gains:
+            self.layouts.write(gains)
 
 
 def assemble_verifier(
@@ -80,9 +88,10 @@ def assemble_verifier(
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
-    governing = _governing(
-        settings, model, TimingFiles(settings.cache_dir.expanduser(), log or get_logger("verifier"))
-    )
+    folder, log = settings.cache_dir.expanduser(), log or get_logger("verifier")
+    governing = _governing(settings, model, TimingFiles(folder, log))
+    layouts = _gain_file(settings, model, folder, log)
+    governing.governor.recall(_by_layout(layouts.read()))
     cost = next(iter(governing.costs.values()))
     step_s = cost.seconds(1)
     hello = _hello(model.facts, Tokenizer(path))
@@ -93,7 +102,22 @@ def assemble_verifier(
     inline = _inline(settings, hello, say) if Layout.INLINE in governing.policies else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
-    return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline)
+    return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline, layouts)
+
+
+def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:
+    """Where it is remembered what each layout gives with this pair on these devices."""
+    draft = (settings.draft_model, settings.draft_device, settings.target_device_alone)
+    device = settings.target_device or "cpu"
+    return GainFile(folder, {**identity(model, device), "draft": draft, "mode": settings.mode.value}, log)
+
+
+def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[Layout, float]]:
+    known = {layout.value: layout for layout in Layout}
+    return {
+        requests: {known[name]: gain for name, gain in each.items() if name in known}
+        for requests, each in gains.items()
+    }
 
 
 def _governing(settings: Settings, model: Model, files: TimingFiles) -> Governing:

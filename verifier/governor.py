@@ -6,7 +6,7 @@ clear lead over plain decoding is not disturbed to look at plain decoding, nor s
 Python; knows no drafters and no trees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -21,6 +21,8 @@ _CLEAR_LEAD = 1.3
 _UNDISTURBED = 2048
 """Rounds for which a clear lead over plain decoding is not disturbed to try what may be better still."""
 _FIRST_PATIENCE, _MOST_PATIENCE = 512, 16384
+_RECALLED_S = 0.2
+"""What was remembered weighs as much as this time of live rounds."""
 _MOST_LOST = 10.0
 """A trial ends early when it has cost this many plain rounds."""
 
@@ -87,6 +89,19 @@ class Governor(Generic[Way]):
             1 << (bits - 1): {way: record.gain for way, record in level.records.items()}
             for bits, level in sorted(self._levels.items())
         }
+
+    def recall(self, gains: Mapping[int, Mapping[Way, float]]) -> None:
+        """Start with what an earlier process found (`gains`): the best way runs, all are still tried in their
+        time."""
+        for requests, by_way in gains.items():
+            level = self._level(requests)
+            for way, gain in by_way.items():
+                record = level.records.get(way)
+                if record is not None and gain > 0:
+                    record.gained_s, record.spent_s = gain * _RECALLED_S, _RECALLED_S
+                    record.rounds, record.tried = 1, True
+            level.best = max(self._ways, key=lambda way: self._gain(level, way))
+            level.running = level.best
 
     def observe(self, requests: int, tokens: int, seconds: float, plain_s: float) -> None:
         """A round gave `tokens` tokens in `seconds`; the cost model expects a plain one to take `plain_s`."""

@@ -23,7 +23,13 @@ def measure_cost(model: Model) -> CostTable:
 
 def remembered_cost(model: Model, device: str, files: TimingFiles) -> CostTable:
     """The same, from an earlier start where a few forwards agree with it. `device` names the cores in use."""
-    identity = {
+    measured = files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model))
+    return CostTable(measured)
+
+
+def identity(model: Model, device: str) -> dict[str, object]:
+    """What step times depend on."""
+    return {
         **asdict(model.facts),
         "device": device,
         "step": type(model).__name__,  # an emulated device's times are its table's
@@ -32,7 +38,6 @@ def remembered_cost(model: Model, device: str, files: TimingFiles) -> CostTable:
         "torch": torch.__version__,
         "ssd-serve": version("ssd-serve"),
     }
-    return CostTable(files.timings(identity, lambda: _measure(model), lambda: _probe(model)))
 
 
 def _measure(model: Model) -> list[Timing]:

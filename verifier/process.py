@@ -3,6 +3,7 @@ drafters."""
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from ssd_serve.cluster.channel import Channel, Waitable
 from ssd_serve.cluster.listener import Listener
@@ -19,6 +20,7 @@ _STATUS_S = 1.0
 _CONNECT_S = 120.0
 _JOIN_S = 60.0
 _MOST_UNSENT = 4096
+_REMEMBER_S = 5.0
 
 
 def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
@@ -28,7 +30,7 @@ def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
     server = _await_server(servers)
     verifier = assemble_verifier(settings, lambda text: _say(server, log, text), log=log)
     settle_memory()
-    loop = Loop(server, joining, verifier.engine)
+    loop = Loop(server, joining, verifier.engine, verifier.remember)
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafter")
         loop.await_drafter(_JOIN_S, already=verifier.inline is not None)
@@ -43,12 +45,22 @@ def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
 class Loop:
     """Moves messages between the server and the engine, and steps the engine while it is busy."""
 
-    def __init__(self, server: Channel, joining: Listener, engine: Engine) -> None:
+    def __init__(
+        self,
+        server: Channel,
+        joining: Listener,
+        engine: Engine,
+        remember: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`remember` keeps for the next start what was learnt; it is called now and then, since a process may
+        be killed."""
         self._server = server
         self._joining = joining
         self._engine = engine
         self._unsent: deque[Message] = deque()
         self._status_at = 0.0
+        self._remember = remember
+        self._remembered_at = time.monotonic()
 
     def await_drafter(self, timeout_s: float, already: int) -> None:
         """Wait until a drafter has joined, besides those that have `already`; go on without one when none
@@ -105,6 +117,9 @@ class Loop:
             self._status_at = now
             self._unsent.append(_status(self._engine))
             self._engine.drafters.beat()
+        if now - self._remembered_at >= _REMEMBER_S:
+            self._remembered_at = now
+            self._remember()
         while self._unsent and self._server.post(self._unsent[0]):
             self._unsent.popleft()
         self._server.flush()

@@ -1,5 +1,5 @@
-"""Remembers on disk what forwards of a model cost on a device, so that the next start need not measure it
-again.
+"""Remembers on disk what forwards of a model cost on a device, and what each layout gave there, so that the
+next start need not find out again.
 
 A file is named by everything that the times depend on: the model's sizes and dtype, the device, the processor
 and the versions. What is there is checked with a few forwards before it is used; what cannot be read or
@@ -19,6 +19,7 @@ from ssd_serve.logs import Logger
 from ssd_serve.verifier.cost import Timing
 
 _FORMAT = 1
+_MOST_GAIN = 1000.0
 _MOST_OFF = 1.5
 """Remembered times that differ by more than this factor from a few forwards now are measured again."""
 
@@ -26,6 +27,11 @@ _MOST_OFF = 1.5
 class _File(msgspec.Struct):
     format: int
     timings: list[tuple[int, int, float]]
+
+
+class _Gains(msgspec.Struct):
+    format: int
+    gains: dict[int, dict[str, float]]
 
 
 class TimingFiles:
@@ -45,8 +51,7 @@ class TimingFiles:
 
         `identity` is what the times depend on.
         """
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-        path = self._folder / f"cost-{digest[:24]}.json"
+        path = self._folder / f"cost-{_digest(identity)}.json"
         known = _read(path)
         if known and _agree(known, probe()):
             return known
@@ -55,16 +60,47 @@ class TimingFiles:
         return found
 
     def _write(self, path: Path, timings: Sequence[Timing]) -> None:
-        data = msgspec.json.encode(
-            _File(_FORMAT, [(each.rows, each.context, each.seconds) for each in timings])
-        )
+        _write(path, _File(_FORMAT, [(each.rows, each.context, each.seconds) for each in timings]), self._log)
+
+
+class GainFile:
+    """What each layout gave, by its name and by the level of load, for one set-up."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, object], log: Logger) -> None:
+        self._path = folder / f"layouts-{_digest(identity)}.json"
+        self._log = log
+        self._written: dict[int, dict[str, float]] = {}
+
+    def read(self) -> dict[int, dict[str, float]]:
+        """Empty where nothing is remembered, or what is cannot be read."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, path)
-        except OSError as error:
-            self._log.debug("step times are not remembered", reason=str(error))
+            file = msgspec.json.decode(self._path.read_bytes(), type=_Gains)
+        except (OSError, msgspec.DecodeError):
+            return {}
+        gains = [(load, gain) for load, each in file.gains.items() for gain in each.values()]
+        sound = all(load > 0 and 0 <= gain < _MOST_GAIN for load, gain in gains)
+        return file.gains if sound and file.format == _FORMAT else {}
+
+    def write(self, gains: Mapping[int, Mapping[str, float]]) -> None:
+        """Remember these instead; nothing is written while they stay the same."""
+        content = {load: dict(each) for load, each in gains.items()}
+        if content != self._written:
+            self._written = content
+            _write(self._path, _Gains(_FORMAT, content), self._log)
+
+
+def _digest(identity: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _write(path: Path, content: msgspec.Struct, log: Logger) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(content))
+        os.replace(file.name, path)
+    except OSError as error:
+        log.debug("what was measured is not remembered", reason=str(error))
 
 
 def _read(path: Path) -> list[Timing]:

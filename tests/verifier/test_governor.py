@@ -102,6 +102,24 @@ def test_levels_of_load_are_judged_apart() -> None:
     assert gains[32]["beside"] < 0.7 < gains[32]["plain"]
 
 
+def test_a_new_process_begins_with_what_an_earlier_one_found() -> None:
+    world = World(0.7)
+    world.run(3000)
+    later = World(0.7)
+    assert later.governor.choose(1) == "beside"
+    later.governor.recall(world.governor.gains())
+    assert later.governor.choose(1) == "plain"
+    assert later.run(300) > 0.98
+
+
+def test_what_is_recalled_gives_way_to_what_is_seen() -> None:
+    world = World(2.0)
+    world.governor.recall({1: {"beside": 0.5, "plain": 1.0, "unheard of": 9.0}})
+    assert world.governor.choose(1) == "plain"
+    world.run(3000)
+    assert world.governor.choose(1) == "beside"
+
+
 def test_one_long_pause_changes_nothing() -> None:
     world = World(1.6)
     world.run(500)

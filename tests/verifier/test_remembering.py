@@ -6,7 +6,7 @@ import pytest
 
 from ssd_serve.logs import get_logger
 from ssd_serve.verifier.cost import Timing
-from ssd_serve.verifier.remembering import TimingFiles
+from ssd_serve.verifier.remembering import GainFile, TimingFiles
 
 MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012)]
 
@@ -72,3 +72,31 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
         model = Model()
         assert model.timings(tmp_path / "file", model="a") == MEASURED
         assert model.measured == 1
+
+
+GAINS = {1: {"beside": 1.7, "plain": 1.0}, 8: {"beside": 0.9, "inline": 0.0}}
+
+
+def test_what_layouts_gave_is_kept_for_one_set_up(tmp_path: Path) -> None:
+    log = get_logger("test")
+    assert GainFile(tmp_path, {"draft": "a"}, log).read() == {}
+    GainFile(tmp_path, {"draft": "a"}, log).write(GAINS)
+    assert GainFile(tmp_path, {"draft": "a"}, log).read() == GAINS
+    assert GainFile(tmp_path, {"draft": "b"}, log).read() == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"format":0,"gains":{}}',
+        '{"format":1,"gains":{"0":{"plain":1.0}}}',
+        '{"format":1,"gains":{"1":{"plain":-1}}}',
+    ],
+)
+def test_gains_that_make_no_sense_are_not_used(tmp_path: Path, content: str) -> None:
+    file = GainFile(tmp_path, {}, get_logger("test"))
+    file.write(GAINS)
+    next(tmp_path.iterdir()).write_text(content)
+    assert file.read() == {}
