@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ssd_serve.errors import UserError
+from ssd_serve.bench.document import read_as
 
 _HEAD = (
     "| T | growth | choice | hit rate | ready depth | tokens a round | tokens/s (virtual) "
@@ -46,10 +46,7 @@ class _Result(msgspec.Struct, frozen=True):
 
 def ablation_table(result: Mapping[str, object]) -> str:
     """One line for each temperature and way, and what time means."""
-    try:
-        found = msgspec.convert(result, type=_Result)
-    except msgspec.ValidationError as error:
-        raise UserError(f"this is not a result of `ssd bench ablate`: {error}") from error
+    found = read_as(_Result, result, "ablate")
     lines = [_HEAD, "|" + "---|" * 11, *map(_line, found.results)]
     tokens = min((row.tokens for row in found.results), default=0)
     lines.append(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from ssd_serve.drafter.inline import ChannelWithin
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
     Close,
@@ -20,7 +21,8 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
-from ssd_serve.models.interface import ForwardResult, Model, ModelFacts
+from ssd_serve.models.emulated import WrappedModel
+from ssd_serve.models.interface import ForwardResult, Model
 
 MESSAGE_S = 50e-6
 """What a message takes: about a unix socket's time there or back."""
@@ -61,27 +63,17 @@ class Clock:
         self.now = max(self.now, end)
 
 
-class TimedModel:
+class TimedModel(WrappedModel):
     """A model that adds up what its forwards would take: `step_s` up to `flat_rows` rows, then in
     proportion."""
 
     def __init__(self, model: Model, step_s: float, flat_rows: int) -> None:
-        self._model = model
+        super().__init__(model)
         self._step_s = step_s
         self._flat_rows = flat_rows
         self._seconds = 0.0
         self.forwards = 0
         self.rows = 0
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Facts of the real model."""
-        return self._model.facts
-
-    @property
-    def slots(self) -> int:
-        """Slots of the real model."""
-        return self._model.slots
 
     def forward(self, batch: Batch) -> ForwardResult:
         """Forward now; its time is only noted."""
@@ -96,43 +88,25 @@ class TimedModel:
         return seconds
 
 
-class VirtualChannel:
+class VirtualChannel(ChannelWithin):
     """The verifier's end of a channel to a drafter whose device works while the verifier's time passes."""
 
     def __init__(self, clock: Clock, core: Core, model: TimedModel, hello: Hello) -> None:
+        super().__init__()
         self._clock = clock
         self._core = core
         self._model = model
         self._to_drafter: list[tuple[float, DrafterMessage]] = []
         self._to_verifier: list[tuple[float, Message]] = [(0.0, hello)]
         self._free_at = 0.0
-        self._closed = False
         self.steps = 0
         clock.join(self.work_until)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
-    def pending(self) -> int:
-        """Always 0: there is no queue."""
-        return 0
 
     def send(self, message: Message) -> bool:
         """It arrives a little later, when the drafter has finished its step."""
         if isinstance(message, Open | Outcome | Close | Resync | Pause):
             self._to_drafter.append((self._clock.now + MESSAGE_S, message))
-        return not self._closed
-
-    def post(self, message: Message) -> bool:
-        """The same: messages are sent one by one."""
-        return self.send(message)
-
-    def flush(self) -> bool:
-        """Nothing is ever pending."""
-        return True
+        return not self.closed
 
     def receive(self) -> list[Message]:
         """What has arrived by now."""
@@ -152,14 +126,6 @@ class VirtualChannel:
                 self._clock.now = end
                 return False
             self._act(end)
-
-    def fileno(self) -> int:
-        """There is no descriptor."""
-        return -1
-
-    def close(self) -> None:
-        """Stop."""
-        self._closed = True
 
     def work_until(self, end: float) -> None:
         """Every step that begins before `end`."""

@@ -9,7 +9,7 @@ from html import escape
 
 import msgspec
 
-from ssd_serve.errors import UserError
+from ssd_serve.bench.document import read_as
 
 _HEAD = (
     "| T | source | nodes | guesses | happened | mean reach | calibration error | Brier | base rate's Brier "
@@ -98,10 +98,7 @@ def draw(result: Mapping[str, object]) -> str:
 
 
 def _read(result: Mapping[str, object]) -> _Result:
-    try:
-        return msgspec.convert(result, type=_Result)
-    except msgspec.ValidationError as error:
-        raise UserError(f"this is not a result of `ssd bench calibration`: {error}") from error
+    return read_as(_Result, result, "calibration")
 
 
 def _line(row: Row, nodes: str, figures: Figures) -> str:

@@ -26,8 +26,9 @@ from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Committed, Open, Outcome, SamplingParameters, Submit
+from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.models.interface import ForwardResult, Model, ModelFacts
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.seeds import mix, root_name
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.verifier.engine import Engine
@@ -180,20 +181,12 @@ class Oracle:
         self._channel.send(pack(request, epoch, sequence, expansions, "oracle", snapshot=False))
 
 
-class _Timed:
+class _Timed(WrappedModel):
     """A model that adds up the seconds of its forwards."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        super().__init__(model)
         self.seconds = 0.0
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._model.facts
-
-    @property
-    def slots(self) -> int:
-        return self._model.slots
 
     def forward(self, batch: Batch) -> ForwardResult:
         started = time.perf_counter()

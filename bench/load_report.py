@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from ssd_serve.bench.document import read_as, replace_between
 from ssd_serve.bench.load_outcome import ALL, ALL_DEVICES, SAME
 from ssd_serve.bench.load_plot import Panel, draw
-from ssd_serve.errors import UserError
 
 BEGIN, END = "<!-- load:begin -->", "<!-- load:end -->"
 _MODES = {
@@ -143,18 +143,11 @@ def load_plot(result: Mapping[str, object]) -> str:
 
 def replace_load_block(document: str, tables: str) -> str:
     """The document with the tables between its markers."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"the document has no block between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+    return replace_between(BEGIN, END, document, tables)
 
 
 def _converted(result: Mapping[str, object]) -> _Result:
-    try:
-        return msgspec.convert(result, type=_Result)
-    except msgspec.ValidationError as error:
-        raise UserError(f"this is not a result of `ssd bench load`: {error}") from error
+    return read_as(_Result, result, "load")
 
 
 def _lines(rows: Sequence[_Row], value: Callable[[_Row], float | None]) -> dict[str, list[tuple[int, float]]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from ssd_serve.bench.document import read_as, read_json, replace_between
 from ssd_serve.bench.peers_ways import BF16, INT8, OURS
-from ssd_serve.errors import UserError
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 _OUR_COLOUR, _PEER_COLOUR, _TEXT = "#3fa37c", "#a9b1bc", "#1f2328"
@@ -102,12 +102,7 @@ class _Result(msgspec.Struct, frozen=True):
 
 def read_result(path: Path) -> dict[str, object]:
     """The JSON of a result file."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is not a result of `ssd bench peers`: {error}") from error
+    return read_json(path, "peers")
 
 
 def markdown(result: Mapping[str, object]) -> str:
@@ -119,11 +114,7 @@ def markdown(result: Mapping[str, object]) -> str:
 
 def replace_block(document: str, text: str) -> str:
     """The document with the text between its markers."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"the document has no block between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+    return replace_between(BEGIN, END, document, text)
 
 
 def bar_chart(result: Mapping[str, object]) -> str:
@@ -157,10 +148,7 @@ def bar_chart(result: Mapping[str, object]) -> str:
 
 
 def _read(result: Mapping[str, object]) -> _Result:
-    try:
-        return msgspec.convert(result, type=_Result)
-    except msgspec.ValidationError as error:
-        raise UserError(f"this is not a result of `ssd bench peers`: {error}") from error
+    return read_as(_Result, result, "peers")
 
 
 def _bar(row: _Row, y: int, scale: float) -> str:

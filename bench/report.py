@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ssd_serve.errors import UserError
+from ssd_serve.bench.document import read_as, read_json, replace_between
 
 BEGIN, END = "<!-- modes:begin -->", "<!-- modes:end -->"
 _ALL_CORES = "-both-cores"
@@ -74,20 +74,12 @@ class _Result(msgspec.Struct, frozen=True):
 
 def read_result(path: Path) -> dict[str, object]:
     """The JSON of a result file."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is not a result of `ssd bench modes`: {error}") from error
+    return read_json(path, "modes")
 
 
 def markdown_table(result: Mapping[str, object]) -> str:
     """Tables of all settings, and below them where they were measured."""
-    try:
-        found = msgspec.convert(result, type=_Result)
-    except msgspec.ValidationError as error:
-        raise UserError(f"this is not a result of `ssd bench modes`: {error}") from error
+    found = read_as(_Result, result, "modes")
     parts: list[str] = []
     for setting in dict.fromkeys(row.setting for row in found.results):
         rows = [row for row in found.results if row.setting == setting]
@@ -102,11 +94,7 @@ def markdown_table(result: Mapping[str, object]) -> str:
 
 def replace_block(document: str, table: str) -> str:
     """The document with the table between its markers."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"the document has no block between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+    return replace_between(BEGIN, END, document, table)
 
 
 def _factor(found: _Result, row: _Row) -> float | None:

@@ -5,6 +5,7 @@ verifier waits. Knows no sockets.
 """
 
 import time
+from abc import ABC, abstractmethod
 
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.messages import (
@@ -23,15 +24,15 @@ from ssd_serve.messages import (
 _BLEND = 0.1
 
 
-class InlineChannel:
-    """The verifier's end of a channel to a core in the same thread."""
+class ChannelWithin(ABC):
+    """What channels without a socket have in common: messages are sent one by one, and nothing queues."""
 
-    def __init__(self, core: DrafterCore, hello: Hello) -> None:
-        self._core = core
-        self._inbox: list[DrafterMessage] = [hello]
+    def __init__(self) -> None:
         self._closed = False
-        self._step_s = hello.step_ms / 1e3
-        self.steps = 0
+
+    @abstractmethod
+    def send(self, message: Message) -> bool:
+        """Send a message; whether the channel is open."""
 
     @property
     def closed(self) -> bool:
@@ -40,22 +41,41 @@ class InlineChannel:
 
     @property
     def pending(self) -> int:
-        """Always 0: messages are handled at once."""
+        """Always 0: there is no queue."""
         return 0
 
-    def send(self, message: Message) -> bool:
-        """Handle the message now."""
-        if isinstance(message, Open | Outcome | Close | Resync | Pause):
-            self._inbox.extend(self._core.handle(message))
-        return not self._closed
-
     def post(self, message: Message) -> bool:
-        """Handle the message now."""
+        """The same as `send`."""
         return self.send(message)
 
     def flush(self) -> bool:
         """Nothing is ever pending."""
         return True
+
+    def fileno(self) -> int:
+        """There is no descriptor."""
+        return -1
+
+    def close(self) -> None:
+        """Stop."""
+        self._closed = True
+
+
+class InlineChannel(ChannelWithin):
+    """The verifier's end of a channel to a core in the same thread."""
+
+    def __init__(self, core: DrafterCore, hello: Hello) -> None:
+        super().__init__()
+        self._core = core
+        self._inbox: list[DrafterMessage] = [hello]
+        self._step_s = hello.step_ms / 1e3
+        self.steps = 0
+
+    def send(self, message: Message) -> bool:
+        """Handle the message now."""
+        if isinstance(message, Open | Outcome | Close | Resync | Pause):
+            self._inbox.extend(self._core.handle(message))
+        return not self.closed
 
     def receive(self) -> list[Message]:
         """What the core has said since the last call."""
@@ -79,11 +99,3 @@ class InlineChannel:
             )
             self._inbox.append(Heartbeat(step_ms=1e3 * self._step_s, nodes=self._core.nodes))
         return bool(growth)
-
-    def fileno(self) -> int:
-        """There is no descriptor."""
-        return -1
-
-    def close(self) -> None:
-        """Stop."""
-        self._closed = True

@@ -42,16 +42,11 @@ def device_table(name: str) -> DeviceTable:
     return DeviceTable(factor * table.target_s, factor * table.draft_s, table.flat_rows)
 
 
-class EmulatedModel:
-    """A model whose forwards take at least `step_s`. A forward that takes longer counts as it is."""
+class WrappedModel:
+    """Stands before a model; what it does about forwards is added by others."""
 
-    def __init__(self, model: Model, step_s: float, flat_rows: int) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
-        self._step_s = step_s
-        self._flat_rows = flat_rows
-        self.forwards = 0
-        self.overruns = 0
-        self.busy_s = 0.0
 
     @property
     def facts(self) -> ModelFacts:
@@ -62,6 +57,18 @@ class EmulatedModel:
     def slots(self) -> int:
         """Slots of the real model."""
         return self._model.slots
+
+
+class EmulatedModel(WrappedModel):
+    """A model whose forwards take at least `step_s`. A forward that takes longer counts as it is."""
+
+    def __init__(self, model: Model, step_s: float, flat_rows: int) -> None:
+        super().__init__(model)
+        self._step_s = step_s
+        self._flat_rows = flat_rows
+        self.forwards = 0
+        self.overruns = 0
+        self.busy_s = 0.0
 
     def forward(self, batch: Batch) -> ForwardResult:
         """Forward; the result is ready when the table's time is over. The host is free meanwhile, as beside a

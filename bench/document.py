@@ -1,0 +1,41 @@
+"""Result files and the documents that show them: reading one, replacing a block between markers.
+
+Knows files and text, not what was measured.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ssd_serve.errors import UserError
+
+Result = TypeVar("Result")
+
+
+def read_json(path: Path, benchmark: str) -> dict[str, object]:
+    """The JSON of a result file of `ssd bench BENCHMARK`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{path} is not a result of `ssd bench {benchmark}`: {error}") from error
+
+
+def read_as(kind: type[Result], result: Mapping[str, object], benchmark: str) -> Result:
+    """A result of `ssd bench BENCHMARK` as its type; fields that the type lacks are left alone."""
+    try:
+        return msgspec.convert(result, type=kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"this is not a result of `ssd bench {benchmark}`: {error}") from error
+
+
+def replace_between(begin: str, end: str, document: str, text: str) -> str:
+    """The document with the text between its two markers."""
+    before, found, rest = document.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise UserError(f"the document has no block between {begin} and {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"

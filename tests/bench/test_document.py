@@ -1,0 +1,37 @@
+"""Result files and blocks of documents: read as they are, replaced between markers, refused with a reason."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ssd_serve.bench.document import read_as, read_json, replace_between
+from ssd_serve.errors import UserError
+
+
+class Speeds(msgspec.Struct, frozen=True):
+    tokens_per_s: list[float]
+
+
+def test_a_result_is_read_as_its_type(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text('{"tokens_per_s": [1.5], "other": 3}', encoding="utf-8")
+    assert read_as(Speeds, read_json(file, "modes"), "modes") == Speeds([1.5])
+
+
+def test_what_is_no_result_is_refused_with_the_benchmarks_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        read_json(tmp_path / "none.json", "modes")
+    (tmp_path / "text.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(UserError, match="not a result of `ssd bench modes`"):
+        read_json(tmp_path / "text.json", "modes")
+    with pytest.raises(UserError, match=r"not a result of `ssd bench modes`: .*tokens_per_s"):
+        read_as(Speeds, {}, "modes")
+
+
+def test_a_block_is_replaced_between_its_markers_and_nothing_else() -> None:
+    document = "a\n<b>\n\nold\n\n<e>\nz\n"
+    assert replace_between("<b>", "<e>", document, "new") == "a\n<b>\n\nnew\n\n<e>\nz\n"
+    for broken in ("a", "<b>\n", "<e>\n"):
+        with pytest.raises(UserError, match="no block between <b> and <e>"):
+            replace_between("<b>", "<e>", broken, "new")
