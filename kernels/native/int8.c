@@ -27,6 +27,7 @@ typedef struct {
   const int8_t *weights;
   const int32_t *start;  /* what takes the 128 of the unsigned bytes away again */
   const float *scales, *bias; /* bias may be NULL */
+  long ahead;                 /* bytes */
 } panel;
 
 static inline __mmask32 first(long count) {
@@ -100,8 +101,8 @@ static inline void store(__m512i low, __m512i high, const panel *at, int column,
       sums[p][1] = right;                                                                                  \
     }                                                                                                      \
     for (long i = 0; i < inputs; i += 4, weights += 4 * PANEL, bytes += 8 * ROWS) {                        \
-      _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                            \
-      _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T0);                                       \
+      _mm_prefetch((const char *)weights + at.ahead, _MM_HINT_T0);                                         \
+      _mm_prefetch((const char *)weights + at.ahead + 64, _MM_HINT_T0);                                    \
       left = _mm512_loadu_si512(weights);                                                                  \
       right = _mm512_loadu_si512(weights + 2 * PANEL);                                                     \
       _Pragma("GCC unroll 16") for (int p = 0; p < 2 * ROWS; p++) {                                        \
@@ -156,11 +157,12 @@ void ssd_multiply_int8(const bf16 *x, long rows, long inputs, const int8_t *weig
 #pragma omp for schedule(static)
     for (long p = 0; p < panels; p++) {
       long from = p * PANEL, size;
-      panel at = {weights + from * steps, start + from, scales + from, bias ? bias + from : bias};
+      panel at = {weights + from * steps, start + from, scales + from, bias ? bias + from : bias, AHEAD};
       for (long row = 0; row < rows; row += size) {
         group_of(row, rows, &size);
         kernels[size](bytes + row * row_bytes, row_scales + row, steps, at, out + row * outputs + from, outputs,
                       outputs - from);
+        at.ahead = PANEL * steps; /* this panel is near now: fetch the next one */
       }
     }
   }
