@@ -115,13 +115,14 @@ def ratios(launches: Sequence[Launch]) -> list[dict[str, object]]:
         here = _by_way([one for one in launches if one.temperature == temperature and one.way.dtype == dtype])
         peers = {way: theirs for way, theirs in here.items() if way.engine != OURS}
         best = fastest(peers)
+        plain = Way(LLAMA, PLAIN, dtype=dtype)
+        aims = {"auto": _AUTO_AIMS.get(temperature), "ar": _PLAIN_AIM} if dtype == BF16 else {}
         if best is not None:
             for mode in ("auto", "ssd", "sd", "ar"):
-                aim = _AUTO_AIMS.get(temperature) if mode == "auto" and dtype == BF16 else None
+                aim = None if mode == "ar" and best != plain else aims.get(mode)
                 found += _ratio(here, temperature, Way(OURS, mode, dtype=dtype), best, aim)
-        plain = Way(LLAMA, PLAIN, dtype=dtype)
-        aim = _PLAIN_AIM if dtype == BF16 else None
-        found += _ratio(here, temperature, Way(OURS, "ar", dtype=dtype), plain, aim)
+        if best != plain:
+            found += _ratio(here, temperature, Way(OURS, "ar", dtype=dtype), plain, aims.get("ar"))
     return found
 
 

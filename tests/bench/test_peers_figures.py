@@ -84,7 +84,6 @@ def test_weights_of_eight_bits_are_compared_among_themselves_and_have_no_aims() 
         ("bf16", "ssd-serve auto", "llama.cpp speculative 3", 1.2, 1.2),
         ("int8", "ssd-serve auto int8", "llama.cpp plain Q8_0", 1.5, None),
         ("int8", "ssd-serve ar int8", "llama.cpp plain Q8_0", 0.8, None),
-        ("int8", "ssd-serve ar int8", "llama.cpp plain Q8_0", 0.8, None),
     ]
 
 
@@ -143,6 +142,11 @@ def test_plain_decoding_is_compared_with_llama_cpp_as_well() -> None:
         ("llama.cpp speculative 3", None, None),
         ("llama.cpp plain", 0.95, True),
     ]
+
+
+def test_no_ratio_stands_there_twice() -> None:
+    (ratio,) = ratios([launch(AR, 57.0), launch(PEER_PLAIN, 60.0)])
+    assert (ratio["theirs"], ratio["aim"], ratio["reached"]) == ("llama.cpp plain", 0.95, True)
 
 
 def test_a_round_in_which_one_of_the_two_failed_is_left_out() -> None:
