@@ -14,7 +14,7 @@ from ssd_serve.bench.peers_ways import BF16, INT8, OURS
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 _OUR_COLOUR, _PEER_COLOUR, _TEXT = "#3fa37c", "#a9b1bc", "#1f2328"
-_WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _HEAD = 900, 290, 90, 16, 24, 46
+_WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _HEAD = 920, 310, 90, 16, 24, 46
 
 
 class _Row(msgspec.Struct, frozen=True):
