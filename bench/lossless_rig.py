@@ -113,8 +113,10 @@ class Pair:
         facts = self.target.facts
         self.eos = facts.eos_token_ids
         self.vocabulary = facts.vocabulary
-        self.noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
-        self.draft_noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary))
+        self.native = native
+        capacity = capacity_for(facts.vocabulary)
+        self.noise = NoiseRows(facts.vocabulary, capacity, native=native)
+        self.draft_noise = NoiseRows(facts.vocabulary, capacity, native=native)
         self.hello = Hello(
             protocol=PROTOCOL_VERSION,
             noise=NOISE_SCHEME,
@@ -133,7 +135,7 @@ class Pair:
         budget = 0 if case.mode == "ar" else case.budget
         bounds = Bounds(512, self.vocabulary, self.eos, _GROWTH.nodes)
         scheduler = Scheduler(pool, prefix, Limits(case.batch, 1024, _PREFILL_CHUNK))
-        rounds = Rounds(self.target, self.noise, self.eos)
+        rounds = Rounds(self.target, self.noise, self.eos, self.native)
         policy = Steps(_STEPS) if budget else Never()
         # Time stands still for the drafters' links: a busy machine must not make one look silent.
         drafters = Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error"))

@@ -4,6 +4,8 @@ An expanded node is named by its parent and the token that leads to it, so that 
 candidates that nobody has looked at yet. Knows messages and buffers, not trees.
 """
 
+import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,25 +62,20 @@ def unpack(growth: Growth, vocabulary: int) -> list[Expansion] | None:
         return None
     if (len(growth.tokens), len(growth.log_probabilities)) != (4 * edges, 4 * edges):
         return None
-    counts: list[int] = np.frombuffer(growth.counts, dtype="<u2").tolist()
-    ids, values = (
-        np.frombuffer(growth.tokens, dtype="<i4"),
-        np.frombuffer(growth.log_probabilities, dtype="<f4"),
-    )
-    if (
-        sum(counts) != edges
-        or (edges and (ids.min() < 0 or ids.max() >= vocabulary))
-        or not np.isfinite(values).all()
-    ):
+    # Mostly a few dozen numbers: struct is several times faster than arrays are.
+    counts = struct.unpack(f"<{count}H", growth.counts)
+    tokens = struct.unpack(f"<{edges}i", growth.tokens)
+    log_probabilities = struct.unpack(f"<{edges}f", growth.log_probabilities)
+    if sum(counts) != edges or (edges and (min(tokens) < 0 or max(tokens) >= vocabulary)):
         return None
-    parents: list[int] = np.frombuffer(growth.parents, dtype="<u8").tolist()
-    steps: list[int] = np.frombuffer(growth.steps, dtype="<i4").tolist()
-    tokens: list[int] = ids.tolist()
-    log_probabilities: list[float] = values.tolist()
+    if not math.isfinite(sum(log_probabilities)):  # one that is not finite shows in the sum
+        return None
+    parents = struct.unpack(f"<{count}Q", growth.parents)
+    steps = struct.unpack(f"<{count}i", growth.steps)
     found: list[Expansion] = []
     start = 0
     for parent, step, length in zip(parents, steps, counts, strict=True):
         end = start + length
-        found.append(Expansion(parent, step, tokens[start:end], log_probabilities[start:end]))
+        found.append(Expansion(parent, step, list(tokens[start:end]), list(log_probabilities[start:end])))
         start = end
     return found

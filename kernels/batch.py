@@ -5,8 +5,10 @@ attends to its request's committed prefix, whole, and to those of the request's 
 in the row's ancestry. A batch knows nothing of requests' parameters, of models or of devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +56,7 @@ class Batch:
         return len(self.request_offsets) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRows:
+class RequestRows(NamedTuple):
     """One request's part of a batch.
 
     Bit j of `ancestry[i]` says that row i attends to the request's j-th tree slot; a row attends to itself.
@@ -85,13 +86,13 @@ def build_batch(parts: Sequence[RequestRows]) -> Batch:
     ancestry = np.frombuffer(b"".join(mask.to_bytes(8 * words, "little") for mask in masks), dtype="<u8")
     wanted = [index + start for part, start in zip(parts, starts, strict=False) for index in part.wanted]
     return Batch(
-        tokens=_flat([part.tokens for part in parts]),
-        positions=_flat([part.positions for part in parts]),
-        write_slots=_flat([part.write_slots for part in parts]),
+        tokens=_flat(part.tokens for part in parts),
+        positions=_flat(part.positions for part in parts),
+        write_slots=_flat(part.write_slots for part in parts),
         request_offsets=starts.astype(np.int32),
-        prefix_slots=_slots([part.prefix_slots for part in parts]),
+        prefix_slots=np.concatenate([part.prefix_slots for part in parts]).astype(np.int32, copy=False),
         prefix_offsets=_offsets([len(part.prefix_slots) for part in parts]),
-        tree_slots=_slots(trees),
+        tree_slots=_flat(trees).astype(np.int32),
         tree_positions=_flat(positions),
         tree_offsets=_offsets([len(tree) for tree in trees]),
         ancestry=ancestry.reshape(len(masks), words),
@@ -99,16 +100,9 @@ def build_batch(parts: Sequence[RequestRows]) -> Batch:
     )
 
 
-def _flat(pieces: Sequence[Sequence[int]]) -> Int64Array:
-    if len(pieces) == 1:
-        return np.asarray(pieces[0], dtype=np.int64)
-    return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces])
-
-
-def _slots(pieces: Sequence[Sequence[int] | Int32Array]) -> Int32Array:
-    if len(pieces) == 1:
-        return np.asarray(pieces[0], dtype=np.int32)
-    return np.concatenate([np.asarray(piece, dtype=np.int32) for piece in pieces])
+def _flat(pieces: Iterable[Sequence[int]]) -> Int64Array:
+    # One array of all numbers: an array for each piece would cost more than its numbers.
+    return np.array(list(chain.from_iterable(pieces)), dtype=np.int64)
 
 
 def _offsets(lengths: Sequence[int]) -> Int32Array:

@@ -17,6 +17,8 @@ from ssd_serve.verifier.scheduler import Part
 
 RankedNode = tuple[float, int, Node]
 """Reach, index of the part, node."""
+_Entry = tuple[float, int, int, Node, int]
+"""Negative log reach, order of arrival, index of the part, parent, which of its children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,68 +30,60 @@ class Ranking:
     missed: int
 
 
-class _Heap:
-    """The next candidates of all requests: one entry for each node that was looked at, its best child not
-    taken."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[float, int, int, Node, int]] = []
-        self._trees: dict[int, tuple[SpeculationTree, int, float]] = {}
-        self._order = 0
-
-    def add(self, index: int, tree: SpeculationTree, deepest: int) -> None:
-        """A request's tree, as far as `deepest` levels below its root."""
-        self._trees[index] = (tree, tree.root.depth + deepest, tree.root.cumulative)
-        self._push(index, tree.root, 0)
-
-    def pop(self) -> tuple[float, int, Node, bool] | None:
-        """Log reach, request, node of the best candidate, and whether something could grow below it."""
-        if not self._entries:
-            return None
-        cost, _, index, parent, rank = heapq.heappop(self._entries)
-        tree, deepest, _ = self._trees[index]
-        node = tree.child_at(parent, rank)
-        self._push(index, parent, rank + 1)
-        self._push(index, node, 0)
-        return -cost, index, node, not node.tokens and node.depth < deepest
-
-    def _push(self, index: int, node: Node, rank: int) -> None:
-        _, deepest, base = self._trees[index]
-        if rank < len(node.tokens) and node.depth < deepest:
-            self._order += 1
-            heapq.heappush(self._entries, (base - node.cumulatives[rank], self._order, index, node, rank))
-
-
 def rank(parts: Sequence[Part], most: int, context: int, width: int, least: float = 0.0) -> Ranking:
     """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
     best leaves.
 
     No node lies where its row could not matter any more: beyond `max_tokens` or the context.
     """
-    heap = _Heap()
+    trees, leaves = _trees(parts if most else (), context)
+    missed = len(leaves)
+    # One entry for each node that was looked at: its best child that is not taken yet.
+    heap: list[_Entry] = []
+    for index, (tree, deepest, base) in trees.items():
+        if tree.root.tokens and tree.root.depth < deepest:
+            heap.append((base - tree.root.cumulatives[0], len(heap), index, tree.root, 0))
+    heapq.heapify(heap)
+    order = len(heap)
     ranked: list[RankedNode] = []
-    leaves: list[float] = []
-    for index, part in enumerate(parts if most else ()):
+    while heap and len(ranked) < most:
+        cost, _, index, parent, place = heap[0]
+        reach = math.exp(-cost)
+        if reach < least:
+            break
+        tree, deepest, base = trees[index]
+        node = tree.child_at(parent, place)
+        ranked.append((reach, index, node))
+        order += 2
+        if place + 1 < len(parent.tokens):
+            heapq.heapreplace(heap, (base - parent.cumulatives[place + 1], order, index, parent, place + 1))
+        else:
+            heapq.heappop(heap)
+        if node.depth >= deepest:
+            continue
+        if node.tokens:
+            heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, 0))
+        elif node.token not in parts[index].request.ends:
+            leaves.append(reach)
+    return Ranking(ranked, np.array(leaves[:width]), missed)
+
+
+def _trees(
+    parts: Sequence[Part], context: int
+) -> tuple[dict[int, tuple[SpeculationTree, int, float]], list[float]]:
+    """By part: its tree, its deepest level and the log reach of its root; and the reach of roots without
+    growth."""
+    trees: dict[int, tuple[SpeculationTree, int, float]] = {}
+    missed: list[float] = []
+    for index, part in enumerate(parts):
         request = part.request
         deepest = _deepest(request, context)
         if part.request.decoding and request.replica is not None and deepest > 0:
             tree = request.replica.tree
-            heap.add(index, tree, deepest)
+            trees[index] = (tree, tree.root.depth + deepest, tree.root.cumulative)
             if not tree.root.expanded:
-                leaves.append(1.0)
-    missed = len(leaves)
-    while len(ranked) < most:
-        found = heap.pop()
-        if found is None:
-            break
-        log_reach, index, node, grows = found
-        reach = math.exp(log_reach)
-        if reach < least:
-            break
-        ranked.append((reach, index, node))
-        if grows and node.token not in parts[index].request.ends:
-            leaves.append(reach)
-    return Ranking(ranked, np.array(leaves[:width]), missed)
+                missed.append(1.0)
+    return trees, missed
 
 
 def _deepest(request: Request, context: int) -> int:
