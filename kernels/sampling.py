@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ssd_serve.kernels.batch import Int32Array
 from ssd_serve.kernels.native.choosing import NativeChoice
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import Float32Array, NoiseRows
-from ssd_serve.kernels.processors import is_greedy, needs_processing, process
+from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing, process
 from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 
@@ -56,6 +58,31 @@ def sample(
     scores = scaled if seeds.count(None) == len(seeds) else scaled - noise.rows(seeds, positions)
     choices = lowest_argmax(scores)
     return Sampled(choices, _logprobs(requests, choices, scaled))
+
+
+def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:
+    """The compiled choice, where it makes torch's choices on a few rows of every kind."""
+    if library is None:
+        return None
+    native, plain = NativeChoice(library), SamplingParameters(temperature=0.8)
+    kinds = (
+        SamplingParameters(temperature=0.0),
+        plain,
+        replace(plain, top_k=7),
+        replace(plain, top_p=0.9, min_p=0.01),
+        replace(plain, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1),
+    )
+    counts = TokenCounts((3, 5, 8), (5, 5, 9))
+    nodes = {"tokens": (4, 6, 7), "parents": (-1, 0, -1), "depths": (1, 2, 1)}
+    requests = [
+        SamplingRows(each, (1 << 63) + seed, 40, counts, generated=3, **nodes)
+        for seed, each in enumerate(kinds)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn((sum(each.rows for each in requests), 77), generator=generator)
+    noise = NoiseRows(logits.shape[1], 64)
+    right = sample(logits, requests, noise, native).choices == sample(logits, requests, noise).choices
+    return native if right else None
 
 
 def _logprobs(

@@ -1,6 +1,7 @@
 """What every test shares: a fixed hypothesis profile, and one torch thread a test process."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,11 +40,21 @@ def _one_torch_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def native(tmp_path_factory: pytest.TempPathFactory) -> "NativeLibrary":
-    """The compiled kernels. The project's tests need a C compiler; using it does not."""
-    from ssd_serve.kernels.native.build import build
+def served_kernels(tmp_path_factory: pytest.TempPathFactory) -> "NativeLibrary | None":
+    """What a server computes with here: the compiled kernels, or None where there is no C compiler."""
+    from ssd_serve.kernels.native.build import COMPILERS, build
     from ssd_serve.kernels.native.library import NativeLibrary
 
+    if not any(shutil.which(name) for name in COMPILERS):
+        return None
     # One folder for all test processes: the first compiles, the others wait for it.
     folder = Path(tmp_path_factory.getbasetemp())
     return NativeLibrary(build((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "native"))
+
+
+@pytest.fixture(scope="session")
+def native(served_kernels: "NativeLibrary | None") -> "NativeLibrary":
+    """The compiled kernels, for tests of themselves."""
+    if served_kernels is None:
+        pytest.skip("there is no C compiler: this machine would be served by torch's kernels")
+    return served_kernels

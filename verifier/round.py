@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.native.choosing import NativeChoice
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import NoiseRows
-from ssd_serve.kernels.sampling import Sampled, sample
+from ssd_serve.kernels.sampling import Sampled, sample, trusted_choice
 from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
@@ -116,7 +115,7 @@ class Rounds:
         self._model = model
         self._noise = noise
         self._eos = eos
-        self._native = None if native is None else NativeChoice(native)
+        self._native = trusted_choice(native)
 
     def launch(self, work: Sequence[Work]) -> Flight:
         """Start the forward of all rows."""

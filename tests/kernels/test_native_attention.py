@@ -26,8 +26,8 @@ SLOTS = 512
 @pytest.fixture(scope="session", params=["this processor", "any processor"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
     """The compiled kernels, and those that a processor without wide vectors gets."""
+    found: NativeLibrary = request.getfixturevalue("native")
     if request.param == "this processor":
-        found: NativeLibrary = request.getfixturevalue("native")
         return found
     path = tmp_path_factory.mktemp("portable") / "attention.so"
     compiler = shutil.which("cc") or shutil.which("gcc") or "clang"

@@ -9,6 +9,7 @@ from ssd_serve.kernels.native.library import INT, NativeLibrary, load_native, na
 from ssd_serve.settings import Settings
 
 
+@pytest.mark.usefixtures("native")
 def test_a_second_start_uses_what_the_first_compiled(tmp_path: Path) -> None:
     path = build(tmp_path)
     written = path.stat().st_mtime_ns
@@ -35,7 +36,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NativeError, match=str(tmp_path / "file")):
-        build(tmp_path / "file" / "cache")
+        build(tmp_path / "file" / "cache", ["sh"])
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
@@ -44,6 +45,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
         NativeLibrary(tmp_path / "native.so")
 
 
+@pytest.mark.usefixtures("native")
 def test_settings_can_switch_the_kernels_off(tmp_path: Path) -> None:
     assert native_library(Settings(cache_dir=tmp_path, native_kernels=False)) is None
     assert not list(tmp_path.iterdir())

@@ -60,8 +60,8 @@ Prove = Callable[[str], Proof]
 
 
 @pytest.fixture(scope="module")
-def prove(tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary) -> Prove:
-    """Loads a pair once a module, with the compiled kernels that are served with."""
+def prove(tmp_path_factory: pytest.TempPathFactory, served_kernels: NativeLibrary | None) -> Prove:
+    """Loads a pair once a module, with the kernels that a server here would use."""
     proofs: dict[str, Proof] = {}
 
     def get(name: str) -> Proof:
@@ -70,7 +70,7 @@ def prove(tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary) -> Pr
                 folders = resolve_model(name, "target"), resolve_model(name, "draft")
             else:
                 folders = write_random_pair(name, tmp_path_factory.mktemp(name))
-            proofs[name] = Proof(Pair(name, *folders, native=native))
+            proofs[name] = Proof(Pair(name, *folders, native=served_kernels))
         return proofs[name]
 
     return get

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from tests.models import checkpoints
@@ -24,14 +23,12 @@ CASES = [(case, kernels) for case in checkpoints.CASES for kernels in ("torch", 
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, native: NativeLibrary
-) -> tuple[Any, Model]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
     """transformers' model and ours, from the same files; ours with torch's kernels and with compiled ones."""
     case, kernels = request.param
     theirs = checkpoints.make(case)
     folder = checkpoints.save(theirs, tmp_path_factory.mktemp("model"))
-    compiled = native if kernels == "native" else None
+    compiled = request.getfixturevalue("native") if kernels == "native" else None
     return theirs, load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None, native=compiled)
 
 
@@ -163,10 +160,12 @@ def test_hidden_states_on_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_is_near(tmp_path: Path, dtype: str, kernels: str, native: NativeLibrary) -> None:
+def test_half_precision_is_near(
+    tmp_path: Path, dtype: str, kernels: str, request: pytest.FixtureRequest
+) -> None:
     theirs = checkpoints.make("qwen3-qk-norm", initializer_range=0.05)
     folder = checkpoints.save(theirs, tmp_path)
-    compiled = native if kernels == "native" else None
+    compiled = request.getfixturevalue("native") if kernels == "native" else None
     ours = load_model(folder, device="cpu", dtype=dtype, slots=32, context=None, native=compiled)
     tokens = numbers(20, 11)
     result = ours.forward(build_batch([chunk(tokens, 0, 20, range(20))])).logits
