@@ -73,11 +73,10 @@ def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:
         replace(plain, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1),
     )
     counts = TokenCounts((3, 5, 8), (5, 5, 9))
-    nodes = {"tokens": (4, 6, 7), "parents": (-1, 0, -1), "depths": (1, 2, 1)}
-    requests = [
-        SamplingRows(each, (1 << 63) + seed, 40, counts, generated=3, **nodes)
-        for seed, each in enumerate(kinds)
-    ]
+    tree = SamplingRows(
+        plain, 0, 40, counts, generated=3, tokens=(4, 6, 7), parents=(-1, 0, -1), depths=(1, 2, 1)
+    )
+    requests = [tree._replace(parameters=each, seed=(1 << 63) + seed) for seed, each in enumerate(kinds)]
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn((sum(each.rows for each in requests), 77), generator=generator)
     noise = NoiseRows(logits.shape[1], 64)

@@ -31,8 +31,9 @@ from ssd_serve.verifier.request import Request
 _SILENT_STEPS = 3
 _SILENT_EXTRA_S = 0.020
 _HEARTBEAT_S = 2.0
-_HELD_TOKENS = 32
-"""Tokens of a request that drafters hear together while speculation is switched off: one cheap chunk."""
+_HELD_TOKENS = 64
+"""Tokens of a request that drafters hear together while speculation is switched off: one cheap chunk. What
+begins then and ends sooner costs them nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,8 @@ class Drafters:
         self._links: list[Link] = []
         self._beat_at = 0.0
         self._layout: Layout | None = None
+        self._unopened: dict[int, tuple[Request, int]] = {}
+        """What began while speculation was switched off, and its tokens then: no drafter knows of it."""
         self.joins = 0
 
     @property
@@ -121,6 +124,9 @@ class Drafters:
         self._layout = layout
         for link in self._links:
             self._set_paused(link)
+        if self.working:
+            for request, _ in list(self._unopened.values()):
+                self._open(request)
 
     def _set_paused(self, link: Link) -> None:
         wanted = Layout.INLINE if link.synchronous else Layout.BESIDE
@@ -134,7 +140,18 @@ class Drafters:
             link.channel.send(Pause(paused))
 
     def open(self, request: Request) -> None:
-        """Start drafting for a request, or start again at its current tokens, under a new epoch."""
+        """Start drafting for a request that begins; while nobody drafts, not at once."""
+        if self.working or self._layout is None:
+            self._open(request)
+        else:
+            request.open()
+            self._unopened[request.number] = request, len(request.tokens)
+            for link in self._links:
+                link.held.pop(request.number, None)
+
+    def _open(self, request: Request) -> None:
+        """Start drafting, or start again at its current tokens, under a new epoch."""
+        self._unopened.pop(request.number, None)
         message = request.open()
         for link in self._links:
             link.held.pop(request.number, None)
@@ -144,6 +161,11 @@ class Drafters:
     def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
         """Publish what a round committed, with the next `flush`; call after the request's tokens were
         extended."""
+        if request.number in self._unopened:
+            _, known = self._unopened[request.number]
+            if len(request.tokens) - known >= _HELD_TOKENS:
+                self._open(request)
+            return
         for link in self._links:
             if not link.joined:
                 continue
@@ -169,6 +191,8 @@ class Drafters:
 
     def close(self, request: Request) -> None:
         """Stop drafting for a request."""
+        if self._unopened.pop(request.number, None) is not None:
+            return
         message = Close(request.number, request.epoch)
         for link in self._links:
             link.held.pop(request.number, None)
@@ -245,7 +269,7 @@ class Drafters:
         elif isinstance(message, Resync):
             request = requests.get(message.request)
             if request is not None and message.epoch == request.epoch:
-                self.open(request)
+                self._open(request)
         elif isinstance(message, Refusal):
             self._log.warning("drafter left", name=link.name, reason=message.message)
             link.channel.close()
@@ -259,7 +283,7 @@ class Drafters:
         if link.paused:
             link.channel.send(Pause(paused=True))
         for request in requests.values():
-            self.open(request)
+            self._open(request)
         self._log.info("drafter joined", name=hello.name, step_ms=round(hello.step_ms, 2))
 
     def _catch_up(self, link: Link, requests: Mapping[int, Request]) -> None:
@@ -274,7 +298,7 @@ class Drafters:
             request = requests.get(number)
             link.behind.discard(number)
             if request is not None:
-                self.open(request)
+                self._open(request)
 
     def _send_all(self, message: DrafterMessage, number: int | None) -> None:
         for link in self._links:

@@ -17,6 +17,9 @@ _SETTLING = 6
 """Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
 _CHECK = 64
 _TRIAL, _PLAIN_TRIAL = 96, 24
+_LEAST_LEAD = 1.03
+"""Drafting must beat plain decoding by this factor: a smaller gain is within what trials can tell apart, and
+drafting takes memory bandwidth from everybody else."""
 _CLEAR_LEAD = 1.3
 _UNDISTURBED = 2048
 """Rounds for which a clear lead over plain decoding is not disturbed to try what may be better still."""
@@ -128,13 +131,15 @@ class Governor(Generic[Way]):
         return level
 
     def _rival(self, level: _Level[Way]) -> float:
-        """Gain of the best way but the running one. Plain decoding gives 1, as the cost model says, until it
-        was measured."""
+        """Gain of the best way but the running one."""
         return max((self._gain(level, way) for way in self._ways if way != level.running), default=0.0)
 
     def _gain(self, level: _Level[Way], way: Way) -> float:
+        """What the way is worth. Plain decoding gives 1, as the cost model says, until it was measured."""
         record = level.records[way]
-        return 1.0 if way == self._plain and not record.rounds else record.gain
+        if way != self._plain:
+            return record.gain
+        return _LEAST_LEAD * (record.gain if record.rounds else 1.0)
 
     def _move(self, level: _Level[Way]) -> None:
         trial = _PLAIN_TRIAL if level.running == self._plain else _TRIAL
@@ -158,7 +163,7 @@ class Governor(Generic[Way]):
                 continue
             if clear and (way == self._plain or level.rounds < _UNDISTURBED):
                 continue
-            if not record.tried or record.age >= record.patience or record.gain > mine:
+            if not record.tried or record.age >= record.patience or self._gain(level, way) > mine:
                 return way
         return None
 
@@ -166,7 +171,7 @@ class Governor(Generic[Way]):
         """The end of a trial: the better one of the tried way and the best so far goes on."""
         tried, best = level.records[level.running], level.records[level.best]
         tried.tried = best.tried = True
-        if tried.gain > best.gain:
+        if self._gain(level, level.running) > self._gain(level, level.best):
             tried.patience = best.patience = _FIRST_PATIENCE
             level.best = level.running
             level.rounds = 0

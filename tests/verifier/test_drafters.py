@@ -308,7 +308,7 @@ def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
     for token in range(70):
         house.commit(1, token % VOCABULARY)
     pieces = [len(message.tokens) for message in its.receive() if isinstance(message, Outcome)]
-    assert pieces == [32, 32]
+    assert pieces == [64]
 
 
 def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
@@ -322,6 +322,31 @@ def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
     house.drafters.open(house.requests[1])
     house.drafters.use(Layout.BESIDE)
     assert of(Outcome, its.receive()) == []
+
+
+def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_grows_long() -> None:
+    house = House()
+    house.requests[2] = make_request(2)
+    its = house.join()
+    house.drafters.use(Layout.PLAIN)
+    its.receive()
+    for number in (0, 1, 2):
+        house.drafters.close(house.requests[number])
+        its.receive()
+        house.drafters.open(house.requests[number])
+    for token in range(64):
+        house.commit(0, token % VOCABULARY)
+    opened = [message for message in its.receive() if isinstance(message, Open)]
+    assert [(each.request, len(each.output)) for each in opened] == [(0, 64)]
+    house.drafters.close(house.requests[1])
+    assert its.receive() == []
+    house.commit(2, 5)
+    house.drafters.use(Layout.BESIDE)
+    heard = its.receive()
+    opened = [message for message in heard if isinstance(message, Open)]
+    assert [(each.request, each.epoch) for each in opened] == [(2, house.requests[2].epoch)]
+    house.commit(2, 6)
+    assert [message.tokens for message in its.receive() if isinstance(message, Outcome)] == [(6,)]
 
 
 def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
