@@ -52,9 +52,12 @@ class DraftBounds:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round was: `requests` decoding requests in `rows` rows gave `tokens` tokens."""
+    """What a round was: `requests` decoding requests and some prompts, in `rows` rows, gave `tokens` tokens
+    to the decoding ones."""
 
     requests: int
+    prompts: int
+    prompt_rows: int
     rows: int
     reading: Reading
     tokens: int
@@ -91,7 +94,7 @@ class Decider:
         """The nodes of a round, best first, and the seconds spent waiting for growth; `drain` takes what
         came."""
         requests = sum(part.request.decoding for part in parts)
-        self._lay_out(requests)
+        self._lay_out(len(parts))
         if not self._drafters.working or self._bounds.budget == 0:
             return [], 0.0
         waited_s = 0.0
@@ -126,16 +129,30 @@ class Decider:
         }
 
     def learn(self, round_: Round) -> None:
-        """Take a round's times into account; those that read prompts tell what forwards cost, no more."""
+        """Take a round's times into account; those that read prompts do not tell what decoding takes."""
         self.cost.observe(round_.rows, round_.forward_s, round_.reading)
-        if not round_.requests:
+        if self.governing is not None and self._drafters.alive:
+            self._govern(round_, self.governing)
+        if round_.prompts:
             return
         self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
-        if self.governing is not None and self._drafters.alive:
-            plain = Reading(round_.reading.context, round_.reading.context)
-            plain_s = self.governing.costs[Layout.PLAIN].first_seconds(round_.requests, plain)
-            self.governing.governor.observe(round_.requests, round_.tokens, round_.total_s, plain_s)
+
+    def _govern(self, round_: Round, governing: Governing) -> None:
+        """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
+        cost, reading = governing.costs[Layout.PLAIN], round_.reading
+        rows = round_.requests + round_.prompt_rows
+        if not round_.prompts:
+            plain_s = cost.first_seconds(rows, Reading(reading.context, reading.context))
+            gained_s = round_.tokens / rows * plain_s
+        else:
+            share = rows / round_.rows  # of what attention read: nodes read too
+            plain_s = cost.first_seconds(rows, Reading(reading.context, int(share * reading.row_context)))
+            gained_s = plain_s
+            if round_.requests:
+                more = round_.tokens / round_.requests - 1
+                gained_s += more * cost.first_seconds(round_.requests, Reading())
+        governing.governor.observe(round_.requests + round_.prompts, gained_s, round_.total_s, plain_s)
 
     def _lay_out(self, requests: int) -> None:
         """Draft in the way that the governor chooses."""

@@ -233,13 +233,16 @@ class Engine:
         clocked.total_s += total_s
         clocked.rounds += 1
         clocked.rows += flight.rows
-        decoding = all(len(walk.work.part.slots) == 1 and walk.tokens for walk in walks)
+        decoding = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
+        slots = sum(len(walk.work.part.slots) for walk in walks)
         self.decider.learn(
             Round(
-                requests=len(walks) if decoding else 0,
+                requests=len(decoding),
+                prompts=len(walks) - len(decoding),
+                prompt_rows=slots - len(decoding),
                 rows=flight.rows,
                 reading=flight.reading,
-                tokens=sum(len(walk.tokens) for walk in walks),
+                tokens=sum(len(walk.tokens) for walk in decoding),
                 forward_s=forward_s,
                 host_s=total_s - forward_s - waited_s,
                 total_s=total_s,

@@ -44,7 +44,7 @@ class _Record:
 
     def add(self, gained_s: float, spent_s: float) -> None:
         if self.rounds > 8:  # a descheduled process is not a slow way to decode
-            spent_s = min(spent_s, 4 * self.spent_s * (1 - _MEMORY) / (1 - _MEMORY**self.rounds))
+            spent_s = min(spent_s, 4 * gained_s / self.gain)
         self.gained_s = _MEMORY * self.gained_s + gained_s
         self.spent_s = _MEMORY * self.spent_s + spent_s
         self.rounds += 1
@@ -74,7 +74,7 @@ class _Level(Generic[Way]):
 
 class Governor(Generic[Way]):
     """Chooses among ways to draft; the first is taken to be the best until others are measured, the last is
-    plain decoding. Levels of load are powers of two of decoding requests."""
+    plain decoding. Levels of load are powers of two of requests, those whose prompt is read included."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self._ways = tuple(ways)
@@ -82,7 +82,7 @@ class Governor(Generic[Way]):
         self._levels: dict[int, _Level[Way]] = {}
 
     def choose(self, requests: int) -> Way:
-        """The way of the next round of `requests` decoding requests."""
+        """The way of the next round of `requests` requests."""
         return self._level(requests).running
 
     def gains(self) -> dict[int, dict[Way, float]]:
@@ -102,13 +102,16 @@ class Governor(Generic[Way]):
                 record = level.records.get(way)
                 if record is not None and gain > 0:
                     record.gained_s, record.spent_s = gain * _RECALLED_S, _RECALLED_S
-                    record.rounds, record.tried = 1, True
+                    record.rounds = 1
             level.best = max(self._ways, key=lambda way: self._gain(level, way))
             level.running = level.best
+            for way, record in level.records.items():  # what was close is compared again
+                record.tried = 0 < _CLEAR_LEAD * self._gain(level, way) < self._gain(level, level.best)
 
-    def observe(self, requests: int, tokens: int, seconds: float, plain_s: float) -> None:
-        """A round gave `tokens` tokens in `seconds`; the cost model expects a plain one to take `plain_s`."""
-        if requests < 1 or seconds <= 0 or plain_s <= 0:
+    def observe(self, requests: int, gained_s: float, seconds: float, plain_s: float) -> None:
+        """A round took `seconds` for what plain decoding should take `gained_s` for; `plain_s` is what one
+        plain round should take. All that a round does counts: drafting also slows the reading of prompts."""
+        if requests < 1 or gained_s <= 0 or seconds <= 0 or plain_s <= 0:
             return
         level = self._level(requests)
         level.rounds += 1
@@ -117,8 +120,8 @@ class Governor(Generic[Way]):
         running = level.records[level.running]
         running.age = 0
         if level.rounds > _SETTLING:
-            running.add(tokens / requests * plain_s, seconds)
-            loss = self._rival(level) * seconds / plain_s - tokens / requests
+            running.add(gained_s, seconds)
+            loss = (self._rival(level) * seconds - gained_s) / plain_s
             level.lost = max(0.0, level.lost + loss)
         self._move(level)
 

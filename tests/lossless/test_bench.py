@@ -2,7 +2,7 @@
 
 from ssd_serve.bench.lossless import BATCHES, BUDGETS, DRAFTERS, Plan, add, cases, run_lossless
 
-SMALL = Plan(("random-llama",), batches=(4,), budgets=(0, 4), sets=2, max_tokens=10, bf16_tokens=8)
+SMALL = Plan(("random-llama",), batches=(4,), budgets=(0, 4), sets=2, max_tokens=10)
 
 
 def test_the_product_is_full() -> None:

@@ -32,7 +32,7 @@ class World:
             tokens = sum(self.random.choice((1, 2, 3, 4)) for _ in range(self.requests))
             seconds = PLAIN_S * 2.5 / self.speedups[way]
         seconds *= self.random.uniform(0.9, 1.1)
-        self.governor.observe(self.requests, tokens, seconds, PLAIN_S)
+        self.governor.observe(self.requests, tokens / self.requests * PLAIN_S, seconds, PLAIN_S)
         self.tokens += tokens
         self.seconds += seconds
         self.speculated += way != "plain"
@@ -123,7 +123,7 @@ def test_what_is_recalled_gives_way_to_what_is_seen() -> None:
 def test_one_long_pause_changes_nothing() -> None:
     world = World(1.6)
     world.run(500)
-    world.governor.observe(1, 2, 100.0, PLAIN_S)
+    world.governor.observe(1, 2 * PLAIN_S, 100.0, PLAIN_S)
     world.run(200)
     assert world.governor.choose(1) == "beside"
 

@@ -1,0 +1,27 @@
+"""In bf16 too: where a row does not depend on its batch, every mode and batch gives the plain text."""
+
+import pytest
+
+from ssd_serve.bench.lossless import requests
+from ssd_serve.bench.lossless_rig import Case, Pair, run_case
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import can_multiply_bf16
+from ssd_serve.models.hub import resolve_model
+from ssd_serve.settings import EMBEDDED
+
+
+@pytest.fixture(scope="module")
+def pair(native: NativeLibrary) -> Pair:
+    """The embedded pair with the compiled kernels."""
+    if not can_multiply_bf16(native):
+        pytest.skip("this processor has no AVX-512 BF16: its bf16 products are torch's")
+    folders = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
+    return Pair(EMBEDDED, *folders, "bf16", native)
+
+
+@pytest.mark.parametrize("case", [Case("ssd", 1, 8), Case("ssd", 4, 32), Case("sd", 16, 8), Case("ar", 16)])
+def test_texts_are_equal_to_the_bit(pair: Pair, case: Case) -> None:
+    submits = requests(pair.vocabulary, 32)
+    plain, found = run_case(pair, Case("ar", 1), submits), run_case(pair, case, submits)
+    assert found.tokens == plain.tokens
+    assert case.mode == "ar" or found.accepted > 0
