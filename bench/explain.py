@@ -71,7 +71,7 @@ def govern(
     for _ in range(_GOVERNED):
         way = governor.choose(requests)
         tokens, seconds = next(supply[way])
-        governor.observe(requests, tokens / requests * plain_s, seconds, plain_s)
+        governor.observe(tokens / requests * plain_s, seconds, plain_s)
         ran.append(way)
     last = ran[-_COUNTED:]
     taken = max(ways, key=last.count)

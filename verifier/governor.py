@@ -20,6 +20,9 @@ _TRIAL, _PLAIN_TRIAL = 96, 24
 _LEAST_LEAD = 1.03
 """Drafting must beat plain decoding by this factor: a smaller gain is within what trials can tell apart, and
 drafting takes memory bandwidth from everybody else."""
+_LOAD_BLEND = 1 / 16
+_EDGE = 0.15
+"""How far past the edge of a level, as a share of it, the load must be."""
 _CLEAR_LEAD = 1.3
 _UNDISTURBED = 2048
 """Rounds for which a clear lead over plain decoding is not disturbed to try what may be better still."""
@@ -80,10 +83,21 @@ class Governor(Generic[Way]):
         self._ways = tuple(ways)
         self._plain = self._ways[-1]
         self._levels: dict[int, _Level[Way]] = {}
+        self._load = 0.0
+        self._bits = 1
 
     def choose(self, requests: int) -> Way:
-        """The way of the next round of `requests` requests."""
-        return self._level(requests).running
+        """The way of the next round of `requests` requests.
+
+        What changes the level is the load of some rounds, clearly past its edge, or a sudden jump: changing
+        the way costs drafters their trees.
+        """
+        jumped = requests >= 2 * self._load or 2 * requests <= self._load
+        self._load += (1.0 if jumped else _LOAD_BLEND) * (requests - self._load)
+        least = 1 << (self._bits - 1)
+        if not least * (1 - _EDGE) <= self._load < 2 * least * (1 + _EDGE):
+            self._bits = max(1, round(self._load)).bit_length()
+        return self._at(self._bits).running
 
     def gains(self) -> dict[int, dict[Way, float]]:
         """By the least number of requests of each level: what each way gives, in units of plain decoding as
@@ -97,7 +111,7 @@ class Governor(Generic[Way]):
         """Start with what an earlier process found (`gains`): the best way runs, all are still tried in their
         time."""
         for requests, by_way in gains.items():
-            level = self._level(requests)
+            level = self._at(max(1, requests).bit_length())
             for way, gain in by_way.items():
                 record = level.records.get(way)
                 if record is not None and gain > 0:
@@ -108,12 +122,15 @@ class Governor(Generic[Way]):
             for way, record in level.records.items():  # what was close is compared again
                 record.tried = 0 < _CLEAR_LEAD * self._gain(level, way) < self._gain(level, level.best)
 
-    def observe(self, requests: int, gained_s: float, seconds: float, plain_s: float) -> None:
-        """A round took `seconds` for what plain decoding should take `gained_s` for; `plain_s` is what one
-        plain round should take. All that a round does counts: drafting also slows the reading of prompts."""
-        if requests < 1 or gained_s <= 0 or seconds <= 0 or plain_s <= 0:
+    def observe(self, gained_s: float, seconds: float, plain_s: float) -> None:
+        """The round that was last chosen for took `seconds`.
+
+        Plain decoding should take `gained_s` for the same, and `plain_s` for one of its rounds. All that a
+        round does counts: drafting also slows the reading of prompts.
+        """
+        if gained_s <= 0 or seconds <= 0 or plain_s <= 0:
             return
-        level = self._level(requests)
+        level = self._at(self._bits)
         level.rounds += 1
         for record in level.records.values():
             record.age += 1
@@ -125,8 +142,7 @@ class Governor(Generic[Way]):
             level.lost = max(0.0, level.lost + loss)
         self._move(level)
 
-    def _level(self, requests: int) -> _Level[Way]:
-        bits = max(1, requests).bit_length()
+    def _at(self, bits: int) -> _Level[Way]:
         level = self._levels.get(bits)
         if level is None:
             records = {way: _Record() for way in self._ways}

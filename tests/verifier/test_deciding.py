@@ -1,14 +1,19 @@
-"""How much of a prompt is read beside running requests, under a latency target."""
+"""How much of a prompt is read beside running requests, and what the governor is told of a round."""
 
 import math
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from ssd_serve.verifier.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.deciding import Decider, DraftBounds
+from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.devices import Device
+from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
+from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing, Round
 from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import Never
+from ssd_serve.verifier.layout import Cores, Layout
 from tests.fakes import HELLO
 
 
@@ -33,3 +38,48 @@ def test_a_chunk_shrinks_to_what_keeps_the_target() -> None:
 def test_prompts_always_get_on(most_tpot_s: float, requests: int, most: int) -> None:
     rows = decider(most_tpot_s).prompt_rows(requests, most)
     assert min(most, 16) <= rows <= most
+
+
+WAYS = (Layout.BESIDE, Layout.PLAIN)
+
+
+class Listening(Governor[Layout]):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(WAYS)
+        self.told: list[tuple[float, float, float]] = []
+
+    def observe(self, gained_s: float, seconds: float, plain_s: float) -> None:
+        self.told.append((gained_s, seconds, plain_s))
+
+
+def told(round_: Round) -> tuple[float, float, float]:
+    """What the governor hears of a round, where a row takes a millisecond."""
+    governor, drafters = Listening(), Drafters(HELLO)
+    mine, its = memory_pair()
+    drafters.connect(mine)
+    its.send(HELLO)
+    drafters.drain({})
+    cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
+    places = Cores(Device("cpu"), None)
+    governing = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
+    bounds = DraftBounds(4096, None, 8)
+    Decider(drafters, cost, Never(), bounds, governing=governing).learn(round_)
+    (heard,) = governor.told
+    return heard
+
+
+def test_a_decoding_round_is_worth_the_plain_rounds_that_it_saves() -> None:
+    round_ = Round(2, 0, 0, 6, Reading(), tokens=6, forward_s=0.007, host_s=0.001, total_s=0.008)
+    assert told(round_) == pytest.approx((0.006, 0.008, 0.002))
+
+
+def test_prompt_rows_count_as_what_plain_decoding_takes_for_them() -> None:
+    round_ = Round(2, 1, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05)
+    assert told(round_) == pytest.approx((0.032 + 1.5 * 0.002, 0.05, 0.032))
+
+
+def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
+    round_ = Round(0, 2, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08)
+    assert told(round_) == pytest.approx((0.06, 0.08, 0.06))
