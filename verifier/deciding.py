@@ -152,7 +152,7 @@ class Decider:
             if round_.requests:
                 more = round_.tokens / round_.requests - 1
                 gained_s += more * cost.first_seconds(round_.requests, Reading())
-        governing.governor.observe(gained_s, round_.total_s, plain_s)
+        governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
 
     def _lay_out(self, requests: int) -> None:
         """Draft in the way that the governor chooses."""

@@ -39,6 +39,9 @@ class _Record:
 
     gained_s: float = 0.0
     spent_s: float = 0.0
+    prompts_gained_s: float = 0.0
+    prompts_spent_s: float = 0.0
+    """The same of rounds that read prompts."""
     rounds: int = 0
     tried: bool = False
     age: int = 0
@@ -52,13 +55,23 @@ class _Record:
         self.spent_s = _MEMORY * self.spent_s + spent_s
         self.rounds += 1
 
+    def add_prompts(self, gained_s: float, spent_s: float) -> None:
+        self.prompts_gained_s = _MEMORY * self.prompts_gained_s + gained_s
+        self.prompts_spent_s = _MEMORY * self.prompts_spent_s + spent_s
+
     def forget(self) -> None:
         self.gained_s = self.spent_s = 0.0
+        self.prompts_gained_s = self.prompts_spent_s = 0.0
         self.rounds = 0
 
     @property
     def gain(self) -> float:
         return self.gained_s / self.spent_s if self.spent_s else 0.0
+
+    @property
+    def slowness(self) -> float:
+        """Time of rounds that read prompts, as a multiple of what plain decoding should take; 0: unknown."""
+        return self.prompts_spent_s / self.prompts_gained_s if self.prompts_gained_s else 0.0
 
 
 @dataclass(slots=True)
@@ -70,6 +83,9 @@ class _Level(Generic[Way]):
     """Rounds since the last change."""
     lost: float = 0.0
     """Plain rounds that the running way has cost lately, against the best other way."""
+    decoding_s: float = 0.0
+    prompts_s: float = 0.0
+    """What plain decoding should take for recent rounds of each kind, whichever way ran."""
 
     def enter(self, way: Way) -> None:
         self.running, self.rounds, self.lost = way, 0, 0.0
@@ -122,15 +138,22 @@ class Governor(Generic[Way]):
             for way, record in level.records.items():  # what was close is compared again
                 record.tried = 0 < _CLEAR_LEAD * self._gain(level, way) < self._gain(level, level.best)
 
-    def observe(self, gained_s: float, seconds: float, plain_s: float) -> None:
+    def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
         """The round that was last chosen for took `seconds`.
 
-        Plain decoding should take `gained_s` for the same, and `plain_s` for one of its rounds. All that a
-        round does counts: drafting also slows the reading of prompts.
+        Plain decoding should take `gained_s` for the same, and `plain_s` for one of its rounds. Rounds that
+        read `prompts` count too, since drafting slows them, but apart: less is known of what they should take,
+        and how many there are is no merit of a way.
         """
         if gained_s <= 0 or seconds <= 0 or plain_s <= 0:
             return
         level = self._at(self._bits)
+        level.decoding_s = _MEMORY * level.decoding_s + gained_s * (not prompts)
+        level.prompts_s = _MEMORY * level.prompts_s + gained_s * prompts
+        if prompts:
+            if level.rounds > _SETTLING:
+                level.records[level.running].add_prompts(gained_s, seconds)
+            return
         level.rounds += 1
         for record in level.records.values():
             record.age += 1
@@ -150,11 +173,21 @@ class Governor(Generic[Way]):
         return level
 
     def _rival(self, level: _Level[Way]) -> float:
-        """Gain of the best way but the running one."""
-        return max((self._gain(level, way) for way in self._ways if way != level.running), default=0.0)
+        """Gain of the best way but the running one, in decoding."""
+        return max((self._decoding(level, way) for way in self._ways if way != level.running), default=0.0)
 
     def _gain(self, level: _Level[Way], way: Way) -> float:
-        """What the way is worth. Plain decoding gives 1, as the cost model says, until it was measured."""
+        """What the way is worth at this level's shares of decoding and of prompts."""
+        decoding = self._decoding(level, way)
+        known = [record.slowness for record in level.records.values() if record.slowness]
+        if not decoding or not known:
+            return decoding
+        slowness = level.records[way].slowness or sum(known) / len(known)
+        share = level.prompts_s / (level.prompts_s + level.decoding_s)
+        return 1 / ((1 - share) / decoding + share * slowness)
+
+    def _decoding(self, level: _Level[Way], way: Way) -> float:
+        """Its gain in decoding. Plain decoding gives 1, as the cost model says, until it was measured."""
         record = level.records[way]
         if way != self._plain:
             return record.gain

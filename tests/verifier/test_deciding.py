@@ -48,13 +48,13 @@ class Listening(Governor[Layout]):
 
     def __init__(self) -> None:
         super().__init__(WAYS)
-        self.told: list[tuple[float, float, float]] = []
+        self.told: list[tuple[float, float, float, bool]] = []
 
-    def observe(self, gained_s: float, seconds: float, plain_s: float) -> None:
-        self.told.append((gained_s, seconds, plain_s))
+    def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
+        self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def told(round_: Round) -> tuple[float, float, float]:
+def told(round_: Round) -> tuple[float, float, float, bool]:
     """What the governor hears of a round, where a row takes a millisecond."""
     governor, drafters = Listening(), Drafters(HELLO)
     mine, its = memory_pair()
@@ -72,14 +72,14 @@ def told(round_: Round) -> tuple[float, float, float]:
 
 def test_a_decoding_round_is_worth_the_plain_rounds_that_it_saves() -> None:
     round_ = Round(2, 0, 0, 6, Reading(), tokens=6, forward_s=0.007, host_s=0.001, total_s=0.008)
-    assert told(round_) == pytest.approx((0.006, 0.008, 0.002))
+    assert told(round_) == pytest.approx((0.006, 0.008, 0.002, False))
 
 
 def test_prompt_rows_count_as_what_plain_decoding_takes_for_them() -> None:
     round_ = Round(2, 1, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05)
-    assert told(round_) == pytest.approx((0.032 + 1.5 * 0.002, 0.05, 0.032))
+    assert told(round_) == pytest.approx((0.032 + 1.5 * 0.002, 0.05, 0.032, True))
 
 
 def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
     round_ = Round(0, 2, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08)
-    assert told(round_) == pytest.approx((0.06, 0.08, 0.06))
+    assert told(round_) == pytest.approx((0.06, 0.08, 0.06, True))

@@ -129,6 +129,25 @@ def test_a_load_that_moves_about_an_edge_does_not_change_the_way_each_time() -> 
     assert [governor.choose(requests) for requests in (9, 15, 16, 12) * 5][-1] == "beside"
 
 
+@pytest.mark.parametrize("expected_s", [0.01, 0.1, 1.0])
+def test_prompts_of_which_too_much_or_too_little_is_expected_favour_no_way(expected_s: float) -> None:
+    world = World(1.5)
+    for turn in range(4000):
+        if (
+            world.round() == "beside" and turn % 3 == 0
+        ):  # more of them while one way runs than while the other
+            world.governor.observe(expected_s, 0.1, expected_s, prompts=True)
+    assert world.governor.choose(1) == "beside"
+
+
+def test_a_way_that_slows_prompts_more_than_it_speeds_up_decoding_is_left() -> None:
+    world = World(1.2)
+    for _ in range(4000):
+        slow = 1.5 if world.round() == "beside" else 1.0
+        world.governor.observe(4 * PLAIN_S, slow * 4 * PLAIN_S, 4 * PLAIN_S, prompts=True)
+    assert world.governor.choose(1) == "plain"
+
+
 def test_one_long_pause_changes_nothing() -> None:
     world = World(1.6)
     world.run(500)
