@@ -142,7 +142,7 @@ class Governor(Generic[Way]):
         """The round that was last chosen for took `seconds`.
 
         Plain decoding should take `gained_s` for the same, and `plain_s` for one of its rounds. Rounds that
-        read `prompts` count too, since drafting slows them, but apart: less is known of what they should take,
+        read `prompts` count too, since drafting slows them, but apart: less is known of what they take,
         and how many there are is no merit of a way.
         """
         if gained_s <= 0 or seconds <= 0 or plain_s <= 0:
