@@ -30,7 +30,7 @@ from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import load_served
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.settings import Mode, Settings
@@ -86,24 +86,8 @@ class Rig:
         draft = resolve_model(settings.draft_model or "", "draft", token=settings.hf_token)
         self.tokenizer = Tokenizer(target)
         self.native = native_library(settings)
-        self.real = load_model(
-            target,
-            device="cpu",
-            dtype=settings.dtype,
-            slots=_SLOTS,
-            context=settings.context,
-            native=self.native,
-            backend=settings.tree_decode_backend,
-        )
-        self.real_draft = load_model(
-            draft,
-            device="cpu",
-            dtype=settings.dtype,
-            slots=2 * _SLOTS,
-            context=settings.context,
-            native=self.native,
-            backend=settings.tree_decode_backend,
-        )
+        self.real = load_served(settings, target, "cpu", _SLOTS, self.native)
+        self.real_draft = load_served(settings, draft, "cpu", 2 * _SLOTS, self.native)
         self.target: Model = self.real
         self.draft: Model = self.real_draft
         if settings.emulate:

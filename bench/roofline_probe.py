@@ -10,15 +10,12 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from ssd_serve.kernels.native.library import native_library
-from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
-from ssd_serve.kernels.packed import PackedMatrix, can_pack
-from ssd_serve.models.linear import DenseLinear, Linear
+from ssd_serve.models.linear import matrix_kind
 from ssd_serve.models.memory import available_memory
 from ssd_serve.settings import Settings
 
@@ -104,17 +101,9 @@ def _layers(device: str, dtype: torch.dtype) -> tuple[list[Callable[[torch.Tenso
     wanted = min(wanted, int(_MOST_MEMORY * available_memory(device)))
     each = _SIDE * _SIDE * dtype.itemsize
     count = max(2, wanted // each)
-    wrap = _matrix_kind(device, dtype)
+    wrap = matrix_kind(dtype, device, native_library(Settings()) if device == "cpu" else None)
     matrix = _operand(_SIDE, device, dtype)
-    return [wrap(matrix.clone()) for _ in range(count)], count * each
-
-
-def _matrix_kind(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], Linear]:
-    """What models use on this device."""
-    native = native_library(Settings()) if device == "cpu" else None
-    if native is not None and dtype is torch.bfloat16 and can_multiply_bf16(native):
-        return partial(NativeMatrix, native)
-    return PackedMatrix if device == "cpu" and can_pack(dtype) else DenseLinear
+    return [wrap(matrix.clone(), None) for _ in range(count)], count * each
 
 
 def _operand(rows: int, device: str, dtype: torch.dtype, columns: int = _SIDE) -> torch.Tensor:

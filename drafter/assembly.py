@@ -15,7 +15,7 @@ from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model, model_sizes
+from ssd_serve.models.load import load_served, model_sizes
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
 from ssd_serve.settings import Settings
@@ -40,15 +40,7 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     most = settings.max_running * (settings.context or sizes.config.context) + settings.tree_nodes
     slots = min(slots, most)
     native = native_library(settings)
-    model: Model = load_model(
-        path,
-        device=device,
-        dtype=settings.dtype,
-        slots=slots,
-        context=settings.context,
-        native=native,
-        backend=settings.tree_decode_backend,
-    )
+    model: Model = load_served(settings, path, device, slots, native)
     emulated = None
     if settings.emulate:
         table = device_table(settings.emulate)

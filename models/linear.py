@@ -6,7 +6,7 @@ today: dense, packed and int8 (the latter two on CPUs, by a compiled kernel or b
 architecture.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,23 @@ class Part:
     order: torch.Tensor | None = None
 
 
+MatrixKind = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+
+
+def matrix_kind(dtype: torch.dtype, device: str, native: NativeLibrary | None) -> MatrixKind:
+    """What multiplies rows of `dtype` fastest on this device: the compiled kernel, oneDNN or torch."""
+    if device != "cpu" or not can_pack(dtype):
+        return DenseLinear
+    if native is None or dtype is not torch.bfloat16 or not can_multiply_bf16(native):
+        return PackedMatrix
+
+    def compiled(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        even = weight.shape[1] % 2 == 0
+        return NativeMatrix(native, weight, bias) if even else PackedMatrix(weight, bias)
+
+    return compiled
+
+
 class LinearFactory:
     """Makes the linear layers of one rank from a checkpoint: in `dtype`, or int8 for rows in `dtype`."""
 
@@ -87,8 +104,7 @@ class LinearFactory:
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
-        self._packed = packed and device == "cpu" and can_pack(dtype)
-        self._native = native if device == "cpu" and _native_multiplies(native, dtype) else None
+        self._kind = matrix_kind(dtype, device, native) if packed else DenseLinear
         self._int8 = int8
         self._int8_products = int8 and packed and can_multiply_int8()
         self._native_int8 = native if native is not None and int8 and native_multiplies_int8(native) else None
@@ -132,12 +148,7 @@ class LinearFactory:
             bias = bias.to(self._device, self._dtype)
         if self._int8:
             return self._quantise(weight, bias)
-        return self._plain(weight, bias)
-
-    def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        if self._packed and self._native is not None and weight.shape[1] % 2 == 0:
-            return NativeMatrix(self._native, weight, bias)
-        return PackedMatrix(weight, bias) if self._packed else DenseLinear(weight, bias)
+        return self._kind(weight, bias)
 
     def _quantise(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         quantised = quantise(weight)
@@ -145,8 +156,4 @@ class LinearFactory:
             return NativeInt8Matrix(self._native_int8, quantised, bias)
         if self._int8_products:
             return Int8Matrix(quantised, bias)
-        return WidenedMatrix(self._plain(quantised.numbers.to(self._dtype)), quantised.scales, bias)
-
-
-def _native_multiplies(native: NativeLibrary | None, dtype: torch.dtype) -> bool:
-    return native is not None and dtype is torch.bfloat16 and can_multiply_bf16(native)
+        return WidenedMatrix(self._kind(quantised.numbers.to(self._dtype), None), quantised.scales, bias)

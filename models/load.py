@@ -26,6 +26,7 @@ from ssd_serve.models.decoder import Decoder, kv_layout, largest_matrix, matrix_
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.linear import LinearFactory, Parallel
 from ssd_serve.models.memory import available_memory, require_memory
+from ssd_serve.settings import Settings
 
 _INT8 = "int8"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, _INT8: torch.bfloat16}
@@ -151,6 +152,21 @@ def load_model(
     attention = _attention(backend, cache, config.heads, native)
     operations = _row_operations(_DTYPES[kind], layout.dtype, place, native)
     return Decoder(config, weights, attention, operations, facts=facts, slots=slots, features=features)
+
+
+def load_served(
+    settings: Settings, path: Path, device: str, slots: int, native: NativeLibrary | None
+) -> Model:
+    """A model as the settings want it served; see `load_model`."""
+    return load_model(
+        path,
+        device=device,
+        dtype=settings.dtype,
+        slots=slots,
+        context=settings.context,
+        native=native,
+        backend=settings.tree_decode_backend,
+    )
 
 
 def _attention(

@@ -22,7 +22,7 @@ from ssd_serve.models.config import model_name
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model, ModelFacts
-from ssd_serve.models.load import ModelSizes, load_model, model_sizes, torch_device
+from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
@@ -74,15 +74,7 @@ def assemble_verifier(
     slots = _slots(settings, model_sizes(path, device=device, dtype=settings.dtype), device)
     say(f"loading the target {model_name(path)} on {device}")
     native = native_library(settings, log)
-    model: Model = load_model(
-        path,
-        device=device,
-        dtype=settings.dtype,
-        slots=slots,
-        context=settings.context,
-        native=native,
-        backend=settings.tree_decode_backend,
-    )
+    model: Model = load_served(settings, path, device, slots, native)
     emulated = None
     if settings.emulate:
         table = device_table(settings.emulate)
