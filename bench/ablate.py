@@ -181,8 +181,9 @@ class Run:
             tree = request.replica.tree
             node = tree.root
             while node.expanded and tree.depth(node) < min(self._way.length, request.left - 1):
+                above = tree.depth(node) - 1
                 node = tree.child_at(node, 0)
-                found.append((tree.reach(node), index, node))
+                found.append((tree.reach(node), index, node.token, above))
         return found
 
 

@@ -17,7 +17,6 @@ from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.source import DraftSource, Expansion
 from ssd_serve.errors import SsdError
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, SamplingParameters
-from ssd_serve.seeds import root_name
 
 _LEAST_RATE, _MOST_RATE = 0.05, 0.98
 
@@ -38,10 +37,9 @@ class OneRequest:
     def handle(self, message: DrafterMessage) -> list[DrafterMessage]:
         """See `ablate_rig.Core`."""
         if isinstance(message, Open):
-            position = len(message.prompt) + len(message.output) - 1
             self._request, self._epoch, self._sequence = message.request, message.epoch, 0
             self._parameters = message.parameters
-            self.tree = SpeculationTree(root_name(message.request, message.epoch, position), TREE_NODES)
+            self.tree = SpeculationTree(message.root, TREE_NODES)
             tokens = message.prompt + message.output
             self._source.open(message.request, tokens, message.parameters, message.seed)
             self.moved(hit=False)

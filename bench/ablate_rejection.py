@@ -187,18 +187,18 @@ class RejectionRounds(VirtualRounds):
             return Walk(work, (), (), "", ())
         root = request.replica.tree.root.name if request.replica is not None else 0
         chances = torch.softmax(logits.to(torch.float64) / request.parameters.temperature, dim=1).numpy()
-        index_of = {node.name: index for index, node in enumerate(work.nodes)}
+        tree = work.tree
         tokens: list[int] = []
         accepted: list[int] = []
         here, name, ended = -1, root, ""
         while not ended:
             # In the order of drawing: no rank is ever verified without those before it.
-            children = [node for node in work.nodes if node.parent is not None and node.parent.name == name]
+            children = [index for index, parent in enumerate(tree.parents) if parent == here]
             position = len(request.tokens) + len(tokens)
             random = np.random.default_rng([request.seed, position, _VERIFIER])
             p = chances[here + 1]
             q = self._drawn.distributions[name] if children else p
-            token, rank = reject(p, q, [node.token for node in children], random, self._drawn)
+            token, rank = reject(p, q, [tree.tokens[index] for index in children], random, self._drawn)
             tokens.append(token)
             if token in request.ends:
                 ended = "stop"
@@ -206,6 +206,6 @@ class RejectionRounds(VirtualRounds):
                 ended = "length"
             if rank is None or ended:
                 break
-            here, name = index_of[children[rank].name], children[rank].name
+            here, name = children[rank], mix(name, token)
             accepted.append(here)
         return Walk(work, tuple(accepted), tuple(tokens), ended, ())

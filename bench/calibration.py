@@ -21,6 +21,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.messages import Growth, Hello, Message, SamplingParameters
+from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import WhenItPays
 from ssd_serve.verifier.ranking import RankedNode
@@ -132,12 +133,15 @@ class _Watched:
         return text, self._guesses
 
     def _write_down(self, parts: Sequence[Part], chosen: Sequence[RankedNode]) -> None:
-        verified = {node.name for _, _, node in chosen}
-        for part in parts:
+        for index, part in enumerate(parts):
             request = part.request
             if not request.decoding or request.replica is None:
                 continue
             tree = request.replica.tree
+            names = [tree.root.name]
+            for _, of, token, parent in chosen:
+                if of == index:
+                    names.append(mix(names[1 + parent], token))
             for node in tree.best(CANDIDATES, request.left):
                 above = tree.root.name if node.parent is None else node.parent.name
                 self._guesses.append(
@@ -145,7 +149,7 @@ class _Watched:
                         request.generated,
                         tuple(each.token for each in tree.path(node)),
                         tree.reach(node),
-                        node.name in verified,
+                        node.name in names,
                         self._channel.sources.get(above, ""),
                     )
                 )

@@ -9,6 +9,7 @@ from html import escape
 
 import msgspec
 
+from ssd_serve.bench.calibration_figures import Reliability
 from ssd_serve.bench.document import read_as
 
 _HEAD = (
@@ -27,19 +28,6 @@ _LEAST_SHOWN = 20
 """A bin of fewer guesses is left out of the diagram: its share is chance."""
 
 
-class Figures(msgspec.Struct, frozen=True):
-    """Of some guesses; see `calibration_figures.Reliability`."""
-
-    count: int
-    happened: float
-    predicted: float
-    expected_calibration_error: float
-    brier: float
-    base_brier: float
-    gain: float
-    bins: list[tuple[float, float, int]]
-
-
 class Row(msgspec.Struct, frozen=True):
     """One temperature and source."""
 
@@ -47,9 +35,9 @@ class Row(msgspec.Struct, frozen=True):
     source: str
     warm_up_tokens: int
     tokens: int
-    all: Figures
-    likely: Figures
-    verified: Figures
+    all: Reliability
+    likely: Reliability
+    verified: Reliability
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -101,7 +89,7 @@ def _read(result: Mapping[str, object]) -> _Result:
     return read_as(_Result, result, "calibration")
 
 
-def _line(row: Row, nodes: str, figures: Figures) -> str:
+def _line(row: Row, nodes: str, figures: Reliability) -> str:
     cells = (
         f"{row.temperature:g}",
         row.source,

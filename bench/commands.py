@@ -1,5 +1,5 @@
-"""The command line of the benchmarks: `ssd bench modes | load | peers | packed | lossless | calibration |
-ablate | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | peers | packed | kernels | conformance |
+lossless | calibration | ablate | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -12,7 +12,9 @@ from pathlib import Path
 
 from ssd_serve.bench.ablate_commands import add_ablate
 from ssd_serve.bench.calibration_commands import add_calibration
+from ssd_serve.bench.document import write_json
 from ssd_serve.bench.explain_commands import add_explain
+from ssd_serve.bench.kernel_commands import add_kernels
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
@@ -32,6 +34,7 @@ def add_commands(subparsers: Commands) -> None:
     add_load(commands)
     add_peers(commands)
     _add_packed(commands)
+    add_kernels(commands)
     _add_host(commands)
     add_roofline(commands)
     add_explain(commands)
@@ -172,9 +175,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 
 def _write(result: dict[str, object], path: Path | None) -> None:
-    text = json.dumps(result, indent=1)
     if path is None:
-        print(text)
+        print(json.dumps(result, indent=1))
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_json(result, path)

@@ -3,6 +3,7 @@
 Knows files and text, not what was measured.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +23,12 @@ def read_json(path: Path, benchmark: str) -> dict[str, object]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise UserError(f"{path} is not a result of `ssd bench {benchmark}`: {error}") from error
+
+
+def write_json(result: Mapping[str, object], path: Path) -> None:
+    """Write a result file; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def read_as(kind: type[Result], result: Mapping[str, object], benchmark: str) -> Result:

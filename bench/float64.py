@@ -9,15 +9,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from ssd_serve.errors import CheckpointError
 from ssd_serve.models.config import load_config
 from ssd_serve.models.rope import rotation_table
 
 
 class Float64Decoder:
-    """A model folder with one safetensors file, in float64."""
+    """A model folder with one safetensors file, in float64. Raises `CheckpointError` where it is in fp8."""
 
     def __init__(self, folder: Path) -> None:
         self._config = load_config(folder)
+        if self._config.fp8 is not None:
+            raise CheckpointError(
+                f"{folder} holds fp8 weights, whose scales the float64 decoder does not apply; use a model "
+                "that is not quantised"
+            )
         self._weights = {
             name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
         }

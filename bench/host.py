@@ -29,7 +29,7 @@ from ssd_serve.messages import Committed, Open, Outcome, SamplingParameters, Sub
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.seeds import mix, root_name
+from ssd_serve.seeds import mix
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.verifier.engine import Engine
 
@@ -160,9 +160,7 @@ class Oracle:
         for message in self._channel.receive():
             if isinstance(message, Open):
                 self._starts[message.request] = len(message.prompt)
-                position = len(message.prompt) + len(message.output) - 1
-                name = root_name(message.request, message.epoch, position)
-                self._grow(message.request, message.epoch, len(message.output), name)
+                self._grow(message.request, message.epoch, len(message.output), message.root)
             elif isinstance(message, Outcome):
                 put_out = message.position + len(message.tokens) - self._starts[message.request]
                 self._grow(message.request, message.epoch, put_out, message.root)
@@ -200,7 +198,7 @@ def measure_drafter(rig: Rig, prompt: Prompt, temperature: float) -> dict[str, o
     model = _Timed(rig.draft)
     core = rig.core(Way("ssd", width=_DRAFT_WIDTH, fan_out=_FAN_OUT), model)
     parameters = SamplingParameters(temperature=temperature, max_tokens=1000, ignore_eos=True)
-    core.handle(Open(1, 1, prompt.tokens, (), parameters, prompt.seed))
+    core.handle(Open(1, 1, prompt.tokens, (), parameters, prompt.seed, root=1))
     core.step()
     host_s: list[float] = []
     for epoch in range(2, 2 + _DRAFT_STEPS // 8):
@@ -209,6 +207,6 @@ def measure_drafter(rig: Rig, prompt: Prompt, temperature: float) -> dict[str, o
             growth = core.step()
             if growth and sum(len(each.steps) // 4 for each in growth) == _DRAFT_WIDTH:
                 host_s.append(time.perf_counter() - started - (model.seconds - forward_s))
-        core.handle(Open(1, epoch, prompt.tokens, (), parameters, prompt.seed))
+        core.handle(Open(1, epoch, prompt.tokens, (), parameters, prompt.seed, root=epoch))
         core.step()
     return {"temperature": temperature, "width": _DRAFT_WIDTH} | _milliseconds(host_s)

@@ -36,7 +36,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
-from ssd_serve.seeds import mix, root_name
+from ssd_serve.seeds import mix
 from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds
 from ssd_serve.verifier.drafters import Drafters
@@ -181,13 +181,8 @@ class GarbageDrafter:
     def work(self) -> None:
         """Answer every message with nonsense."""
         for message in self._its.receive():
-            if isinstance(message, Outcome):
+            if isinstance(message, Outcome | Open):
                 self._invent(message.request, message.epoch, message.root)
-            elif isinstance(message, Open):
-                position = len(message.prompt) + len(message.output) - 1
-                self._invent(
-                    message.request, message.epoch, root_name(message.request, message.epoch, position)
-                )
 
     def _invent(self, request: int, epoch: int, root: int) -> None:
         first, second = self._tokens(), self._tokens()
@@ -242,9 +237,11 @@ def run_case(pair: Pair, case: Case, submits: Sequence[Submit]) -> Outputs:
             elif isinstance(report, Finished) and report.reason not in ("stop", "length"):
                 raise SsdError(f"request {report.request} ended with {report.reason}: {report.message}")
         steps += 1
-        seen = engine.totals.tally.accepted > 0 or case.budget == 0
+        seen = engine.totals.figures.accepted > 0 or case.budget == 0
         if case.drafter == "killed" and isinstance(drafter, MemoryDrafter) and steps >= _LEAST_STEPS and seen:
             drafter.die()
             drafter = None
-    tally = engine.totals.tally
-    return Outputs({number: tuple(each) for number, each in tokens.items()}, tally.drafted, tally.accepted)
+    figures = engine.totals.figures
+    return Outputs(
+        {number: tuple(each) for number, each in tokens.items()}, figures.drafted, figures.accepted
+    )

@@ -1,8 +1,11 @@
 """The tensor KV cache: one slot a token, for every layer at once.
 
-Knows how keys and values lie in memory (the layout that an architecture declares). Knows nothing of requests,
-prefixes, reference counts or who may use which slot: slots are numbers here. Nothing outside `cache/` and
-`kernels/` knows the page size.
+Knows how keys and values lie in memory (the layout that an architecture declares, in the order that the
+attention backend reads best). Knows nothing of requests, prefixes, reference counts or who may use which
+slot: slots are numbers here. Nothing outside `cache/` and `kernels/` knows the page size.
+
+Not built: slots that are handed out a page at a time. The allocator gives single slots in any order, so
+attention over pages of more than one slot cannot find a request's pages, and backends refuse it.
 """
 
 from dataclasses import dataclass
@@ -35,6 +38,10 @@ class KVLayout:
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype
     page_size: int = 1
+    """Slots of a page: slot s lies in page s // page_size."""
+    order: Literal["heads", "slots"] = "heads"
+    """What comes first in memory. `heads`: a head's slots lie together, as CPUs read them best. `slots`: all
+    heads of a slot lie together, and pages of slots can be handed to kernels for GPUs."""
 
     @property
     def bytes_per_slot(self) -> int:
@@ -45,28 +52,52 @@ class KVLayout:
 class KVCache:
     """Keys and values of all slots of all layers, on one device.
 
-    Initialised to zero, so that a masked slot that nobody wrote holds finite numbers.
+    Initialised to zero, so that a masked slot that nobody wrote holds finite numbers. Raises ValueError where
+    `slots` is no whole number of pages.
     """
 
     def __init__(self, layout: KVLayout, slots: int, device: str) -> None:
+        if slots % layout.page_size:
+            raise ValueError(f"{slots} slots are no whole number of pages of {layout.page_size}")
         self.layout = layout
         self.slots = slots
+        self._slot_axis = 1 if layout.order == "heads" else 0
         # Keys and values of a layer share one tensor, so that one operator writes both.
         self._layers = [
-            torch.zeros((2 * layer.heads, slots, layer.head_dim), dtype=layout.dtype, device=device)
-            for layer in layout.layers
-        ]  # [2 * kv_heads, slots, head_dim]
-        self._keys = [data[: data.shape[0] // 2] for data in self._layers]
-        self._values = [data[data.shape[0] // 2 :] for data in self._layers]
+            torch.zeros(self._shape(layer), dtype=layout.dtype, device=device) for layer in layout.layers
+        ]
+        by_heads = [data if layout.order == "heads" else data.transpose(0, 1) for data in self._layers]
+        self._keys = [data[: data.shape[0] // 2] for data in by_heads]
+        self._values = [data[data.shape[0] // 2 :] for data in by_heads]
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store `keys_values` [rows, 2 * kv_heads, head_dim] (keys first) in `slots` [rows] int64."""
-        self._layers[layer].index_copy_(1, slots, keys_values.transpose(0, 1))
+        if self._slot_axis:
+            keys_values = keys_values.transpose(0, 1)
+        self._layers[layer].index_copy_(self._slot_axis, slots, keys_values)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """All keys of a layer: [kv_heads, slots, head_dim]."""
+        """All keys of a layer: [kv_heads, slots, head_dim]; a strided view where slots come first."""
         return self._keys[layer]
 
     def values(self, layer: int) -> torch.Tensor:
-        """All values of a layer: [kv_heads, slots, head_dim]."""
+        """All values of a layer: [kv_heads, slots, head_dim]; a strided view where slots come first."""
         return self._values[layer]
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer as two views [pages, page_size, kv_heads, head_dim] of equal strides.
+
+        Kernels' libraries call this order NHD. Raises ValueError unless slots come first in the layout.
+        """
+        if self.layout.order != "slots":
+            raise ValueError('only a layout with order "slots" has pages')
+        heads, head_dim = self.layout.layers[layer].heads, self.layout.layers[layer].head_dim
+        data = self._layers[layer].view(-1, self.layout.page_size, 2 * heads, head_dim)
+        return data[:, :, :heads], data[:, :, heads:]
+
+    def _shape(self, layer: LayerKV) -> tuple[int, int, int]:
+        """[2 * kv_heads, slots, head_dim], or slots first."""
+        heads = 2 * layer.heads
+        if self.layout.order == "heads":
+            return heads, self.slots, layer.head_dim
+        return self.slots, heads, layer.head_dim

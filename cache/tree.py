@@ -60,6 +60,8 @@ class SpeculationTree:
         self.limit = limit
         self._known: dict[int, Node] = {root_name: self.root}
         self._size = 0
+        self._deepest = 0
+        """Depth of the deepest candidate, counted as the nodes' own."""
 
     def __len__(self) -> int:
         """Number of candidates below the root, looked at or not."""
@@ -89,6 +91,8 @@ class SpeculationTree:
         """
         if self._size + len(tokens) > self.limit:
             return False
+        if tokens and node.depth >= self._deepest:
+            self._deepest = node.depth + 1
         if node.tokens or len(set(tokens)) < len(tokens):
             self._merge(node, tokens, log_probabilities)
             return True
@@ -146,7 +150,7 @@ class SpeculationTree:
 
     def ready_depth(self) -> int:
         """Depth of the deepest candidate below the root."""
-        return max((node.depth + 1 for node in self.expanded()), default=self.root.depth) - self.root.depth
+        return max(0, self._deepest - self.root.depth)
 
     def advance(self, tokens: Sequence[int]) -> Advance:
         """Move the root along committed tokens. Below a hit everything stays; else the new root stands
@@ -173,13 +177,17 @@ class SpeculationTree:
         return Advance(tuple(path), hit)
 
     def _recount(self) -> None:
-        self._known, self._size = {}, 0
+        known: dict[int, Node] = {}
+        size, deepest = 0, 0
         waiting = [self.root]
         while waiting:
             node = waiting.pop()
-            self._known[node.name] = node
-            self._size += len(node.tokens)
-            waiting.extend(node.children.values())
+            known[node.name] = node
+            if node.tokens:
+                size += len(node.tokens)
+                deepest = max(deepest, node.depth + 1)
+                waiting.extend(node.children.values())
+        self._known, self._size, self._deepest = known, size, deepest
 
     def _look(self, node: Node, rank: int) -> Node:
         token = node.tokens[rank]

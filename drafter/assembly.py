@@ -8,7 +8,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
-from ssd_serve.kernels.native.library import native_library
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
@@ -30,7 +30,7 @@ class Assembled:
     emulated: EmulatedModel | None
 
 
-def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
+def assemble_drafter(settings: Settings, name: str, device: str, native: NativeLibrary | None) -> Assembled:
     """Load the draft model on `device` and measure its step."""
     if settings.draft_model is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
@@ -39,8 +39,8 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
     slots = max(1024, (settings.draft_kv_memory_mb << 20) // sizes.kv_bytes_per_slot)
     most = settings.max_running * (settings.context or sizes.config.context) + settings.tree_nodes
     slots = min(slots, most)
-    native = native_library(settings)
-    model: Model = load_served(settings, path, device, slots, native)
+    log = get_logger(name, settings.log_level, settings.log_format)
+    model: Model = load_served(settings, path, device, slots, native, log)
     emulated = None
     if settings.emulate:
         table = device_table(settings.emulate)
@@ -58,7 +58,7 @@ def assemble_drafter(settings: Settings, name: str, device: str) -> Assembled:
         limits,
         frozenset(facts.eos_token_ids),
         name,
-        get_logger(name, settings.log_level, settings.log_format),
+        log,
         widths,
     )
     hello = Hello(

@@ -19,7 +19,6 @@ from ssd_serve.drafter.source import Candidates, DraftSource, Expansion
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
-from ssd_serve.seeds import root_name
 
 
 class _Drafted:
@@ -31,7 +30,7 @@ class _Drafted:
         self.epoch = message.epoch
         self.parameters: SamplingParameters = message.parameters
         self.position = len(message.prompt) + len(message.output) - 1
-        self.tree = SpeculationTree(root_name(message.request, message.epoch, self.position), limits.nodes)
+        self.tree = SpeculationTree(message.root, limits.nodes)
         left = message.parameters.max_tokens - len(message.output)
         stops = frozenset(message.parameters.stop_token_ids)
         if not message.parameters.ignore_eos:

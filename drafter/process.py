@@ -8,6 +8,7 @@ from ssd_serve.cluster.listener import connect
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.errors import EngineDeadError, PairMismatchError
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, Pause, Refusal, Resync
@@ -22,7 +23,8 @@ _BLEND = 0.05
 def run(settings: Settings, name: str, drafter_socket: str) -> int:
     """Load, join the verifier, draft until it is gone. Returns the exit code."""
     log = get_logger(name, settings.log_level, settings.log_format)
-    drafter = assemble_drafter(settings, name, settings.draft_device or "cpu")
+    native = native_library(settings, log)
+    drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
     settle_memory()
     channel = connect(drafter_socket, _JOIN_S)
     _join(channel, drafter.hello)

@@ -42,3 +42,12 @@ class AttentionBackend(Protocol[PlanT]):
         of the same layer.
         """
         ...
+
+    def run_with_lse(
+        self, layer: int, queries: torch.Tensor, plan: PlanT
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and each row's log-sum-exp of scaled scores: float32 [rows, heads], natural logarithm.
+
+        With it results over parts of a context are merged.
+        """
+        ...

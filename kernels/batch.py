@@ -16,6 +16,7 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 UInt64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ class Batch:
         """Number of requests."""
         return len(self.request_offsets) - 1
 
+    def ancestry_bits(self) -> BoolArray:
+        """The ancestry as booleans: [rows, 64 * words]."""
+        words = np.ascontiguousarray(self.ancestry, dtype="<u8")
+        return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+
 
 class RequestRows(NamedTuple):
     """One request's part of a batch.
@@ -91,10 +97,10 @@ def build_batch(parts: Sequence[RequestRows]) -> Batch:
         write_slots=_flat(part.write_slots for part in parts),
         request_offsets=starts.astype(np.int32),
         prefix_slots=np.concatenate([part.prefix_slots for part in parts]).astype(np.int32, copy=False),
-        prefix_offsets=_offsets([len(part.prefix_slots) for part in parts]),
+        prefix_offsets=offsets_of([len(part.prefix_slots) for part in parts]),
         tree_slots=_flat(trees).astype(np.int32),
         tree_positions=_flat(positions),
-        tree_offsets=_offsets([len(tree) for tree in trees]),
+        tree_offsets=offsets_of([len(tree) for tree in trees]),
         ancestry=ancestry.reshape(len(masks), words),
         rows_wanted=np.asarray(wanted, dtype=np.int64),
     )
@@ -105,7 +111,8 @@ def _flat(pieces: Iterable[Sequence[int]]) -> Int64Array:
     return np.array(list(chain.from_iterable(pieces)), dtype=np.int64)
 
 
-def _offsets(lengths: Sequence[int]) -> Int32Array:
+def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:
+    """Where each of some pieces of these lengths begins, and the end: int32 [pieces + 1]."""
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 

@@ -1,8 +1,8 @@
 """Products of few rows with a fixed matrix on CPUs, the matrix pre-packed by oneDNN.
 
-The one module that calls private torch operators. Each kind is tried once against exact products before it is
-used; where the operators are absent, have another signature or disagree, nothing is packed and callers keep
-the public `F.linear`.
+The private torch operators for CPUs are called here alone; the one for GPUs is in `fp8`. Each kind is tried
+once against exact products before it is used; where the operators are absent, have another signature or
+disagree, nothing is packed and callers keep the public `F.linear`.
 """
 
 from typing import Any, cast

@@ -41,13 +41,21 @@ class ReferenceAttention:
 
     def run(self, layer: int, queries: torch.Tensor, plan: Batch) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        return self.run_with_lse(layer, queries, plan)[0]
+
+    def run_with_lse(
+        self, layer: int, queries: torch.Tensor, plan: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
         rows, heads, head_dim = queries.shape
         keys, values = self._cache.keys(layer).double(), self._cache.values(layer).double()
         group = heads // keys.shape[0]
         result = torch.empty(rows, heads, head_dim, dtype=torch.float64)
+        lse = torch.empty(rows, heads)
         for row in range(rows):
             slots = visible_slots(plan, row, self._cache.layout.layers[layer].window)
             for head in range(heads):
                 scores = keys[head // group, slots] @ queries[row, head].double() * head_dim**-0.5  # [slots]
                 result[row, head] = torch.softmax(scores, 0) @ values[head // group, slots]
-        return result.flatten(1).to(queries.dtype)
+                lse[row, head] = torch.logsumexp(scores, 0)
+        return result.flatten(1).to(queries.dtype), lse

@@ -8,14 +8,11 @@ gathered. Masks are made on the host in numpy, once a forward for each distinct 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.kernels.batch import Batch, Int32Array
-
-_BoolArray = npt.NDArray[np.bool_]
+from ssd_serve.kernels.batch import Batch, BoolArray, Int32Array
 
 _FOLD_ROWS = 32
 """Up to this many rows the query heads of a KV head are stacked as rows, so that K and V are read once."""
@@ -59,7 +56,7 @@ class SdpaAttention:
 
     def plan(self, batch: Batch) -> SdpaPlan:
         """Find each request's context and build its masks."""
-        bits = _unpack(batch)
+        bits = batch.ancestry_bits()
         pieces = {
             window: [self._piece(batch, request, bits, window) for request in range(batch.requests)]
             for window in self._windows
@@ -81,6 +78,17 @@ class SdpaAttention:
             result[piece.rows] = self._attend(queries[piece.rows], keys, values, piece)
         return result
 
+    def run_with_lse(
+        self, layer: int, queries: torch.Tensor, plan: SdpaPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads].
+
+        torch's operator does not tell it, so the scores are computed once more.
+        """
+        keys, pieces = self._cache.keys(layer), plan.pieces[self._layer_windows[layer]]
+        parts = [_log_sum_exp(queries[piece.rows], keys[:, piece.slots], piece.mask) for piece in pieces]
+        return self.run(layer, queries, plan), torch.cat(parts)
+
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece
     ) -> torch.Tensor:
@@ -100,7 +108,7 @@ class SdpaAttention:
             return out.view(k.shape[0], -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
         return out.transpose(1, 2).reshape(rows, -1)
 
-    def _piece(self, batch: Batch, request: int, bits: _BoolArray, window: int | None) -> _Piece:
+    def _piece(self, batch: Batch, request: int, bits: BoolArray, window: int | None) -> _Piece:
         rows = slice(int(batch.request_offsets[request]), int(batch.request_offsets[request + 1]))
         prefix, tree, seen = _context(batch, request, rows, bits, window)
         low, length, compact = _span(prefix, tree)
@@ -118,9 +126,20 @@ class SdpaAttention:
         return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded)
 
 
+def _log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[rows, heads] from queries [rows, heads, head_dim], keys [kv_heads, context, head_dim] and a mask of
+    at least [rows, context]."""
+    rows, heads, head_dim = queries.shape
+    grouped = queries.float().reshape(rows, keys.shape[0], -1, head_dim).permute(1, 2, 0, 3)
+    # [kv_heads, group, rows, context]
+    scores = grouped @ keys.float()[:, None].transpose(2, 3) * head_dim**-0.5
+    lse = torch.logsumexp(scores + mask[:rows].float(), dim=3)
+    return lse.permute(2, 0, 1).reshape(rows, heads)
+
+
 def _context(
-    batch: Batch, request: int, rows: slice, bits: _BoolArray, window: int | None
-) -> tuple[Int32Array, Int32Array, _BoolArray]:
+    batch: Batch, request: int, rows: slice, bits: BoolArray, window: int | None
+) -> tuple[Int32Array, Int32Array, BoolArray]:
     """Prefix slots within any row's window, tree slots, and which of both each row sees [rows, slots]."""
     prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
     tree = slice(int(batch.tree_offsets[request]), int(batch.tree_offsets[request + 1]))
@@ -134,12 +153,6 @@ def _context(
         own = own & (batch.tree_positions[tree] > oldest)
         prefix = prefix[first:]
     return prefix, batch.tree_slots[tree], np.concatenate((before, own), axis=1)
-
-
-def _unpack(batch: Batch) -> _BoolArray:
-    """The ancestry as booleans: [rows, 64 * words]."""
-    words = np.ascontiguousarray(batch.ancestry, dtype="<u8")
-    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
 
 
 def _span(prefix: Int32Array, tree: Int32Array) -> tuple[int, int, bool]:

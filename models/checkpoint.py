@@ -43,6 +43,8 @@ class _SafetensorsShard:
 
     def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
         part = self._file.get_slice(name)
+        if not part.get_shape():  # a scalar has no slices
+            return cast(torch.Tensor, self._file.get_tensor(name))
         return cast(torch.Tensor, part[rows] if columns is None else part[rows, columns])
 
 
@@ -62,6 +64,8 @@ class _TorchShard:
 
     def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
         tensor = self._data[name]
+        if tensor.ndim == 0:
+            return tensor
         return tensor[rows] if columns is None else tensor[rows, columns]
 
 
@@ -77,7 +81,7 @@ class Checkpoint:
             shard = self._open(path)
             found = set(shard.names())
             if lost := sorted(listed - found):
-                raise CheckpointError(f"{path} lacks tensors that the index names: {_shorten(lost)}")
+                raise CheckpointError(f"{path} lacks tensors that the index names: {shorten(lost)}")
             self._home.update(dict.fromkeys(found, shard))
 
     def __enter__(self) -> "Checkpoint":
@@ -101,21 +105,33 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self._folder
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._home)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
+        self.require([name])
+        return self._home[name].shape(name)
+
     def require(self, names: Iterator[str] | list[str]) -> None:
         """Raise one error that lists every name that is missing."""
         if missing := [name for name in names if name not in self._home]:
-            raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {_shorten(missing)}")
+            raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {shorten(missing)}")
 
     def read(
         self, name: str, shape: tuple[int, ...], *, rows: slice = slice(None), columns: slice | None = None
     ) -> torch.Tensor:
         """A tensor or a slice of it, in the file's dtype, on the CPU. `shape` is that of the whole tensor."""
-        self.require([name])
-        shard = self._home[name]
-        if (found := shard.shape(name)) != shape:
+        if (found := self.shape(name)) != shape:
             raise CheckpointError(f"{self._folder}: {name} has shape {found}, config.json says {shape}")
         self._read.add(name)
-        return shard.read(name, rows, columns)
+        return self._home[name].read(name, rows, columns)
 
     def ignore(self, name: str) -> None:
         """Count a tensor as read: it is known and not needed."""
@@ -128,7 +144,7 @@ class Checkpoint:
         if unread:
             raise CheckpointError(
                 f"{self._folder} holds {len(unread)} tensors that its architecture does not have: "
-                f"{_shorten(unread)}"
+                f"{shorten(unread)}"
             )
 
 
@@ -150,15 +166,16 @@ def _indexed(folder: Path, index: Mapping[str, Any], name: str) -> list[tuple[Pa
     if not files:
         raise CheckpointError(f"{folder / name} has no weight_map")
     if outside := sorted(file for file in files if Path(file).name != file):
-        raise CheckpointError(f"{folder / name} names files outside its folder: {_shorten(outside)}")
+        raise CheckpointError(f"{folder / name} names files outside its folder: {shorten(outside)}")
     if missing := sorted(file for file in files if not (folder / file).is_file()):
         raise CheckpointError(
             f"{folder} is half downloaded: {len(missing)} of {len(files)} files of weights are missing: "
-            f"{_shorten(missing)}"
+            f"{shorten(missing)}"
         )
     return [(folder / file, tensors) for file, tensors in sorted(files.items())]
 
 
-def _shorten(names: list[str]) -> str:
+def shorten(names: list[str]) -> str:
+    """The first names of a list, for a message."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ssd_serve.errors import CheckpointError
+from ssd_serve.models.quantization import Fp8Scheme, parse_quantization
 
 Json = Mapping[str, Any]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -64,6 +65,8 @@ class DecoderConfig:
     qk_norm: bool
     tied: bool
     eos_token_ids: tuple[int, ...]
+    fp8: Fp8Scheme | None = None
+    """How weights are scaled that lie in the file in fp8; None: none may."""
 
 
 def load_config(folder: Path) -> DecoderConfig:
@@ -101,11 +104,8 @@ def read_json(path: Path) -> Json:
 def parse_config(raw: Json, generation: Json | None = None) -> DecoderConfig:
     """Build the configuration from the parsed `config.json`."""
     architecture = _architecture(raw)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"the checkpoint is quantised ({method}); only fp32, bf16 and fp16 are supported"
-        )
+    # Exports of compressed-tensors before its version 0.6 use the second name.
+    fp8 = parse_quantization(raw.get("quantization_config") or raw.get("compression_config"))
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise CheckpointError(f"activation {activation!r} is not supported; only 'silu' is")
     hidden, heads, layers = (
@@ -141,6 +141,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> DecoderConfig:
         qk_norm=architecture == "Qwen3ForCausalLM",
         tied=bool(raw.get("tie_word_embeddings", False)),
         eos_token_ids=eos_ids(raw, generation or {}),
+        fp8=fp8,
     )
 
 

@@ -31,6 +31,8 @@ class ModelFacts:
     dtype: str
     kernels: str = "torch"
     """Who computes: torch, or the name of the compiled kernels."""
+    attention: str = ""
+    """The tree attention backend."""
 
 
 class Completion(Protocol):

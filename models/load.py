@@ -4,27 +4,35 @@ Knows how the pieces are put together; the pieces know nothing of each other.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.attention import AttentionBackend
+from ssd_serve.kernels.backends import AttentionWish, attention_for
+from ssd_serve.kernels.checked import Difference
 from ssd_serve.kernels.int8 import can_multiply_int8
-from ssd_serve.kernels.native.attention import NativeAttention, can_attend
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
 from ssd_serve.kernels.packed import cpu_has_fast_bf16
 from ssd_serve.kernels.rows import RowOperations, TorchRows
-from ssd_serve.kernels.sdpa import SdpaAttention
+from ssd_serve.kernels.self_test import layout_order
+from ssd_serve.logs import Logger
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import DecoderConfig, load_config, model_name
-from ssd_serve.models.decoder import Decoder, kv_layout, largest_matrix, matrix_elements, read_weights
+from ssd_serve.models.decoder import (
+    Decoder,
+    kv_layout,
+    largest_matrix,
+    matrix_elements,
+    read_weights,
+    tensor_names,
+)
 from ssd_serve.models.interface import Model, ModelFacts
-from ssd_serve.models.linear import LinearFactory, Parallel
+from ssd_serve.models.linear import LinearFactory, Parallel, multiplied_format
+from ssd_serve.models.matrices import MatrixReader
 from ssd_serve.models.memory import available_memory, require_memory
 from ssd_serve.settings import Settings
 
@@ -35,9 +43,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model will need, from its configuration alone."""
+    """What a model will need, before its weights are read."""
 
     config: DecoderConfig
+    matrix_bytes: int
+    """All matrices that one forward of one row reads."""
     resident_bytes: int
     """Weights in memory, the embedding included."""
     kv_bytes_per_slot: int
@@ -79,12 +89,23 @@ def model_sizes(folder: Path, *, device: str, dtype: str) -> ModelSizes:
     shared = config.tied and torch_device(device) != "cpu"
     embedding = 0 if shared else config.vocabulary * config.hidden
     layout = kv_layout(config, attention_dtype(device, kind))
-    return ModelSizes(config, _matrix_bytes(config, name) + embedding * kind.itemsize, layout.bytes_per_slot)
+    matrices = _matrix_bytes(folder, config, device, name)
+    return ModelSizes(config, matrices, matrices + embedding * kind.itemsize, layout.bytes_per_slot)
 
 
-def _matrix_bytes(config: DecoderConfig, dtype: str) -> int:
-    """Bytes of all matrices that one forward of one row reads."""
+def _matrix_bytes(folder: Path, config: DecoderConfig, device: str, dtype: str) -> int:
+    """Bytes of all matrices that one forward of one row reads.
+
+    Where the device multiplies fp8, the file says which matrices stay in it.
+    """
     numbers = matrix_elements(config)
+    if (form := multiplied_format(config.fp8, torch_device(device))) is not None:
+        with Checkpoint(folder) as checkpoint:
+            checkpoint.require(tensor_names(config))
+            saved = MatrixReader(checkpoint, config.fp8).bytes_saved(
+                tensor_names(config), form, _DTYPES[dtype]
+            )
+        return numbers * _DTYPES[dtype].itemsize - saved
     if dtype != _INT8:
         return numbers * _DTYPES[dtype].itemsize
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -102,15 +123,16 @@ def load_model(
     context: int | None,
     packed: bool = True,
     native: NativeLibrary | None = None,
-    backend: str = "auto",
+    wish: AttentionWish | None = None,
     features: tuple[int, ...] = (),
     progress: Callable[[int, int], None] | None = None,
+    log: Logger | None = None,
 ) -> Model:
     """Load a model folder with a KV cache of `slots` tokens.
 
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
-    on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `backend` is the
-    tree attention: native, sdpa or auto. `features` names layers whose outputs every forward returns.
+    on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `wish` says
+    which tree attention; `features` names layers whose outputs every forward returns.
     `progress` is told how many layers of how many are loaded.
     Raises `CheckpointError` and `MemoryShortError`.
     """
@@ -123,7 +145,7 @@ def load_model(
     need = sizes.resident_bytes + largest_matrix(config) * dense
     need += slots * sizes.kv_bytes_per_slot
     require_memory(model_name(path), need, available_memory(place))
-    layout = kv_layout(config, attention_dtype(device, _DTYPES[kind]))
+    layout = replace(kv_layout(config, attention_dtype(device, _DTYPES[kind])), order=layout_order(place))
     with torch.inference_mode(), Checkpoint(path) as checkpoint:
         make = LinearFactory(
             checkpoint,
@@ -133,9 +155,11 @@ def load_model(
             packed=packed,
             int8=kind == _INT8,
             native=native,
+            fp8=config.fp8,
         )
         weights = read_weights(config, checkpoint, make, progress)
         cache = KVCache(layout, slots, place)
+    chosen = attention_for(wish or AttentionWish(), cache, config.heads, native, log)
     facts = ModelFacts(
         name=model_name(path),
         vocabulary=config.vocabulary,
@@ -143,19 +167,25 @@ def load_model(
         layers=config.layers,
         hidden=config.hidden,
         eos_token_ids=config.eos_token_ids,
-        weight_bytes=_matrix_bytes(config, kind),
+        weight_bytes=sizes.matrix_bytes,
         kv_bytes_per_slot=layout.bytes_per_slot,
         device=place,
         dtype=kind,
         kernels="torch" if native is None else native.path.stem,
+        attention=chosen.name,
     )
-    attention = _attention(backend, cache, config.heads, native)
     operations = _row_operations(_DTYPES[kind], layout.dtype, place, native)
-    return Decoder(config, weights, attention, operations, facts=facts, slots=slots, features=features)
+    return Decoder(config, weights, chosen.backend, operations, facts=facts, slots=slots, features=features)
 
 
 def load_served(
-    settings: Settings, path: Path, device: str, slots: int, native: NativeLibrary | None
+    settings: Settings,
+    path: Path,
+    device: str,
+    slots: int,
+    native: NativeLibrary | None,
+    log: Logger | None = None,
+    report: Callable[[Difference], None] | None = None,
 ) -> Model:
     """A model as the settings want it served; see `load_model`."""
     return load_model(
@@ -165,29 +195,11 @@ def load_served(
         slots=slots,
         context=settings.context,
         native=native,
-        backend=settings.tree_decode_backend,
+        wish=AttentionWish(
+            settings.tree_decode_backend, settings.cache_dir.expanduser(), settings.tree_decode_check, report
+        ),
+        log=log,
     )
-
-
-def _attention(
-    backend: str, cache: KVCache, heads: int, native: NativeLibrary | None
-) -> AttentionBackend[Any]:
-    """The backend that was asked for, or under `auto` the fastest that works here."""
-    usable = (
-        native is not None
-        and cache.keys(0).device.type == "cpu"
-        and cache.layout.dtype is torch.float32
-        and len({(layer.heads, layer.head_dim) for layer in cache.layout.layers}) == 1
-        and can_attend(native)
-    )
-    if backend == "native" and not usable:
-        raise UserError(
-            "native tree attention needs a CPU, a C compiler on the PATH and SSD_NATIVE_KERNELS=true; "
-            "use SSD_TREE_DECODE_BACKEND=auto or sdpa"
-        )
-    if native is not None and usable and backend in ("auto", "native"):
-        return NativeAttention(native, cache, heads)
-    return SdpaAttention(cache, heads)
 
 
 def _row_operations(

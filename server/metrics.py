@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ssd_serve.messages import Status
+from ssd_serve.messages import Health, Status
 
 SECONDS = (
     0.001,
@@ -55,6 +55,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "speculation_cache_misses": ("rounds after which it was not", lambda s: s.totals.misses),
     "speculation_ready_depth": ("depth of ready trees, summed over rounds", lambda s: s.totals.ready_depth),
     "speculation_ready_nodes": ("nodes of ready trees, summed over rounds", lambda s: s.totals.ready_nodes),
+    "tree_decode_differences": (
+        "checked attention outputs that differed from the second backend's",
+        lambda s: s.attention_differences,
+    ),
     "engine_forward_seconds": ("time in target forwards", lambda s: s.forward_s),
     "engine_wait_seconds": ("time waiting for drafts or requests", lambda s: s.wait_s),
     "engine_host_seconds": ("time in scheduling, sampling and messages", lambda s: s.host_s),
@@ -79,6 +83,19 @@ class EngineCollector(Collector):
         for name, (text, read) in _COUNTERS.items():
             yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
         yield from _layouts(status)
+        attention = GaugeMetricFamily(
+            "ssd_tree_decode_backend", "1 for the target's tree attention", labels=["backend"]
+        )
+        if status.attention:
+            attention.add_metric([status.attention], 1.0)
+        yield attention
+        health = GaugeMetricFamily(
+            "ssd_speculation_unhealthy", "1 while drafts are useless, by reason", labels=["reason"]
+        )
+        for reason in Health:
+            if reason is not Health.GOOD:
+                health.add_metric([reason.value], float(status.health is reason))
+        yield health
 
 
 def _layouts(status: Status) -> Iterator[Metric]:
@@ -87,7 +104,7 @@ def _layouts(status: Status) -> Iterator[Metric]:
         running.add_metric([status.layout], 1.0)
     yield running
     text = (
-        "tokens a second of each way to draft, plain decoding being 1, from so many requests on; 0: unknown"
+        "tokens a second of each way to draft, plain decoding being 1, at about so many requests; 0: unknown"
     )
     gains = GaugeMetricFamily("ssd_layout_gain", text, labels=["layout", "requests"])
     for requests, by_layout in status.layout_gains.items():

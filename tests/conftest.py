@@ -21,6 +21,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 # Two test processes with two threads each on two cores would only disturb one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Triton reads it when it is imported: kernels for GPUs run in its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
+from ssd_serve.kernels.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import Logger, get_logger
@@ -54,6 +55,7 @@ class Assembled:
     emulated: EmulatedModel | None
     inline: InlineChannel | None
     layouts: GainFile
+    differences: DifferenceLog
 
     def remember(self) -> None:
         """Keep for the next start what each layout gave."""
@@ -73,14 +75,15 @@ def assemble_verifier(
     path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
     slots = _slots(settings, model_sizes(path, device=device, dtype=settings.dtype), device)
     say(f"loading the target {model_name(path)} on {device}")
-    native = native_library(settings, log)
-    model: Model = load_served(settings, path, device, slots, native)
+    log = log or get_logger("verifier")
+    native, differences = native_library(settings, log), DifferenceLog(log)
+    model: Model = load_served(settings, path, device, slots, native, log, differences)
     emulated = None
     if settings.emulate:
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
-    folder, log = settings.cache_dir.expanduser(), log or get_logger("verifier")
+    folder = settings.cache_dir.expanduser()
     governing = _governing(settings, model, TimingFiles(folder, log))
     layouts = _gain_file(settings, model, folder, log)
     governing.governor.recall(_by_layout(layouts.read()))
@@ -91,10 +94,10 @@ def assemble_verifier(
         policy = next(iter(governing.policies.values()))
     rounds = _rounds(model, native)
     engine = _engine(settings, model.facts, rounds, slots, Drafters(hello, log=log), cost, policy, governing)
-    inline = _inline(settings, hello, say) if Layout.INLINE in governing.policies else None
+    inline = _inline(settings, hello, native, say) if Layout.INLINE in governing.policies else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
-    return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline, layouts)
+    return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline, layouts, differences)
 
 
 def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:
@@ -172,9 +175,11 @@ def _engine(
     return Engine(rounds, Scheduler(pool, prefix, limits), drafters, decider, bounds)
 
 
-def _inline(settings: Settings, hello: Hello, say: Callable[[str], None]) -> InlineChannel:
+def _inline(
+    settings: Settings, hello: Hello, native: NativeLibrary | None, say: Callable[[str], None]
+) -> InlineChannel:
     say("loading the draft model inline")
-    drafter = assemble_drafter(settings, "inline", settings.target_device or "cpu")
+    drafter = assemble_drafter(settings, "inline", settings.target_device or "cpu", native)
     check_hello(hello, drafter.hello)
     return InlineChannel(drafter.core, drafter.hello)
 

@@ -23,6 +23,10 @@ from ssd_serve.verifier.ranking import RankedNode, rank
 from ssd_serve.verifier.scheduler import Part
 
 _LEAST_PROMPT_ROWS = 16
+_CLEARLY_CHEAPER = 0.85
+"""A smaller chunk than the largest must cost this share of its price by the row: the rest is noise, and the
+first token of a prompt comes later."""
+_AS_CHEAP = 1.03
 _CANDIDATES, _CANDIDATES_EACH = 64, 8
 """Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
 chooses among them."""
@@ -94,7 +98,7 @@ class Decider:
         """The nodes of a round, best first, and the seconds spent waiting for growth; `drain` takes what
         came."""
         requests = sum(part.request.decoding for part in parts)
-        self._lay_out(len(parts))
+        self._lay_out(len(parts), decoding=requests > 0)
         if not self._drafters.working or self._bounds.budget == 0:
             return [], 0.0
         waited_s = 0.0
@@ -111,17 +115,20 @@ class Decider:
         return ranked[: outlook.choice.nodes], waited_s
 
     def prompt_rows(self, requests: int, most: int) -> int:
-        """How many of `most` prompt rows a round may read beside `requests` decoding requests, so that their
-        tokens come in time; never so few that prompts would not get on."""
+        """How many of `most` prompt rows a round should read beside `requests` decoding requests: as many as
+        are cheapest by the row, so that all tokens of prompts and outputs take the least time, but with a
+        target no more than let tokens come in time; never so few that prompts would not get on."""
+        seconds = self.cost.span(requests, requests + most)
+        rows = cheapest_chunk(seconds)
         limit_s = self._bounds.most_tpot_s
-        if limit_s == math.inf or requests == 0:
-            return most
-        seconds = self.cost.span(requests, requests + most) + self.host.seconds(requests, 0)
-        fitting = int(np.searchsorted(seconds, limit_s * self._rate.tokens_a_round, side="right")) - 1
-        return min(most, max(_LEAST_PROMPT_ROWS, fitting))
+        if limit_s < math.inf and requests:
+            spent = seconds + self.host.seconds(requests, 0)
+            fitting = int(np.searchsorted(spent, limit_s * self._rate.tokens_a_round, side="right")) - 1
+            rows = min(rows, max(_LEAST_PROMPT_ROWS, fitting))
+        return min(most, rows)
 
     def layout_gains(self) -> dict[int, dict[str, float]]:
-        """What each layout gave, plain decoding being 1, by the least number of requests of each level."""
+        """What each layout gave, plain decoding being 1, by the middle number of requests of each level."""
         gains = self.governing.governor.gains() if self.governing is not None else {}
         return {
             requests: {layout.value: gain for layout, gain in each.items()}
@@ -154,11 +161,11 @@ class Decider:
                 gained_s += more * cost.first_seconds(round_.requests, Reading())
         governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
 
-    def _lay_out(self, requests: int) -> None:
+    def _lay_out(self, requests: int, decoding: bool) -> None:
         """Draft in the way that the governor chooses."""
         if self.governing is None or not requests:
             return
-        layout = self.governing.governor.choose(requests)
+        layout = self.governing.governor.choose(requests, decoding)
         if layout is not self.layout:
             self.layout = layout
             self.cost, self._policy = self.governing.costs[layout], self.governing.policies[layout]
@@ -191,6 +198,20 @@ class Decider:
         reading = _reading(parts)
         forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
         return forward_s + self.host.node_s * np.arange(most + 1)
+
+
+def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
+    """The number of prompt rows that adds least time by the row, where `seconds` [most + 1] is what a round
+    takes with 0, 1, ... most of them; the most, unless fewer are clearly cheaper."""
+    most = len(seconds) - 1
+    if most <= _LEAST_PROMPT_ROWS:
+        return most
+    rows = np.arange(_LEAST_PROMPT_ROWS, most + 1)
+    # Where more rows cost nothing yet, the round itself is the price: prompts would never get on otherwise.
+    prices = np.maximum((seconds[_LEAST_PROMPT_ROWS:] - seconds[0]) / rows, seconds[-1] / (2 * most))
+    if prices.min() >= _CLEARLY_CHEAPER * prices[-1]:
+        return most
+    return int(rows[prices <= _AS_CHEAP * prices.min()][-1])
 
 
 def _reading(parts: Sequence[Part]) -> Reading:

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.processors import TokenCounts, needs_counts
-from ssd_serve.messages import Committed, Finished, Refused, Submit, VerifierReport
+from ssd_serve.messages import Committed, Figures, Finished, Refused, Submit, VerifierReport
 from ssd_serve.verifier.deciding import Decider, Round
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.ranking import RankedNode
-from ssd_serve.verifier.request import Request, Tally, accept
-from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
+from ssd_serve.verifier.request import Request, accept
+from ssd_serve.verifier.round import Flight, Rounds, TreeRows, Walk, Work
 from ssd_serve.verifier.scheduler import Part, Scheduler
+from ssd_serve.verifier.watching import Watch
 
 _WAKING_S = 0.0015
 """Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
@@ -54,7 +54,7 @@ class Clocked:
 class Totals:
     """Counters since start."""
 
-    tally: Tally = field(default_factory=Tally)
+    figures: Figures = field(default_factory=Figures)
     prompt_tokens: int = 0
 
 
@@ -73,6 +73,7 @@ class Engine:
         self.scheduler = scheduler
         self.drafters = drafters
         self.decider = decider
+        self.watch = Watch()
         self.clocked = Clocked()
         self.totals = Totals()
         self._rounds = rounds
@@ -111,27 +112,30 @@ class Engine:
         if request is None:
             return None
         self._retire(request)
-        return Finished(number, "stop", request.tally.figures())
+        return Finished(number, "stop", request.figures)
 
     def step(self) -> list[VerifierReport]:
         """One round over everything that is running; returns what the front end must know."""
         started = self._clock()
-        self._drain()
+        self.drain()
         parts = self._choose_parts()
         if not parts:
             return []
-        nodes, waited_s = self.decider.choose(parts, self._drain)
+        nodes, waited_s = self.decider.choose(parts, self.drain)
         flight = self._rounds.launch(self._place(parts, nodes))
         forward_s = self._listen(flight)
         walks = self._rounds.finish(flight)
         reports: list[VerifierReport] = []
+        rejected: list[int] = []
         for walk in walks:
-            reports.extend(self._commit(walk))
+            reports.extend(self._commit(walk, rejected))
+        self.scheduler.pool.free(rejected)
         self.drafters.flush()
         self._account(flight, walks, forward_s, waited_s, self._clock() - started)
         return reports
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Take what drafters have said."""
         self.drafters.drain(self._active)
 
     def _listen(self, flight: Flight) -> float:
@@ -139,17 +143,18 @@ class Engine:
         if not flight.ready():
             ends = flight.started + self.decider.cost.seconds(flight.rows, flight.reading) - _WAKING_S
             while not flight.ready() and self.drafters.listen(ends - self._clock()):
-                self._drain()
+                self.drain()
         forward_s = flight.wait()
-        self._drain()
+        self.drain()
         return forward_s
 
     def _choose_parts(self) -> list[Part]:
         for request in self.scheduler.admit():
             self._active[request.number] = request
             self.drafters.open(request)
-        scheduler = self.scheduler
-        rows = self.decider.prompt_rows(scheduler.decoding, scheduler.prefill_chunk)
+        scheduler, decoding = self.scheduler, self.scheduler.decoding
+        reading = decoding < len(scheduler.running)
+        rows = self.decider.prompt_rows(decoding, scheduler.prefill_chunk) if reading else 0
         parts, preempted = scheduler.plan(rows)
         for request in preempted:
             self._active.pop(request.number, None)
@@ -160,24 +165,22 @@ class Engine:
     def _place(self, parts: Sequence[Part], chosen: Sequence[RankedNode]) -> list[Work]:
         """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
         first."""
-        nodes: list[list[Node]] = [[] for _ in parts]
-        for _, index, node in chosen:
-            nodes[index].append(node)
-        slots = self.scheduler.tree_slots(parts, [len(each) for each in nodes])
+        trees = [TreeRows() for _ in parts]
+        for _, index, token, parent in chosen:
+            trees[index].add(token, parent)
+        slots = self.scheduler.tree_slots(parts, [len(tree) for tree in trees])
         return [
-            Work(part, tuple(own[: len(given)]), tuple(given))
-            for part, own, given in zip(parts, nodes, slots, strict=True)
+            Work(part, tree.first(len(given)), given)
+            for part, tree, given in zip(parts, trees, slots, strict=True)
         ]
 
-    def _commit(self, walk: Walk) -> list[VerifierReport]:
-        """Keep the accepted slots, free the rest, extend the text, tell drafters and front end."""
+    def _commit(self, walk: Walk, rejected: list[int]) -> list[VerifierReport]:
+        """Keep the accepted slots, add the others to `rejected`, extend the text, tell drafters and front
+        end."""
         work, request = walk.work, walk.work.part.request
         kept = [work.node_slots[index] for index in walk.accepted]
         request.slots.extend([*work.part.slots, *kept])
-        accepted = set(walk.accepted)
-        self.scheduler.pool.free(
-            [slot for index, slot in enumerate(work.node_slots) if index not in accepted]
-        )
+        rejected.extend([slot for slot in work.node_slots if slot not in kept])
         request.scored += len(walk.prompt_logprobs)
         if not walk.tokens:
             told = walk.prompt_logprobs
@@ -186,7 +189,7 @@ class Engine:
         request.tokens.extend(walk.tokens)
         if request.counts is not None:
             request.counts.extend(walk.tokens)
-        self._advance(walk, request, first=before == 0 and not work.nodes)
+        self._advance(walk, request, first=before == 0 and not len(work.tree))
         reports: list[VerifierReport] = [
             Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs)
         ]
@@ -194,7 +197,7 @@ class Engine:
             del self._requests[request.number]
             self._retire(request)
             stop_token = walk.tokens[-1] if walk.ended == "stop" else None
-            reports.append(Finished(request.number, walk.ended, request.tally.figures(), stop_token))
+            reports.append(Finished(request.number, walk.ended, request.figures, stop_token))
         return reports
 
     def _advance(self, walk: Walk, request: Request, first: bool) -> None:
@@ -205,19 +208,21 @@ class Engine:
         hit = replica.advance(walk.tokens).hit
         if not walk.ended:
             self.drafters.outcome(request, walk.tokens, replica.tree.root.name)
-        for tally in (request.tally, self.totals.tally):
-            tally.tokens += len(walk.tokens)
+        if self.drafters.working and not first:
+            self.watch.observe(0 in walk.accepted if len(walk.work.tree) else None, hit)
+        for figures in (request.figures, self.totals.figures):
+            figures.tokens += len(walk.tokens)
             if first:
                 continue
-            tally.rounds += 1
-            tally.drafted += len(walk.work.nodes)
-            tally.accepted += len(walk.accepted)
+            figures.rounds += 1
+            figures.drafted += len(walk.work.tree)
+            figures.accepted += len(walk.accepted)
             if not self.drafters.working:
                 continue
-            tally.hits += hit
-            tally.misses += not hit
-            tally.ready_depth += replica.tree.ready_depth() if hit else 0
-            tally.ready_nodes += len(replica.tree) if hit else 0
+            figures.hits += hit
+            figures.misses += not hit
+            figures.ready_depth += replica.tree.ready_depth() if hit else 0
+            figures.ready_nodes += len(replica.tree) if hit else 0
 
     def _retire(self, request: Request) -> None:
         if self._active.pop(request.number, None) is not None:
@@ -234,6 +239,8 @@ class Engine:
         clocked.rounds += 1
         clocked.rows += flight.rows
         decoding = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
+        if decoding:
+            self.watch.judge(self.drafters.working)
         slots = sum(len(walk.work.part.slots) for walk in walks)
         self.decider.learn(
             Round(

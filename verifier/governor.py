@@ -6,6 +6,7 @@ clear lead over plain decoding is not disturbed to look at plain decoding, nor s
 Python; knows no drafters and no trees.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -24,13 +25,13 @@ _LOAD_BLEND = 1 / 16
 _EDGE = 0.15
 """How far past the edge of a level, as a share of it, the load must be."""
 _CLEAR_LEAD = 1.3
-_UNDISTURBED = 2048
+_UNDISTURBED = 256
 """Rounds for which a clear lead over plain decoding is not disturbed to try what may be better still."""
 _FIRST_PATIENCE, _MOST_PATIENCE = 512, 16384
 _RECALLED_S = 0.2
 """What was remembered weighs as much as this time of live rounds."""
-_MOST_LOST = 10.0
-"""A trial ends early when it has cost this many plain rounds."""
+_MOST_LOST, _LEAST_LOST = 10.0, 2.5
+"""A trial ends early when it has cost this many plain rounds; the least after several trials in vain."""
 
 
 @dataclass(slots=True)
@@ -93,41 +94,45 @@ class _Level(Generic[Way]):
 
 class Governor(Generic[Way]):
     """Chooses among ways to draft; the first is taken to be the best until others are measured, the last is
-    plain decoding. Levels of load are powers of two of requests, those whose prompt is read included."""
+    plain decoding. Levels of load lie about powers of two of requests, those whose prompt is read
+    included."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self._ways = tuple(ways)
         self._plain = self._ways[-1]
         self._levels: dict[int, _Level[Way]] = {}
         self._load = 0.0
-        self._bits = 1
+        self._exponent = 0
 
-    def choose(self, requests: int) -> Way:
-        """The way of the next round of `requests` requests.
+    def choose(self, requests: int, decoding: bool = True) -> Way:
+        """The way of the next round of `requests` requests, of which some decode or none.
 
         What changes the level is the load of some rounds, clearly past its edge, or a sudden jump: changing
-        the way costs drafters their trees.
+        the way costs drafters their trees. It does not fall while nothing decodes: a first prompt may be that
+        of a burst.
         """
+        if not decoding and requests < self._load:
+            return self._at(self._exponent).running
         jumped = requests >= 2 * self._load or 2 * requests <= self._load
         self._load += (1.0 if jumped else _LOAD_BLEND) * (requests - self._load)
-        least = 1 << (self._bits - 1)
-        if not least * (1 - _EDGE) <= self._load < 2 * least * (1 + _EDGE):
-            self._bits = max(1, round(self._load)).bit_length()
-        return self._at(self._bits).running
+        least = 2 ** (self._exponent - 0.5) if self._exponent else 0.0
+        if not least * (1 - _EDGE) <= self._load < 2 ** (self._exponent + 0.5) * (1 + _EDGE):
+            self._exponent = _exponent(self._load)
+        return self._at(self._exponent).running
 
     def gains(self) -> dict[int, dict[Way, float]]:
-        """By the least number of requests of each level: what each way gives, in units of plain decoding as
+        """By the middle number of requests of each level: what each way gives, in units of plain decoding as
         the cost model expects it; 0: unknown."""
         return {
-            1 << (bits - 1): {way: record.gain for way, record in level.records.items()}
-            for bits, level in sorted(self._levels.items())
+            1 << exponent: {way: record.gain for way, record in level.records.items()}
+            for exponent, level in sorted(self._levels.items())
         }
 
     def recall(self, gains: Mapping[int, Mapping[Way, float]]) -> None:
         """Start with what an earlier process found (`gains`): the best way runs, all are still tried in their
         time."""
         for requests, by_way in gains.items():
-            level = self._at(max(1, requests).bit_length())
+            level = self._at(_exponent(requests))
             for way, gain in by_way.items():
                 record = level.records.get(way)
                 if record is not None and gain > 0:
@@ -147,7 +152,7 @@ class Governor(Generic[Way]):
         """
         if gained_s <= 0 or seconds <= 0 or plain_s <= 0:
             return
-        level = self._at(self._bits)
+        level = self._at(self._exponent)
         level.decoding_s = _MEMORY * level.decoding_s + gained_s * (not prompts)
         level.prompts_s = _MEMORY * level.prompts_s + gained_s * prompts
         if prompts:
@@ -165,11 +170,14 @@ class Governor(Generic[Way]):
             level.lost = max(0.0, level.lost + loss)
         self._move(level)
 
-    def _at(self, bits: int) -> _Level[Way]:
-        level = self._levels.get(bits)
+    def _at(self, exponent: int) -> _Level[Way]:
+        """The level; a new one begins with what is best at the nearest that is known."""
+        level = self._levels.get(exponent)
         if level is None:
+            nearest = min(self._levels, key=lambda known: abs(known - exponent), default=None)
+            best = self._ways[0] if nearest is None else self._levels[nearest].best
             records = {way: _Record() for way in self._ways}
-            level = self._levels[bits] = _Level(self._ways[0], self._ways[0], records)
+            level = self._levels[exponent] = _Level(best, best, records)
         return level
 
     def _rival(self, level: _Level[Way]) -> float:
@@ -196,7 +204,9 @@ class Governor(Generic[Way]):
     def _move(self, level: _Level[Way]) -> None:
         trial = _PLAIN_TRIAL if level.running == self._plain else _TRIAL
         if level.running != level.best:
-            if level.rounds >= trial + _SETTLING or level.lost > _MOST_LOST:
+            # What has lost before is given up sooner: less is expected of it.
+            bearable = max(_LEAST_LOST, _MOST_LOST * _FIRST_PATIENCE / level.records[level.running].patience)
+            if level.rounds >= trial + _SETTLING or level.lost > bearable:
                 self._judge(level)
         elif level.rounds % _CHECK == 0 or level.lost > _MOST_LOST:
             level.lost = 0.0
@@ -230,3 +240,8 @@ class Governor(Generic[Way]):
         else:
             tried.patience = min(2 * tried.patience, _MOST_PATIENCE)
             level.enter(level.best)
+
+
+def _exponent(requests: float) -> int:
+    """Of the power of two that is nearest by ratio."""
+    return round(math.log2(max(1.0, requests)))

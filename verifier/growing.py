@@ -60,16 +60,13 @@ class WhenItPays:
         self._gain = GrowthGain()
         self._concurrent = concurrent
         self._most_steps = most_steps
-        self._missed = False
 
     def wants(self, outlook: Outlook) -> bool:
         """Whether the expected gain of one more step exceeds its price."""
-        if outlook.steps == 0:
-            self._missed = outlook.missed > 0
         if outlook.steps >= self._most_steps or outlook.step_s <= 0 or not len(outlook.leaves):
             return False
-        if self._concurrent and not self._missed:
-            return False
+        if self._concurrent and outlook.steps == 0 and not outlook.missed:
+            return False  # later steps are asked for only where the first one was
         price = _CONCURRENT_PRICE if self._concurrent else 1.0
         rate = outlook.rate or outlook.choice.tokens / max(outlook.choice.seconds, 1e-9)
         pays = self._gain.expected(outlook.leaves) > price * rate * outlook.step_s

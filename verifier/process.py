@@ -4,6 +4,9 @@ drafters."""
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import copy
+
+from msgspec.structs import replace
 
 from ssd_serve.cluster.channel import Channel, Waitable
 from ssd_serve.cluster.listener import Listener
@@ -11,7 +14,7 @@ from ssd_serve.cluster.polling import poll
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.memory import settle_memory
-from ssd_serve.messages import Abort, Finish, Message, Progress, Ready, Status, Submit
+from ssd_serve.messages import Abort, Finish, Health, Message, Progress, Ready, Status, Submit
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
@@ -30,7 +33,7 @@ def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
     server = _await_server(servers)
     verifier = assemble_verifier(settings, lambda text: _say(server, log, text), log=log)
     settle_memory()
-    loop = Loop(server, joining, verifier.engine, verifier.remember)
+    loop = Loop(server, joining, verifier.engine, lambda: _whole_status(verifier), verifier.remember, log)
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafter")
         loop.await_drafter(_JOIN_S, already=verifier.inline is not None)
@@ -50,7 +53,9 @@ class Loop:
         server: Channel,
         joining: Listener,
         engine: Engine,
-        remember: Callable[[], None] = lambda: None,
+        status: Callable[[], Status],
+        remember: Callable[[], None],
+        log: Logger,
     ) -> None:
         """`remember` keeps for the next start what was learnt; it is called now and then, since a process may
         be killed."""
@@ -60,6 +65,9 @@ class Loop:
         self._unsent: deque[Message] = deque()
         self._status_at = 0.0
         self._remember = remember
+        self._status = status
+        self._log = log
+        self._health = engine.watch.health
         self._remembered_at = time.monotonic()
 
     def await_drafter(self, timeout_s: float, already: int) -> None:
@@ -83,7 +91,7 @@ class Loop:
                 self._unsent.extend(self._engine.step())
             else:
                 self._sleep(_STATUS_S / 2)
-                self._engine.drafters.drain({})
+                self._engine.drain()
             self._report()
 
     def _take(self) -> None:
@@ -115,7 +123,8 @@ class Loop:
         now = time.monotonic()
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
-            self._unsent.append(_status(self._engine))
+            self._unsent.append(self._status())
+            self._tell_health()
             self._engine.drafters.beat()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now
@@ -123,6 +132,17 @@ class Loop:
         while self._unsent and self._server.post(self._unsent[0]):
             self._unsent.popleft()
         self._server.flush()
+
+    def _tell_health(self) -> None:
+        """A speculation that has become useless changes no text: without a word nobody would know."""
+        health = self._engine.watch.health
+        if health is self._health:
+            return
+        self._health = health
+        if health is Health.GOOD:
+            self._log.info("speculation is well again")
+        else:
+            self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
 
 
 def _await_server(servers: Listener) -> Channel:
@@ -153,6 +173,13 @@ def _ready(settings: Settings, verifier: Assembled) -> Ready:
     )
 
 
+def _whole_status(verifier: Assembled) -> Status:
+    """With what the engine does not know."""
+    status = _status(verifier.engine)
+    differences = verifier.differences.count
+    return replace(status, attention=verifier.facts.attention, attention_differences=differences)
+
+
 def _status(engine: Engine) -> Status:
     scheduler, clocked = engine.scheduler, engine.clocked
     prefix = scheduler.prefix
@@ -165,14 +192,15 @@ def _status(engine: Engine) -> Status:
         prefix_queries=prefix.queries if prefix else 0,
         prefix_hits=prefix.hits if prefix else 0,
         prompt_tokens=engine.totals.prompt_tokens,
-        generation_tokens=engine.totals.tally.tokens,
+        generation_tokens=engine.totals.figures.tokens,
         preemptions=scheduler.preemptions,
         drafters_alive=engine.drafters.alive,
         drafter_restarts=max(0, engine.drafters.joins - 1),
-        totals=engine.totals.tally.figures(),
+        totals=copy(engine.totals.figures),
         forward_s=clocked.forward_s,
         wait_s=clocked.wait_s,
         host_s=clocked.host_s,
         layout=layout.value if layout else "",
         layout_gains=gains,
+        health=engine.watch.health,
     )

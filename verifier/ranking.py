@@ -15,10 +15,11 @@ from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import Part
 
-RankedNode = tuple[float, int, Node]
-"""Reach, index of the part, node."""
-_Entry = tuple[float, int, int, Node, int]
-"""Negative log reach, order of arrival, index of the part, parent, which of its children."""
+RankedNode = tuple[float, int, int, int]
+"""Reach, index of the part, token, and its parent's place among the ranked nodes of that part; -1: the
+root."""
+_Entry = tuple[float, int, int, Node, int, int]
+"""Negative log reach, order of arrival, index of the part, parent, its place, which of its children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +43,32 @@ def rank(parts: Sequence[Part], most: int, context: int, width: int, least: floa
     heap: list[_Entry] = []
     for index, (tree, deepest, base) in trees.items():
         if tree.root.tokens and tree.root.depth < deepest:
-            heap.append((base - tree.root.cumulatives[0], len(heap), index, tree.root, 0))
+            heap.append((base - tree.root.cumulatives[0], len(heap), index, tree.root, -1, 0))
     heapq.heapify(heap)
     order = len(heap)
     ranked: list[RankedNode] = []
+    counts = [0] * len(parts)
     while heap and len(ranked) < most:
-        cost, _, index, parent, place = heap[0]
+        cost, _, index, parent, above, rank = heap[0]
         reach = math.exp(-cost)
         if reach < least:
             break
-        tree, deepest, base = trees[index]
-        node = tree.child_at(parent, place)
-        ranked.append((reach, index, node))
+        _, deepest, base = trees[index]
+        token, place = parent.tokens[rank], counts[index]
+        ranked.append((reach, index, token, above))
+        counts[index] = place + 1
         order += 2
-        if place + 1 < len(parent.tokens):
-            heapq.heapreplace(heap, (base - parent.cumulatives[place + 1], order, index, parent, place + 1))
+        rank += 1
+        if rank < len(parent.tokens):
+            heapq.heapreplace(heap, (base - parent.cumulatives[rank], order, index, parent, above, rank))
         else:
             heapq.heappop(heap)
-        if node.depth >= deepest:
+        if parent.depth + 1 >= deepest:
             continue
-        if node.tokens:
-            heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, 0))
-        elif node.token not in parts[index].request.ends:
+        node = parent.children.get(token)  # what nobody has looked at has no children
+        if node is not None and node.tokens:
+            heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, place, 0))
+        elif token not in parts[index].request.ends:
             leaves.append(reach)
     return Ranking(ranked, np.array(leaves[:width]), missed)
 

@@ -3,7 +3,7 @@
 Knows no scheduling, no text and no tensors.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from ssd_serve.cache.prefix import PrefixHandle
 from ssd_serve.cache.replica import Replica
@@ -11,26 +11,6 @@ from ssd_serve.cache.table import SlotTable
 from ssd_serve.kernels.processors import TokenCounts
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.seeds import root_name
-
-
-@dataclass(slots=True)
-class Tally:
-    """Speculation figures of one request or of all, being counted."""
-
-    rounds: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    hits: int = 0
-    misses: int = 0
-    ready_depth: int = 0
-    ready_nodes: int = 0
-    cached_prompt_tokens: int = 0
-    preemptions: int = 0
-
-    def figures(self) -> Figures:
-        """The counts as a message."""
-        return Figures(**asdict(self))
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +36,7 @@ class Request:
     handle: PrefixHandle | None = None
     epoch: int = 0
     replica: Replica | None = None
-    tally: Tally = field(default_factory=Tally)
+    figures: Figures = field(default_factory=Figures)
     scored: int = 0
     """Tokens of the prompt, from the second on, whose log-probabilities were told."""
 
@@ -89,15 +69,17 @@ class Request:
     def open(self) -> Open:
         """Begin a new epoch: a fresh replica, and the message that says so to the drafters."""
         self.epoch += 1
-        self.replica = Replica(
-            self.number,
-            self.epoch,
-            root_name(self.number, self.epoch, len(self.tokens) - 1),
-            self.limit,
-            self.vocabulary,
-        )
+        root = root_name(self.number, self.epoch, len(self.tokens) - 1)
+        self.replica = Replica(self.number, self.epoch, root, self.limit, self.vocabulary)
+        return self._opening(root)
+
+    def opened(self) -> Open:
+        """The message for a drafter that hears of the request in the middle of its epoch, or begins one."""
+        return self.open() if self.replica is None else self._opening(self.replica.tree.root.name)
+
+    def _opening(self, root: int) -> Open:
         prompt, output = tuple(self.tokens[: self.prompt_length]), tuple(self.tokens[self.prompt_length :])
-        return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed)
+        return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed, root)
 
 
 def accept(

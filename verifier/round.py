@@ -6,9 +6,8 @@ tokens; who is scheduled, and what happens to slots and drafters afterwards, is 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import NoiseRows
@@ -24,17 +23,43 @@ _NO_ROWS = range(0)
 
 
 @dataclass(frozen=True, slots=True)
+class TreeRows:
+    """The nodes of one request's rows: parallel lists, parents first."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    """Index of each node's parent; -1: the root."""
+    depths: list[int] = field(default_factory=list)
+    """1 for the root's children."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, token: int, parent: int) -> None:
+        """One more node, below one that is here or below the root."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+
+    def first(self, count: int) -> "TreeRows":
+        """The first `count` nodes."""
+        if count >= len(self):
+            return self
+        return TreeRows(self.tokens[:count], self.parents[:count], self.depths[:count])
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
-    """One request's rows in a round: its pending tokens, and tree nodes with their slots, parents first."""
+    """One request's rows in a round: its pending tokens, and tree nodes with their slots."""
 
     part: Part
-    nodes: tuple[Node, ...] = ()
-    node_slots: tuple[int, ...] = ()
+    tree: TreeRows = field(default_factory=TreeRows)
+    node_slots: Sequence[int] = ()
 
     @property
     def rows(self) -> int:
         """Rows of the forward."""
-        return len(self.part.slots) + len(self.nodes)
+        return len(self.part.slots) + len(self.tree)
 
     @property
     def scoring(self) -> range:
@@ -49,25 +74,7 @@ class Work:
     @property
     def wanted(self) -> int:
         """Rows whose logits are wanted: scoring ones, then the root's and every node's."""
-        return len(self.scoring) + (1 + len(self.nodes) if self.part.final else 0)
-
-
-class _Tree:
-    """How the nodes of one request's rows hang together: parallel lists, parents first."""
-
-    __slots__ = ("depths", "parents")
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.parents: list[int] = []
-        """Index of each node's parent; -1: the root."""
-        self.depths: list[int] = []
-        """1 for the root's children."""
-        index_of: dict[int, int] = {}
-        for index, node in enumerate(nodes):
-            parent = -1 if node.parent is None else index_of.get(node.parent.name, -1)
-            index_of[node.name] = index
-            self.parents.append(parent)
-            self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+        return len(self.scoring) + (1 + len(self.tree) if self.part.final else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,6 @@ class Flight:
     """A forward under way, or done."""
 
     work: tuple[Work, ...]
-    trees: Sequence[_Tree]
     sampling: Sequence[SamplingRows]
     result: ForwardResult
     rows: int
@@ -119,17 +125,14 @@ class Rounds:
 
     def launch(self, work: Sequence[Work]) -> Flight:
         """Start the forward of all rows."""
-        trees = [_Tree(each.nodes) for each in work]
-        batch = build_batch([_rows(each, tree) for each, tree in zip(work, trees, strict=True)])
+        batch = build_batch([_rows(each) for each in work])
         started = time.perf_counter()
         result = self._model.forward(batch)
         # What the choices need besides the logits is made while the device is busy.
-        sampling = [
-            rows for each, tree in zip(work, trees, strict=True) for rows in self._sampling_rows(each, tree)
-        ]
+        sampling = [rows for each in work for rows in self._sampling_rows(each)]
         if self._native is None:
             self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
-        return Flight(tuple(work), trees, sampling, result, batch.rows, _reading(work), started)
+        return Flight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: Flight) -> list[Walk]:
         """Choose a token at every wanted row, and walk each request's tree."""
@@ -137,14 +140,14 @@ class Rounds:
         sampled = sample(flight.result.logits, flight.sampling, self._noise, self._native)
         walks: list[Walk] = []
         start = 0
-        for each, tree in zip(flight.work, flight.trees, strict=True):
-            walks.append(_walk(each, tree, sampled, start))
+        for each in flight.work:
+            walks.append(_walk(each, sampled, start))
             start += each.wanted
         return walks
 
-    def _sampling_rows(self, work: Work, tree: _Tree) -> list[SamplingRows]:
+    def _sampling_rows(self, work: Work) -> list[SamplingRows]:
         """Scoring rows, then the root's and every node's, in the order of the forward's rows."""
-        request = work.part.request
+        request, tree = work.part.request, work.tree
         rows = _scoring_rows(work)
         if work.part.final:
             rows.append(
@@ -155,7 +158,7 @@ class Rounds:
                     request.counts,
                     generated=request.generated,
                     eos=() if request.parameters.ignore_eos else self._eos,
-                    tokens=[node.token for node in work.nodes],
+                    tokens=tree.tokens,
                     parents=tree.parents,
                     depths=tree.depths,
                 )
@@ -183,17 +186,17 @@ def _reading(work: Sequence[Work]) -> Reading:
     )
 
 
-def _rows(work: Work, tree: _Tree) -> RequestRows:
-    request, slots = work.part.request, work.part.slots
+def _rows(work: Work) -> RequestRows:
+    request, slots, tree = work.part.request, work.part.slots, work.tree
     computed, count = len(request.slots), len(work.part.slots)
     tokens = request.tokens[computed : computed + count]
     positions = list(range(computed, computed + count))
     wanted = [*work.scoring, *([count - 1] if work.part.final else ())]
-    if not work.nodes:
+    if not len(tree):
         return RequestRows(tokens, positions, slots, request.slots.view(), wanted)
     root = computed + count - 1
     ancestry = [(2 << index) - 1 for index in range(count)]
-    tokens += [node.token for node in work.nodes]
+    tokens += tree.tokens
     positions += [root + depth for depth in tree.depths]
     wanted += range(count, len(tokens))
     for index, parent in enumerate(tree.parents, count):
@@ -201,7 +204,7 @@ def _rows(work: Work, tree: _Tree) -> RequestRows:
     return RequestRows(tokens, positions, (*slots, *work.node_slots), request.slots.view(), wanted, ancestry)
 
 
-def _walk(work: Work, tree: _Tree, sampled: Sampled, start: int) -> Walk:
+def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
     """Follow the child that equals the target's choice while that child was a row of this forward.
 
     Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The
@@ -212,12 +215,12 @@ def _walk(work: Work, tree: _Tree, sampled: Sampled, start: int) -> Walk:
     told = tuple(each for each in sampled.logprobs[first:start] if each is not None)
     if not work.part.final:
         return Walk(work, (), (), "", (), told)
-    nodes, choices = work.nodes, sampled.choices
+    tree, choices = work.tree, sampled.choices
     rows, accepted = [start], []
     here, token = -1, choices[start]
     ended = _ended(request, token, 1)
     for index, parent in enumerate(tree.parents):  # parents come first: one pass meets the whole path
-        if parent != here or ended or nodes[index].token != token:
+        if parent != here or ended or tree.tokens[index] != token:
             continue
         here = index
         accepted.append(index)

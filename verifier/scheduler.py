@@ -35,11 +35,8 @@ class Part:
 
     request: Request
     slots: tuple[int, ...]
-
-    @property
-    def final(self) -> bool:
-        """Whether the last of these tokens is the root, whose choice is wanted."""
-        return len(self.slots) == self.request.pending
+    final: bool
+    """Whether the last of these tokens is the root, whose choice is wanted."""
 
 
 class Scheduler:
@@ -106,15 +103,16 @@ class Scheduler:
                 self._count(request, 0, self._borrow(request))
                 if self._spared(request, parts) >= self._limits.worth_reusing:
                     continue
-            count = min(request.pending, max(left, 1) if request.decoding else left)
+            pending = request.pending
+            count = min(pending, max(left, 1) if pending == 1 else left)
             if count == 0:
                 continue
             slots = self._allocate(request, count, preempted)
             if slots is None:
                 continue
-            if not request.decoding:
+            if pending > 1:
                 left -= count
-            parts.append(Part(request, tuple(slots)))
+            parts.append(Part(request, tuple(slots), final=count == pending))
         return parts, preempted
 
     def tree_slots(self, parts: Sequence[Part], wanted: Sequence[int]) -> list[list[int]]:
@@ -153,7 +151,7 @@ class Scheduler:
         self.running.remove(request)
         self._give_up(request)
         self.waiting.appendleft(request)
-        request.tally.preemptions += 1
+        request.figures.preemptions += 1
         self.preemptions += 1
 
     def _give_up(self, request: Request) -> None:
@@ -202,8 +200,8 @@ class Scheduler:
         """Count tokens that were looked up and found; a text that is read again is no cached prompt."""
         if self.prefix is not None:
             self.prefix.count(asked, found)
-        if not request.tally.preemptions:
-            request.tally.cached_prompt_tokens += found
+        if not request.figures.preemptions:
+            request.figures.cached_prompt_tokens += found
 
     @staticmethod
     def _spared(request: Request, parts: Sequence[Part]) -> int:

@@ -1,21 +1,9 @@
 /* Tree attention in float32 for CPUs: a few rows of queries over scattered slots of a KV cache.
  *
- * A task is a block of rows of one request under one KV head; the query heads of its group are stacked as rows,
- * so that a key is transposed and a value is read once for all of them. Scores of the whole context are kept,
- * then turned into weights of the values, block by block.
- *
- * A row's result depends on nothing but its query and the ordered keys and values that it sees: not on the
- * batch, on threads, on blocks or on entries between that it does not see. A score is a sum over head_dim in
- * order; the greatest score does not depend on order; weights are summed exactly (see `accumulate`); values are
- * added entry by entry, where an unseen one has the weight 0. Multiplications and additions are fused by the
- * compiler in the same way everywhere, or nowhere.
+ * A row's result depends on nothing but its query and the ordered keys and values that it sees: not on the batch, on
+ * threads, on blocks or on entries between that it does not see (see attention_task.h).
  */
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#include "attention_tiles.h"
+#include "attention_task.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -24,218 +12,8 @@
 #define THREAD 0
 #endif
 
-#define MOST_STACKED 64        /* queries of a task, unless one row has more */
 #define MOST_SCORES 131072     /* of a task, if it has several rows: they stay in the second-level cache */
 #define FEWEST_PRODUCTS 500000 /* below, starting threads takes longer than the work */
-
-/* `ssd_serve.kernels.batch.Batch`, with the sizes of the model; filled in by attention.py. */
-typedef struct {
-  long requests, heads, kv_heads, head_dim, slots, ancestry_words, threads;
-  const int64_t *positions;
-  const int32_t *request_offsets, *prefix_slots, *prefix_offsets, *tree_slots, *tree_offsets;
-  const int64_t *tree_positions;
-  const uint64_t *ancestry;
-  float *scratch;
-  long scratch_size; /* floats for one thread, from `ssd_attention_scratch` */
-} batch;
-
-/* One task: rows `row` to `row + rows` of a request, under one KV head. */
-typedef struct {
-  const batch *b;
-  long row, rows, group, stacked, window;
-  long prefix, tree, prefix_blocks, blocks; /* entries and blocks of the request's context */
-  const int32_t *prefix_slots, *tree_slots;
-  const int64_t *tree_positions;
-  const float *queries, *keys, *values; /* queries of row 0 of the batch, keys and values of the head */
-  long query_stride;
-} task;
-
-/* A thread's memory, in floats; every part is a whole number of vectors. */
-typedef struct {
-  float *queries, *keys, *zeros, *tails, *scores, *greatest, *sums, *out;
-  int32_t *used; /* the numbers of the blocks that any row of the task sees */
-} scratch;
-
-/* keys [head_dim, BLOCK], the first `columns` of it, = the transpose of so many rows, a multiple of 16. */
-static void transpose_block(const float *const *rows, long columns, long head_dim, float *keys) {
-  long d = 0;
-#ifdef SQUARE
-  for (; d + SQUARE <= head_dim; d += SQUARE)
-    for (long i = 0; i < columns; i += SQUARE) transpose(rows + i, d, keys + d * BLOCK + i);
-#endif
-  for (; d < head_dim; d++)
-    for (long i = 0; i < columns; i++) keys[d * BLOCK + i] = rows[i][d];
-}
-
-/* Where a block's keys or values lie. Returns their number. Those beyond it point to `missing`. */
-static int block_rows(const task *t, long number, const float *heads, const float *missing, const float **rows) {
-  int tree = number >= t->prefix_blocks;
-  long start = (tree ? number - t->prefix_blocks : number) * BLOCK;
-  const int32_t *slots = (tree ? t->tree_slots : t->prefix_slots) + start;
-  int count = (int)smaller((tree ? t->tree : t->prefix) - start, BLOCK);
-  for (int i = 0; i < count; i++) rows[i] = heads + slots[i] * t->b->head_dim;
-  for (int i = count; i < BLOCK; i++) rows[i] = missing;
-  return count;
-}
-
-/* What to ask for of block `number` while tiles of at most `tile` queries are at work. */
-static ahead ahead_of(const task *t, long number, const float *heads, long tile) {
-  ahead next = {.left = parts_of(t->b->head_dim, LINE)};
-  next.lines = parts_of(next.left, parts_of(t->stacked, tile));
-  block_rows(t, number, heads, heads, next.rows);
-  return next;
-}
-
-/* Bit i: the row sees entry i of a block. */
-static uint32_t seen(const task *t, long row, long number) {
-  long oldest = t->window ? t->b->positions[row] - t->window : -1; /* the last position out of the window */
-  if (number < t->prefix_blocks) {
-    long start = number * BLOCK, count = smaller(t->prefix - start, BLOCK), hidden = oldest + 1 - start;
-    uint32_t bits = UINT32_MAX >> (BLOCK - count);
-    return hidden <= 0 ? bits : hidden >= BLOCK ? 0 : bits & UINT32_MAX << hidden;
-  }
-  long start = (number - t->prefix_blocks) * BLOCK;
-  uint32_t bits = (uint32_t)(t->b->ancestry[row * t->b->ancestry_words + start / 64] >> start % 64);
-  if (t->window)
-    for (int i = 0; i < BLOCK && start + i < t->tree; i++)
-      if (t->tree_positions[start + i] <= oldest) bits &= ~((uint32_t)1 << i);
-  return bits;
-}
-
-/* Tiles of queries [tiles][head_dim, queries of the tile], scaled. */
-static void pack_queries(const task *t, float *packed) {
-  long head_dim = t->b->head_dim;
-  float scale = 1.0f / sqrtf((float)head_dim);
-  for (long first = 0, tile; first < t->stacked; first += tile) {
-    tile = part(t->stacked - first, SCORE_QUERIES);
-    for (long q = 0; q < tile; q++) {
-      long row = t->row + (first + q) / t->group, head = (first + q) % t->group;
-      const float *query = t->queries + row * t->query_stride + head * head_dim;
-      for (long d = 0; d < head_dim; d++) packed[d * tile + q] = query[d] * scale;
-    }
-    packed += head_dim * tile;
-  }
-}
-
-/* Scores that a row does not see become -infinity; remember each query's greatest. */
-static void mask_scores(const task *t, const uint32_t *bits, long vectors, float *scores, float *greatest) {
-  static const uint32_t powers[16] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  const uint32_t all = UINT32_MAX >> (32 - WIDE);
-  words lanes;
-  memcpy(&lanes, powers, sizeof lanes);
-  for (long row = 0; row < t->rows; row++)
-    for (long head = 0; head < t->group; head++, scores += BLOCK, greatest += WIDE) {
-      floats most = load(greatest);
-      for (int v = 0; v < vectors; v++) {
-        floats found = load(scores + v * WIDE);
-        uint32_t some = bits[row] >> v * WIDE & all;
-        if (some != all) {
-          masks where = (lanes & some) != 0;
-          found = choose(where, found, splat(-INFINITY));
-          store(scores + v * WIDE, found);
-        }
-        most = greater(found, most);
-      }
-      store(greatest, most);
-    }
-}
-
-/* All scores of a task, block by block. Returns the number of blocks that any of its rows sees. */
-static long score_blocks(const task *t, scratch *s) {
-  const float *rows[BLOCK];
-  uint32_t bits[MOST_STACKED];
-  long head_dim = t->b->head_dim, used = 0;
-  for (long number = 0; number < t->blocks; number++) {
-    uint32_t any = 0;
-    for (long row = 0; row < t->rows; row++) any |= bits[row] = seen(t, t->row + row, number);
-    if (!any) continue;
-    long columns = block_rows(t, number, t->keys, s->zeros, rows) > BLOCK / 2 ? BLOCK : BLOCK / 2;
-    transpose_block(rows, columns, head_dim, s->keys);
-    float *scores = s->scores + used * t->stacked * BLOCK;
-    ahead next = ahead_of(t, smaller(number + 1, t->blocks - 1), t->keys, SCORE_QUERIES);
-    for (long first = 0, tile; first < t->stacked; first += tile) {
-      tile = part(t->stacked - first, SCORE_QUERIES);
-      const float *queries = s->queries + first * head_dim;
-      score_tile(tile, columns / WIDE, queries, s->keys, head_dim, scores + first * BLOCK, &next);
-      advance(&next);
-    }
-    mask_scores(t, bits, columns / WIDE, scores, s->greatest);
-    s->used[used++] = (int32_t)number;
-  }
-  return used;
-}
-
-/* Turn one block's scores into weights, and add them to each query's sum. */
-static void weigh(const task *t, long vectors, const float *greatest, float *scores, float *sums) {
-  for (long q = 0; q < t->stacked; q++, scores += BLOCK, sums += WIDE) {
-    doubles sum;
-    memcpy(&sum, sums, sizeof sum);
-    for (int v = 0; v < vectors; v++) {
-      floats weights = exponential(load(scores + v * WIDE) - splat(greatest[q * WIDE]));
-      store(scores + v * WIDE, weights);
-      sum = accumulate(sum, weights);
-    }
-    memcpy(sums, &sum, sizeof sum);
-  }
-}
-
-/* Add one block's weighted values to the output of all queries. */
-static void mix_block(const task *t, scratch *s, const float *scores, const float *const *rows, int count,
-                      long width, ahead *next) {
-  const float *tails[BLOCK];
-  long whole = t->b->head_dim / WIDE * WIDE, rest = t->b->head_dim - whole;
-  for (int i = 0; rest && i < count; i++) {
-    tails[i] = s->tails + i * WIDE;
-    memcpy(s->tails + i * WIDE, rows[i] + whole, rest * sizeof(float));
-  }
-  for (long first = 0, tile; first < t->stacked; first += tile) {
-    tile = part(t->stacked - first, MIX_QUERIES);
-    const float *weights = scores + first * BLOCK;
-    float *out = s->out + first * width;
-    mix_tile(tile, weights, rows, count, out, whole, width, next);
-    if (rest) mix_tile(tile, weights, tails, count, out + whole, WIDE, width, next);
-    advance(next);
-  }
-}
-
-/* Divide by the sums and write the rows of `out` [rows of the batch, heads * head_dim], from this head's first. */
-static void write_out(const task *t, const scratch *s, float *out, long width) {
-  long head_dim = t->b->head_dim;
-  for (long q = 0; q < t->stacked; q++) {
-    double parts[WIDE / 2], sum = 0;
-    memcpy(parts, s->sums + q * WIDE, sizeof parts);
-    for (int i = 0; i < WIDE / 2; i++) sum += parts[i];
-    float divisor = sum > 0 ? (float)sum : 1.0f; /* a row that sees nothing gets zeros */
-    float *to = out + ((t->row + q / t->group) * t->b->heads + q % t->group) * head_dim;
-    for (long d = 0; d < head_dim; d++) to[d] = s->out[q * width + d] / divisor;
-  }
-}
-
-static void run_task(const task *t, scratch *s, float *out) {
-  const float *rows[BLOCK];
-  long width = parts_of(t->b->head_dim, WIDE) * WIDE;
-  memset(s->zeros, 0, width * sizeof(float));
-  memset(s->tails, 0, BLOCK * WIDE * sizeof(float));
-  memset(s->sums, 0, t->stacked * WIDE * sizeof(float));
-  memset(s->out, 0, t->stacked * width * sizeof(float));
-  for (long i = 0; i < t->stacked * WIDE; i++) s->greatest[i] = -INFINITY;
-  pack_queries(t, s->queries);
-  long used = score_blocks(t, s);
-  for (long q = 0; q < t->stacked; q++) {
-    float most = -INFINITY;
-    for (int i = 0; i < WIDE; i++) most = s->greatest[q * WIDE + i] > most ? s->greatest[q * WIDE + i] : most;
-    s->greatest[q * WIDE] = most == -INFINITY ? 0 : most; /* infinity less infinity is no number */
-  }
-  for (long i = 0; i < used; i++) {
-    float *scores = s->scores + i * t->stacked * BLOCK;
-    int count = block_rows(t, s->used[i], t->values, s->zeros, rows);
-    weigh(t, (count > BLOCK / 2 ? BLOCK : BLOCK / 2) / WIDE, s->greatest, scores, s->sums);
-    ahead next = ahead_of(t, s->used[smaller(i + 1, used - 1)], t->values, MIX_QUERIES);
-    mix_block(t, s, scores, rows, count, width, &next);
-  }
-  write_out(t, s, out, width);
-}
 
 /* Lay out a thread's memory from `base`. Returns the floats it takes. */
 static long lay_out(scratch *s, float *base, long stacked, long head_dim, long blocks) {
@@ -279,10 +57,10 @@ long ssd_attention_scratch(const batch *b) {
   return most;
 }
 
-/* out [rows, heads * head_dim] from queries (rows `query_stride` floats apart), and keys and values
- * [kv_heads, slots, head_dim] of one layer with a window (0: none). */
+/* out [rows, heads * head_dim] and, unless it is NULL, lse [rows, heads] from queries (rows `query_stride` floats
+ * apart), and keys and values [kv_heads, slots, head_dim] of one layer with a window (0: none). */
 void ssd_attend(const batch *b, long window, const float *queries, long query_stride, const float *keys,
-                const float *values, float *out) {
+                const float *values, float *out, float *lse) {
   long tasks = 0, products = 0;
   for (long request = 0; request < b->requests; request++) {
     task t = request_task(b, request);
@@ -314,7 +92,7 @@ void ssd_attend(const batch *b, long window, const float *queries, long query_st
       t.queries = queries + head * t.group * b->head_dim;
       t.query_stride = query_stride;
       lay_out(&s, b->scratch + THREAD * b->scratch_size, t.stacked, b->head_dim, t.blocks);
-      run_task(&t, &s, out + head * t.group * b->head_dim);
+      run_task(&t, &s, out + head * t.group * b->head_dim, lse ? lse + head * t.group : NULL);
     }
   }
 }

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import POINTER, SIZE, NativeLibrary
-from ssd_serve.kernels.reference import ReferenceAttention
 
 
 class _Batch(ctypes.Structure):
@@ -60,7 +59,9 @@ class NativeAttention:
     """
 
     def __init__(self, library: NativeLibrary, cache: KVCache, heads: int) -> None:
-        self._attend = library.function("ssd_attend", POINTER, SIZE, POINTER, SIZE, POINTER, POINTER, POINTER)
+        self._attend = library.function(
+            "ssd_attend", POINTER, SIZE, POINTER, SIZE, POINTER, POINTER, POINTER, POINTER
+        )
         self._store = library.function(
             "ssd_store_keys_values", POINTER, POINTER, SIZE, SIZE, POINTER, POINTER
         )
@@ -124,6 +125,18 @@ class NativeAttention:
 
     def run(self, layer: int, queries: torch.Tensor, plan: NativePlan) -> torch.Tensor:
         """Attend: float32 [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        return self._run(layer, queries, plan, None)
+
+    def run_with_lse(
+        self, layer: int, queries: torch.Tensor, plan: NativePlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
+        lse = queries.new_empty(queries.shape[:2])
+        return self._run(layer, queries, plan, lse), lse
+
+    def _run(
+        self, layer: int, queries: torch.Tensor, plan: NativePlan, lse: torch.Tensor | None
+    ) -> torch.Tensor:
         queries = _rows(queries)
         result = queries.new_empty((queries.shape[0], self._heads * self._head_dim))
         self._attend(
@@ -134,6 +147,7 @@ class NativeAttention:
             self._keys_at[layer],
             self._values_at[layer],
             result.data_ptr(),
+            None if lse is None else lse.data_ptr(),
         )
         return result
 
@@ -142,29 +156,3 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     """The tensor [rows, heads, head_dim] with every row in one piece; copied only if it is not."""
     head_dim = heads.shape[2]
     return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()
-
-
-def can_attend(library: NativeLibrary) -> bool:
-    """Whether the kernel does what the contract says, on a small tree beside a prompt chunk."""
-    generator = torch.Generator().manual_seed(0)
-    layout = KVLayout((LayerKV(2, 64), LayerKV(2, 64, 5)), torch.float32)
-    ours, theirs = KVCache(layout, 64, "cpu"), KVCache(layout, 64, "cpu")
-    fast, slow = NativeAttention(library, ours, 6), ReferenceAttention(theirs)
-    tree = RequestRows(
-        [0] * 4, [19, 20, 20, 21], [3, 50, 7, 20], np.arange(24, 43, dtype=np.int32), [], [1, 3, 5, 11]
-    )
-    chunk = RequestRows([0] * 8, list(range(8)), list(range(8, 16)), np.arange(0, dtype=np.int32), [])
-    batch = build_batch([tree, chunk])
-    plan = fast.plan(batch)
-    right = True
-    for layer in range(len(layout.layers)):
-        for cache in (ours, theirs):
-            data = torch.randn((64, 4, 64), generator=generator.manual_seed(layer))
-            cache.write(layer, torch.arange(64), data)
-        rows = torch.randn((batch.rows, 10, 64), generator=generator)
-        queries, keys_values = rows[:, :6], rows[:, 6:]
-        fast.write(layer, keys_values, plan)
-        slow.write(layer, keys_values, batch)
-        expected = slow.run(layer, queries, batch)
-        right = right and torch.allclose(fast.run(layer, queries, plan), expected, rtol=1e-4, atol=1e-5)
-    return right

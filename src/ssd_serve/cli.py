@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ssd_serve import __version__
 from ssd_serve.bench.commands import add_commands as add_bench_commands
+from ssd_serve.doctor_commands import add_doctor, add_report
 from ssd_serve.errors import (
     CheckpointError,
     EngineDeadError,
@@ -83,6 +84,8 @@ def build_parser() -> Parser:
     _add_generate(commands)
     _add_settings(commands)
     add_plan(commands)
+    add_doctor(commands)
+    add_report(commands)
     add_bench_commands(commands)
     add_recipe_commands(commands)
     _add_worker(commands)

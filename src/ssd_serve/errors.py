@@ -83,3 +83,8 @@ class ProtocolError(SsdError):
     """A peer process sent a message that does not fit the protocol."""
 
     exit_code = 71
+
+
+def in_a_line(error: Exception) -> str:
+    """What kind of error, and the first line of what it says: for errors that are not this project's."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"

@@ -7,9 +7,11 @@ All are msgspec structs, encoded as msgpack with a tag; arrays travel as raw lit
 messages know nothing about sockets, trees or tensors.
 """
 
+from enum import Enum
+
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 
 
@@ -70,8 +72,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...]
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Speculation figures of one request since it began; rounds exclude prompt chunks."""
+class Figures(msgspec.Struct, kw_only=True):
+    """Speculation figures of one request since it began, or of all; rounds exclude prompt chunks.
+
+    The verifier counts in them, so they are not frozen: a message about what goes on takes a copy.
+    """
 
     rounds: int = 0
     tokens: int = 0
@@ -134,6 +139,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     draft_step_ms: float
 
 
+class Health(Enum):
+    """What speculation is worth; `verifier/watching.py` judges it."""
+
+    GOOD = "good"
+    COLLAPSED = "acceptance collapsed"
+    NEVER_HITS = "never hits"
+
+
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Sent about once a second and on change: gauges and counters since start."""
 
@@ -155,7 +168,12 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     layout: str = ""
     """Who drafts now: `beside`, `inline` or `plain`; empty where that cannot change."""
     layout_gains: dict[int, dict[str, float]] = msgspec.field(default_factory=dict[int, dict[str, float]])
-    """By the least number of requests of a level of load: what each layout gave, plain decoding being 1."""
+    """By the middle number of requests of a level of load: what each layout gave, plain decoding being 1."""
+    attention: str = ""
+    """The target's tree attention backend."""
+    attention_differences: int = 0
+    """Checked outputs that differed from the second backend's."""
+    health: Health = Health.GOOD
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -185,7 +203,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Start (or restart under a new epoch) drafting for a request. The root is the last committed token."""
+    """Start drafting for a request, or start again. The root is the last committed token, `root` its name."""
 
     request: int
     epoch: int
@@ -193,6 +211,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     output: tuple[int, ...]
     parameters: SamplingParameters
     seed: int
+    root: int
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):

@@ -83,9 +83,15 @@ class Settings(BaseSettings):
         description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
         "int8: weights of 8 bits, activations in bf16, on CPUs",
     )
-    tree_decode_backend: Literal["auto", "native", "sdpa"] = Field(
+    tree_decode_backend: Literal["auto", "native", "flashinfer", "triton", "sdpa"] = Field(
         default="auto",
-        description="tree attention kernel: native (compiled for this CPU), sdpa (torch's, anywhere) or auto",
+        description="tree attention kernel: native (compiled for this CPU), flashinfer or triton (GPUs), "
+        "sdpa (torch's, anywhere) or auto",
+    )
+    tree_decode_check: Literal["", "sdpa"] = Field(
+        default="",
+        description="compute the attention of one batch in 64 with this backend too, and report differences; "
+        "empty: no check",
     )
     host: str = Field(default="127.0.0.1", description="address to listen on; loopback by default")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")

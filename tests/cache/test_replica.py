@@ -36,9 +36,9 @@ class Ends:
     def open(self) -> Open:
         """A new epoch: a fresh replica, and the message that says so."""
         self.epoch += 1
-        position = len(PROMPT) + len(self.output) - 1
-        self.replica = make_replica(self.epoch, root_name(REQUEST, self.epoch, position))
-        return Open(REQUEST, self.epoch, PROMPT, tuple(self.output), PARAMETERS, 1)
+        root = root_name(REQUEST, self.epoch, len(PROMPT) + len(self.output) - 1)
+        self.replica = make_replica(self.epoch, root)
+        return Open(REQUEST, self.epoch, PROMPT, tuple(self.output), PARAMETERS, 1, root)
 
     def commit(self, tokens: tuple[int, ...]) -> Outcome:
         """A round's outcome, known to the replica at once."""

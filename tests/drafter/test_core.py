@@ -18,7 +18,8 @@ def make(limits: GrowthLimits = LIMITS) -> tuple[DrafterCore, ScriptedSource]:
 
 
 def opening(request: int = 1, epoch: int = 1, output: tuple[int, ...] = (), max_tokens: int = 100) -> Open:
-    return Open(request, epoch, PROMPT, output, SamplingParameters(max_tokens=max_tokens), 9)
+    root = root_name(request, epoch, len(PROMPT) + len(output) - 1)
+    return Open(request, epoch, PROMPT, output, SamplingParameters(max_tokens=max_tokens), 9, root)
 
 
 def outcome(*tokens: int, position: int = 3, root: int = ROOT, epoch: int = 1) -> Outcome:
@@ -165,7 +166,7 @@ def test_nothing_grows_below_ends() -> None:
         core, source = make()
         source.candidates = [EOS, 7, 14]
         parameters = SamplingParameters(max_tokens=3, stop_token_ids=stops, ignore_eos=ignore_eos)
-        core.handle(Open(1, 1, PROMPT, (), parameters, 9))
+        core.handle(Open(1, 1, PROMPT, (), parameters, 9, ROOT))
         grown(core)
         assert len(source.made) == 1 + expansions
 

@@ -7,7 +7,7 @@ from ssd_serve.messages import Growth, Heartbeat, Open, Outcome, Resync, Samplin
 from tests.fakes import EOS, HELLO, ScriptedSource
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
-OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0)
+OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 
 
 def make() -> InlineChannel:

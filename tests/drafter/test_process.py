@@ -11,7 +11,7 @@ from ssd_serve.messages import Close, Growth, Heartbeat, Open, Refusal, Sampling
 from tests.fakes import EOS, ScriptedSource
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
-OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0)
+OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 
 
 def make() -> tuple[Loop, DrafterCore, MemoryChannel, MemoryChannel]:

@@ -104,8 +104,11 @@ def largest_difference(
         queries, new = rows[:, :heads], rows[:, heads:]
         fast.write(layer, new, plan)
         slow.write(layer, new, same)
-        difference = fast.run(layer, queries, plan) - slow.run(layer, queries, same)
-        worst = max(worst, float(difference.abs().max()))
+        found, found_lse = fast.run_with_lse(layer, queries, plan)
+        expected, expected_lse = slow.run_with_lse(layer, queries, same)
+        assert torch.equal(found, fast.run(layer, queries, plan))
+        for mine, right in ((found, expected), (found_lse, expected_lse)):
+            worst = max(worst, float((mine - right).abs().max()))
     return worst
 
 

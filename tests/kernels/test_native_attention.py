@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.native.attention import NativeAttention, can_attend
+from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.build import SOURCES
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.reference import ReferenceAttention
+from ssd_serve.kernels.self_test import first_failure
 
 SLOTS = 512
 
@@ -206,7 +207,13 @@ def test_write_stores_what_the_cache_would(library: NativeLibrary) -> None:
 
 
 def test_self_test_passes(library: NativeLibrary) -> None:
-    assert can_attend(library)
+    for head_dim in (24, 64, 80):
+        assert (
+            first_failure(
+                lambda cache, heads: NativeAttention(library, cache, heads), torch.float32, head_dim, "cpu"
+            )
+            == ""
+        )
 
 
 def test_self_test_finds_a_kernel_that_does_nothing(native: NativeLibrary) -> None:
@@ -215,4 +222,5 @@ def test_self_test_finds_a_kernel_that_does_nothing(native: NativeLibrary) -> No
             found = super().function(name, *arguments, result=result)
             return (lambda *_: None) if name == "ssd_attend" else found
 
-    assert not can_attend(Broken(Path(native.path)))
+    broken = Broken(Path(native.path))
+    assert first_failure(lambda cache, heads: NativeAttention(broken, cache, heads), torch.float32, 64, "cpu")

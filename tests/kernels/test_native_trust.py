@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.kernels.native.attention import can_attend
 from ssd_serve.kernels.native.int8 import can_multiply_int8
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
@@ -46,6 +45,6 @@ def test_norms_rotations_and_gates(lying: Lying, dtype: torch.dtype) -> None:
     assert not can_operate(lying, dtype)
 
 
-@pytest.mark.parametrize("check", [can_attend, can_multiply_bf16, can_multiply_int8])
-def test_attention_and_products(lying: Lying, check: Callable[[NativeLibrary], bool]) -> None:
+@pytest.mark.parametrize("check", [can_multiply_bf16, can_multiply_int8])
+def test_products(lying: Lying, check: Callable[[NativeLibrary], bool]) -> None:
     assert not check(lying)

@@ -7,6 +7,7 @@ import torch
 
 from ssd_serve.errors import MemoryShortError, UserError
 from ssd_serve.kernels import packed
+from ssd_serve.kernels.backends import AttentionWish
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models import load, memory
 from ssd_serve.models.decoder import Decoder
@@ -79,7 +80,13 @@ def test_forward_does_not_depend_on_who_set_the_threads(folder: Path) -> None:
 def test_the_tree_attention_that_was_asked_for(folder: Path, native: NativeLibrary) -> None:
     def kernels(backend: str, library: NativeLibrary | None) -> str:
         model = load.load_model(
-            folder, device="cpu", dtype="fp32", slots=16, context=64, native=library, backend=backend
+            folder,
+            device="cpu",
+            dtype="fp32",
+            slots=16,
+            context=64,
+            native=library,
+            wish=AttentionWish(backend),
         )
         assert isinstance(model, Decoder)
         return type(model.attention).__name__

@@ -20,6 +20,7 @@ from ssd_serve.messages import (
     Figures,
     Finish,
     Finished,
+    Health,
     Message,
     Ready,
     Refused,
@@ -48,6 +49,9 @@ READY = Ready(
 )
 STATUS = Status(
     layout="beside",
+    attention="triton",
+    attention_differences=2,
+    health=Health.COLLAPSED,
     layout_gains={1: {"beside": 1.5, "plain": 1.0}},
     running=1,
     waiting=2,

@@ -3,13 +3,14 @@
 import math
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
 from ssd_serve.cluster.memory_channel import memory_pair
 from ssd_serve.devices import Device
 from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
-from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing, Round
+from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing, Round, cheapest_chunk
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import Never
@@ -27,6 +28,18 @@ def decider(most_tpot_s: float) -> Decider:
 def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
     assert decider(math.inf).prompt_rows(8, 512) == 512
     assert decider(0.010).prompt_rows(0, 512) == 512
+
+
+def test_chunks_are_as_large_as_is_cheapest_by_the_row() -> None:
+    flat = np.full(513, 0.01)  # a GPU far from its limit: more rows for nothing
+    rows = np.arange(513, dtype=np.float64)
+    straight = 0.01 + 1e-4 * rows
+    assert cheapest_chunk(flat) == cheapest_chunk(straight) == 512
+    cliff = straight + 1e-4 * np.maximum(0.0, rows - 128)  # what no longer fits a cache is dearer
+    assert 128 <= cheapest_chunk(cliff) <= 140
+    gentle = straight + 1e-5 * np.maximum(0.0, rows - 128)  # within what noise does
+    assert cheapest_chunk(gentle) == 512
+    assert cheapest_chunk(cliff[:9]) == 8
 
 
 def test_a_chunk_shrinks_to_what_keeps_the_target() -> None:

@@ -14,14 +14,12 @@ from ssd_serve.messages import (
     Message,
     Open,
     Outcome,
-    Pause,
     Refusal,
     Resync,
     SamplingParameters,
     Submit,
 )
 from ssd_serve.verifier.drafters import Drafters, check_hello
-from ssd_serve.verifier.layout import Layout
 from ssd_serve.verifier.request import Request, accept
 from tests.fakes import HELLO, VOCABULARY
 
@@ -269,89 +267,14 @@ def test_heartbeats_come_when_due() -> None:
     assert its.receive() == [Heartbeat()] * 3
 
 
-def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() -> None:
+def test_who_joins_late_hears_where_a_request_stands_and_nobody_else_does() -> None:
     house = House()
-    beside, inline = house.join(), house.join(synchronous=True)
-    for its in (beside, inline):
-        its.receive()
-    house.drafters.use(Layout.INLINE)
-    assert beside.receive() == [Pause(paused=True)]
-    assert house.drafters.working
-    for token in (4, 5, 6):
-        house.commit(0, token)
-    assert [message.tokens for message in inline.receive() if isinstance(message, Outcome)] == [
-        (4,),
-        (5,),
-        (6,),
-    ]
-    assert beside.receive() == []
-    house.drafters.use(Layout.BESIDE)
-    heard = beside.receive()
-    request = house.requests[0]
-    assert request.replica is not None
-    assert heard == [
-        Outcome(0, request.epoch, 3, (4, 5, 6), request.replica.tree.root.name),
-        Pause(paused=False),
-    ]
-    assert of(Pause, inline.receive()) == [Pause(paused=True)]
-    house.drafters.use(Layout.PLAIN)
-    assert not house.drafters.working
-    assert not house.drafters.worth_waiting()
-    assert house.drafters.step_s == 0.0
-
-
-def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
-    house = House()
-    its = house.join()
-    its.receive()
-    house.drafters.use(Layout.PLAIN)
-    for token in range(70):
-        house.commit(1, token % VOCABULARY)
-    pieces = [len(message.tokens) for message in its.receive() if isinstance(message, Outcome)]
-    assert pieces == [64]
-
-
-def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
-    house = House()
-    its = house.join()
-    house.drafters.use(Layout.PLAIN)
-    its.receive()
-    for number in (0, 1):
-        house.commit(number, 4)
-    house.drafters.close(house.requests[0])
-    house.drafters.open(house.requests[1])
-    house.drafters.use(Layout.BESIDE)
-    assert of(Outcome, its.receive()) == []
-
-
-def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_grows_long() -> None:
-    house = House()
-    house.requests[2] = make_request(2)
-    its = house.join()
-    house.drafters.use(Layout.PLAIN)
-    its.receive()
-    for number in (0, 1, 2):
-        house.drafters.close(house.requests[number])
-        its.receive()
-        house.drafters.open(house.requests[number])
-    for token in range(64):
-        house.commit(0, token % VOCABULARY)
-    opened = [message for message in its.receive() if isinstance(message, Open)]
-    assert [(each.request, len(each.output)) for each in opened] == [(0, 64)]
-    house.drafters.close(house.requests[1])
-    assert its.receive() == []
-    house.commit(2, 5)
-    house.drafters.use(Layout.BESIDE)
-    heard = its.receive()
-    opened = [message for message in heard if isinstance(message, Open)]
-    assert [(each.request, each.epoch) for each in opened] == [(2, house.requests[2].epoch)]
-    house.commit(2, 6)
-    assert [message.tokens for message in its.receive() if isinstance(message, Outcome)] == [(6,)]
-
-
-def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
-    house = House()
-    house.drafters.use(Layout.PLAIN)
-    assert Pause(paused=True) in house.join().receive()
-    assert not house.drafters.working
-    assert house.drafters.alive == 1
+    first = house.join()
+    house.commit(0, 4)
+    first.receive()
+    second = house.join()
+    replica = house.requests[0].replica
+    assert replica is not None
+    opened = {message.request: message for message in second.receive() if isinstance(message, Open)}
+    assert (opened[0].epoch, opened[0].root) == (house.requests[0].epoch, replica.tree.root.name)
+    assert first.receive() == []

@@ -30,7 +30,6 @@ def test_a_concurrent_drafter_is_awaited_after_a_miss_only_and_for_the_whole_rou
     assert policy.wants(outlook(missed=1))
     assert policy.wants(outlook(missed=0, steps=1))
     assert not policy.wants(outlook(missed=0))
-    assert not policy.wants(outlook(missed=0, steps=1))
 
 
 def test_an_unknown_rate_is_the_rounds_own() -> None:

@@ -30,7 +30,7 @@ class Restless(Governor[Layout]):
         self._layout = WAYS[0]
         self.changes = 0
 
-    def choose(self, requests: int) -> Layout:
+    def choose(self, requests: int, decoding: bool = True) -> Layout:
         if self._random.random() < 0.6:
             layout = self._random.choice(WAYS)
             self.changes += layout is not self._layout

@@ -10,7 +10,6 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Growth, Heartbeat, Hello, Open, Outcome
-from ssd_serve.seeds import root_name
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
@@ -156,15 +155,9 @@ class Garbage:
     def work(self) -> None:
         """Nonsense about every root."""
         for message in self.its.receive():
-            if isinstance(message, Outcome):
-                root, epoch = message.root, message.epoch
-            elif isinstance(message, Open):
-                root, epoch = (
-                    root_name(message.request, message.epoch, len(message.prompt) + len(message.output) - 1),
-                    message.epoch,
-                )
-            else:
+            if not isinstance(message, Outcome | Open):
                 continue
+            root, epoch = message.root, message.epoch
             wild = [
                 Expansion(
                     root, ROOT_STEP, list(range(1, 39, 3)), [1e9 if t % 2 else -1.0 for t in range(1, 39, 3)]

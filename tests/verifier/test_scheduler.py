@@ -192,7 +192,7 @@ def test_the_youngest_gives_way_and_is_next() -> None:
             commit(scheduler, part, [], 0, 3)
     assert [request.number for request in preempted] == [2]
     assert scheduler.waiting[0].number == 2
-    assert scheduler.preemptions == preempted[0].tally.preemptions == 1
+    assert scheduler.preemptions == preempted[0].figures.preemptions == 1
 
 
 def test_tree_rows_take_only_what_no_running_request_needs() -> None:
@@ -223,7 +223,7 @@ def test_a_cached_prefix_is_not_read_again(worth_reusing: int) -> None:
     scheduler.submit(second)
     scheduler.admit()
     assert second.pending == (1 if worth_reusing == 4 else 5)
-    assert second.tally.cached_prompt_tokens == (4 if worth_reusing == 4 else 0)
+    assert second.figures.cached_prompt_tokens == (4 if worth_reusing == 4 else 0)
 
 
 def read_all(scheduler: Scheduler, rounds: int = 100) -> int:
@@ -249,7 +249,7 @@ def test_choices_of_one_prompt_read_it_once(chunk: int, max_running: int) -> Non
     for request in choices[:max_running]:
         scheduler.submit(request)
     assert read_all(scheduler) <= 100 + 15 * max_running
-    assert [request.tally.cached_prompt_tokens > 80 for request in choices[:max_running]] == [
+    assert [request.figures.cached_prompt_tokens > 80 for request in choices[:max_running]] == [
         False,
         *[True] * (max_running - 1),
     ]
@@ -271,7 +271,7 @@ def test_later_requests_go_on_with_what_is_being_read() -> None:
     assert [request.number for request in scheduler.admit()] == [1]
     assert (len(first.slots), len(second.slots)) == (40, 40)
     assert read_all(scheduler) == 60 + 30
-    assert second.tally.cached_prompt_tokens == 70
+    assert second.figures.cached_prompt_tokens == 70
     assert second.slots.view()[:70].tolist() == first.slots.view()[:70].tolist()
 
 

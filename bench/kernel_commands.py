@@ -1,0 +1,78 @@
+"""The command lines of `ssd bench kernels` and `ssd bench conformance`. Everything heavy is imported when
+they run."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ssd_serve.bench.document import write_json
+from ssd_serve.cluster.process import worker_environment
+from ssd_serve.devices import check_device, parse_device, this_machine
+from ssd_serve.errors import SettingsError
+from ssd_serve.flags import Commands
+
+
+def add_kernels(commands: Commands) -> None:
+    """Add the parsers `kernels` and `conformance`; they set `run`."""
+    kernels = commands.add_parser("kernels", help="every tree attention backend, by shape, against the roof")
+    kernels.add_argument("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("HEADS", "KV", "SIZE"))
+    kernels.add_argument("--repeats", type=_repeats, default=7, help="at least 2 (7)")
+    kernels.set_defaults(run=_run_kernels)
+    conformance = commands.add_parser(
+        "conformance", help="does every tree attention backend compute what it should?"
+    )
+    conformance.add_argument("--quick", action="store_true", help="float32 only")
+    conformance.set_defaults(run=_run_conformance)
+    for parser in (kernels, conformance):
+        parser.add_argument("--device", default="cpu", help="cpu or cuda:0 (cpu)")
+        parser.add_argument("--json", type=Path, help="write the results to this file")
+
+
+def _repeats(text: str) -> int:
+    """Quartiles need two values."""
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{number} is too few to tell quartiles from; give 2 or more")
+    return number
+
+
+def _run_kernels(args: argparse.Namespace) -> int:
+    os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
+    from ssd_serve.bench.kernels import Plan, run_kernels, table
+    from ssd_serve.kernels.native.library import native_library
+    from ssd_serve.settings import Settings
+
+    heads, kv_heads, head_dim = args.heads
+    if min(args.heads) < 1 or heads % kv_heads:
+        raise SettingsError("--heads: query heads must be a multiple of KV heads, and all at least 1")
+    _check(args.device)
+    plan = Plan(args.device, heads, kv_heads, head_dim, args.repeats)
+    result = run_kernels(plan, native_library(Settings()), _say)
+    print(table(result))
+    _write(result, args.json)
+    return 0
+
+
+def _run_conformance(args: argparse.Namespace) -> int:
+    """1 when any backend that could serve computes something else."""
+    _check(args.device)
+    os.environ.update(worker_environment())
+    from ssd_serve.bench.kernels import check_conformance
+
+    result = check_conformance(args.device, _say, quick=args.quick)
+    _write(result, args.json)
+    return 0 if result["right"] else 1
+
+
+def _check(device: str) -> None:
+    check_device(parse_device(device), this_machine(), "--device")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write(result: dict[str, object], path: Path | None) -> None:
+    if path is not None:
+        write_json(result, path)

@@ -1,0 +1,57 @@
+"""The conformance suite of tree attention: every shape that a backend must get right, on whatever device.
+
+The self-test at start is a small part of it; the whole takes a minute on a CPU and runs in the tests and on
+users' hardware. Knows backends by how they are made.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ssd_serve.kernels.self_test import RATIOS, SMALL, Asked, Heads, Maker, Trial, largest_error
+
+HEAD_DIMS = (64, 96, 128, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BATCHES: dict[str, tuple[Asked, ...]] = {
+    "trees beside a chunk": SMALL[0],
+    "single rows": SMALL[1],
+    "more than is read at once": SMALL[2],
+    "parts of a long prefix": (Asked(1100, 6), Asked(513, 1), Asked(512, 2)),
+    "one row, nothing before it": (Asked(0, 1),),
+    "a root without nodes beside a deep tree": (Asked(300, 1), Asked(40, 17, depth=16)),
+    "128 nodes": (Asked(200, 128),),
+    "a crowd": tuple(Asked(7 * index, 1 + index % 4) for index in range(64)),
+    "prompts": (Asked(0, 128, depth=0), Asked(130, 65, depth=0), Asked(31, 12)),
+    "8,192 tokens": (Asked(8192 - 16, 16), Asked(3, 4)),
+    "padding rows": (Asked(90, 8), *(Asked(0, 1),) * 7),
+}
+"""What is asked of one forward, by name. A padding row is a request that sees only itself."""
+LARGE = ("a crowd", "8,192 tokens")
+"""What takes long in an interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One batch with one shape of heads."""
+
+    batch: str
+    trial: Trial
+
+
+def conformance(
+    make: Maker, device: str, dtypes: Sequence[torch.dtype] = DTYPES, *, quick: bool = False
+) -> Iterator[Result]:
+    """Every batch with one shape of heads, and one batch with all shapes, for each dtype; `quick`: without
+    the largest. Errors that the backend raises are the caller's."""
+    for dtype in dtypes:
+        for name, asked in BATCHES.items():
+            if quick and name in LARGE:
+                continue
+            heads = Heads(8, 2, 64, dtype)
+            yield Result(name, Trial(heads, largest_error(make, heads, asked, device)))
+        name, asked = next(iter(BATCHES.items()))
+        for head_dim in HEAD_DIMS:
+            for query_heads, kv_heads in RATIOS[:2] if quick else RATIOS:
+                heads = Heads(query_heads, kv_heads, head_dim, dtype)
+                yield Result(name, Trial(heads, largest_error(make, heads, asked, device)))

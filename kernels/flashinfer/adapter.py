@@ -1,0 +1,256 @@
+"""The one place that knows FlashInfer: upstream's package, AMD's port, and how they differ.
+
+Both are imported as `flashinfer`: `flashinfer-python` is for CUDA, `amd-flashinfer` for ROCm. Their
+signatures are recorded in the tests of this module: upstream 0.7.2.post1, the port 0.5.3+amd.2, and the
+port's main branch at 05005763. Compiled kernels and their folders are the business of `compiled.py`.
+
+Not yet run on any GPU: the packages' Python was read and their signatures are tested against, their kernels
+never ran. Knows no batch and no model.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd_serve.cache.kv import LayerKV
+from ssd_serve.errors import UserError
+from ssd_serve.kernels.batch import Int32Array
+
+UPSTREAM = "flashinfer-python"
+PORT = "amd-flashinfer"
+
+_OLDEST_UPSTREAM = (0, 7, 2)  # the oldest that was read
+_OLDEST_PORT = (0, 5, 3, 2)  # 0.5.3+amd.2, the first with both corrections (AMD's pull request 214)
+
+_PLAN_ARGUMENTS = frozenset(
+    {"causal", "custom_mask", "sm_scale", "window_left", "q_data_type", "kv_data_type"}
+)
+"""The named arguments that are always sent; both packages have them, and more that only one of them has."""
+
+
+class Wrapper(Protocol):
+    """What both packages' `BatchPrefillWithPagedKVCacheWrapper` can do, as far as it is used here."""
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        **named: Any,
+    ) -> None:
+        """Schedule one forward's work; waits for the device."""
+        ...
+
+    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Attend: [rows, heads, head_dim] -> [rows, heads, head_dim]."""
+        ...
+
+    def run_return_lse(
+        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, and the logarithm to base 2 of the sum of weights: float32 [rows, heads]."""
+        ...
+
+
+class MakeWrapper(Protocol):
+    """The wrapper's class."""
+
+    def __call__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str) -> Wrapper:
+        """A wrapper on the device of the workspace."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Which rows attend to which pages, on the host: what one plan is made of."""
+
+    query_offsets: Int32Array  # [requests + 1]
+    page_offsets: Int32Array  # [requests + 1]
+    pages: Int32Array  # [sum of page counts]
+    last_page_lengths: Int32Array  # [requests]
+    mask: npt.NDArray[np.bool_] | None
+    """Flat, a request's [rows, context] after another's, true where a row attends; None: causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An installed FlashInfer, and what is peculiar to it."""
+
+    name: str
+    version: str
+    make: MakeWrapper
+    indices_on_device: bool
+    """Whether `plan` wants index buffers on the GPU already. The port computes the offsets of packed masks
+    from them there (so do all versions read); upstream 0.7.2.post1 reads them on the host, and moves them."""
+    can_fix_splits: bool
+    """Whether `plan` takes `fixed_split_size`. The port 0.5.3+amd.2 lacks it (and `o_data_type`,
+    `disable_split_kv`, `uniform_q_len`, and `lse_base` of `run`); its main branch names three of them, and
+    refuses any value but the default. So none is ever sent to the port."""
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
+    head_dims: frozenset[int] = frozenset({64, 128, 256})
+
+    def wrapper(self, workspace: torch.Tensor) -> Wrapper:
+        """A wrapper for keys and values in NHD order.
+
+        The backend is named because others ignore masks (AITER on ROCm) or reject them (FA3), and what
+        `auto` chooses changes between versions.
+        """
+        return self.make(workspace, "NHD", backend="fa2")
+
+    def plan(
+        self,
+        wrapper: Wrapper,
+        tables: Tables,
+        *,
+        heads: int,
+        layer: LayerKV,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        split_pages: int | None,
+    ) -> None:
+        """Plan one forward of all layers like `layer`.
+
+        A mask says everything itself; without one, rows are the newest of their context and see a causal
+        window. Both leave every row its own position: the port weighs masked scores with -50000 instead of
+        minus infinity, so that a row that saw nothing would get an average of foreign values (upstream
+        0.7.2.post1 has minus infinity).
+        """
+        place = device if self.indices_on_device else torch.device("cpu")
+        named: dict[str, Any] = {
+            "causal": tables.mask is None,
+            # The bools, not packed bits: packed ones are read at wrong offsets where there are several
+            # requests. That is so until flashinfer's pull request 2201 is in both packages.
+            "custom_mask": None if tables.mask is None else torch.from_numpy(tables.mask).to(device),
+            "sm_scale": layer.head_dim**-0.5,
+            "window_left": layer.window - 1 if tables.mask is None and layer.window is not None else -1,
+            "q_data_type": dtype,  # the default is float16, whatever is passed to run
+            "kv_data_type": dtype,
+        }
+        if split_pages is not None:
+            named["fixed_split_size"] = split_pages
+        wrapper.plan(
+            torch.from_numpy(tables.query_offsets).to(place),
+            torch.from_numpy(tables.page_offsets).to(place),
+            torch.from_numpy(tables.pages).to(place),
+            torch.from_numpy(tables.last_page_lengths).to(place),
+            heads,
+            layer.heads,
+            layer.head_dim,
+            page_size,
+            **named,
+        )
+
+
+def natural(lse: torch.Tensor) -> torch.Tensor:
+    """Logarithms to base 2 as natural ones. (Upstream 0.7.2.post1 could give them; the port cannot yet.)"""
+    return lse * math.log(2.0)
+
+
+def installed_versions() -> dict[str, str]:
+    """Those of the two packages that are installed, by name, and their versions."""
+    found = {name: installed_version(name) for name in (UPSTREAM, PORT)}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def choose(versions: Mapping[str, str], *, rocm: bool) -> tuple[str, str]:
+    """The name and version of the package to use with a torch for ROCm, or for CUDA.
+
+    Raises UserError where it is missing, too old, or mixed with the other one.
+    """
+    wanted = PORT if rocm else UPSTREAM
+    if len(versions) > 1:
+        raise UserError(
+            f"{UPSTREAM} and {PORT} are both installed and overwrite each other's files: "
+            f"uninstall both, then install {wanted} alone"
+        )
+    if wanted not in versions:
+        raise UserError(
+            _missing(rocm) + (" (what is installed is for the other kind of GPU)" if versions else "")
+        )
+    version = versions[wanted]
+    _refuse_old(wanted, version)
+    return wanted, version
+
+
+def describe(name: str, version: str, make: MakeWrapper) -> Package:
+    """What a package with this wrapper can do. Raises UserError where it lacks an argument that is needed."""
+    known = inspect.signature(cast(Any, make).plan).parameters
+    missing = sorted(_PLAN_ARGUMENTS - known.keys())
+    if missing:
+        raise UserError(
+            f"{name} {version} cannot plan attention as it is needed here (no {', '.join(missing)}): "
+            "install flashinfer-python 0.7.2.post1 or amd-flashinfer 0.5.3+amd.2, or use another backend"
+        )
+    port = name == PORT
+    return Package(
+        name=name,
+        version=version,
+        make=make,
+        indices_on_device=port,
+        can_fix_splits=not port and "fixed_split_size" in known,
+    )
+
+
+def import_package(name: str, version: str) -> Package:
+    """Import what `choose` chose. The folder for compiled kernels must be chosen before.
+
+    Raises UserError where the import fails, for example for want of the package's own dependencies.
+    """
+    try:
+        module = importlib.import_module("flashinfer")
+    except (ImportError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"{name} {version} is installed but cannot be imported: {error}; install it with its dependencies"
+        ) from error
+    return describe(name, version, cast(MakeWrapper, module.BatchPrefillWithPagedKVCacheWrapper))
+
+
+def _missing(rocm: bool) -> str:
+    if rocm:
+        return "FlashInfer attention on ROCm needs the package amd-flashinfer: install 0.5.3+amd.2 or later"
+    return "FlashInfer attention needs the package flashinfer-python: pip install 'ssd-serve[flashinfer]'"
+
+
+def _refuse_old(name: str, version: str) -> None:
+    """Raise UserError for versions that are known to be wrong, or too old to be known.
+
+    A port built from a commit between its releases may name no `amd` number; whether such a one is right
+    is for a numeric self-test to say.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    release = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    if name == UPSTREAM:
+        if release < _OLDEST_UPSTREAM:
+            raise UserError(f"{name} {version} is too old: pip install --upgrade 'flashinfer-python>=0.7.2'")
+        return
+    amd = re.search(r"\+amd\.(\d+)(rc)?", version)
+    number = int(amd[1]) - bool(amd[2]) if amd else 0
+    unnumbered = amd is None and ".post" in version and release >= _OLDEST_PORT[:3]
+    if (*release, number) < _OLDEST_PORT and not unnumbered:
+        raise UserError(
+            f"{name} {version} computes wrong attention (in bfloat16, softmax sums are 1.875 times too "
+            "large, and masks hit the wrong heads of grouped queries): install 0.5.3+amd.2 or later"
+        )

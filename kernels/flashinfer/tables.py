@@ -1,0 +1,81 @@
+"""Index tables and masks of a batch, as FlashInfer's wrappers take them. Host side, numpy only.
+
+Knows batches and the order of a request's context (its prefix, then its tree slots). Knows no wrapper and no
+device. A page is one slot: requests' slots are scattered, and pages of several slots are not built.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.kernels.batch import Batch, BoolArray, Int32Array, Int64Array, offsets_of
+from ssd_serve.kernels.flashinfer.adapter import Tables
+
+_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+def causal_requests(batch: Batch) -> BoolArray:
+    """Which requests need no mask: [requests].
+
+    A request is causal where its tree slots follow the prefix without a gap or a branch, and its rows are the
+    newest of them, each seeing all before it: plain decoding, prompt chunks, chains of drafted tokens.
+    """
+    rows, trees = np.diff(batch.request_offsets), np.diff(batch.tree_offsets)
+    prefixes = np.diff(batch.prefix_offsets)
+    # Of the tree slots, row i of n must see the first (size - n + i + 1).
+    seen = np.repeat(trees - rows, rows) + _places(batch.request_offsets) + 1
+    ranks = np.repeat(prefixes, trees) + _places(batch.tree_offsets)
+    row_fits = (batch.ancestry == _first_bits(seen, batch.ancestry.shape[1])).all(axis=1)
+    row_fits &= batch.positions == np.repeat(prefixes, rows) + seen - 1
+    slot_fits = batch.tree_positions == ranks
+    # A request has a row, and that row a tree slot: no segment is empty.
+    by_rows = np.logical_and.reduceat(row_fits, batch.request_offsets[:-1])
+    return by_rows & np.logical_and.reduceat(slot_fits, batch.tree_offsets[:-1])
+
+
+def rows_of(batch: Batch, requests: Int64Array) -> Int64Array:
+    """The rows of these requests, in order."""
+    owners = np.repeat(np.arange(batch.requests), np.diff(batch.request_offsets))
+    return np.flatnonzero(np.isin(owners, requests))
+
+
+def make_tables(batch: Batch, requests: Int64Array, window: int | None, *, masked: bool) -> Tables:
+    """Tables of these requests, in order; at least one. What no row's window reaches is left out.
+
+    `masked`: with a mask that holds ancestry and window; else all these requests must be causal.
+    """
+    bits = batch.ancestry_bits() if masked else None
+    contexts: list[Int32Array] = []
+    masks: list[BoolArray] = []
+    for request in requests:
+        rows = slice(int(batch.request_offsets[request]), int(batch.request_offsets[request + 1]))
+        tree = slice(int(batch.tree_offsets[request]), int(batch.tree_offsets[request + 1]))
+        prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
+        # The last position out of each row's window.
+        oldest = batch.positions[rows] - window if window is not None else np.full(rows.stop - rows.start, -1)
+        first = min(max(0, int(oldest.min()) + 1), len(prefix))
+        contexts += [prefix[first:], batch.tree_slots[tree]]
+        if bits is not None:
+            before = np.arange(first, len(prefix)) > oldest[:, None]  # [rows, prefix]
+            own = bits[rows, : tree.stop - tree.start] & (batch.tree_positions[tree] > oldest[:, None])
+            masks.append(np.concatenate((before, own), axis=1).ravel())
+    sizes = [len(contexts[index]) + len(contexts[index + 1]) for index in range(0, len(contexts), 2)]
+    counts = np.diff(batch.request_offsets)[requests]
+    return Tables(
+        query_offsets=offsets_of(counts),
+        page_offsets=offsets_of(sizes),
+        pages=np.concatenate(contexts).astype(np.int32, copy=False),
+        last_page_lengths=np.ones(len(requests), dtype=np.int32),
+        mask=np.concatenate(masks) if bits is not None else None,
+    )
+
+
+def _first_bits(counts: Int64Array, words: int) -> npt.NDArray[np.uint64]:
+    """Bit masks [rows, words] whose first `counts` [rows] bits are set."""
+    left = np.clip(counts[:, None] - 64 * np.arange(words), 0, 64)  # [rows, words], bits set in each word
+    return np.where(left > 0, _ONES >> (64 - np.maximum(left, 1)).astype(np.uint64), np.uint64(0))
+
+
+def _places(offsets: Int32Array) -> Int64Array:
+    """For each element its place in its segment."""
+    starts = np.repeat(offsets[:-1], np.diff(offsets))
+    return np.arange(len(starts), dtype=np.int64) - starts

@@ -1,0 +1,1 @@
+"""Tree attention in Triton, for GPUs."""

@@ -1,0 +1,163 @@
+# pyright: basic, reportOperatorIssue=false
+"""Tree attention in Triton: one program reads a part of one request's context once, for a tile of its rows.
+
+The context of a request is its prefix, in parts of `SPLIT` entries, and its tree slots, a part of their own.
+Every part gives a partial result and its log-sum-exp (split-KV, as in FlashDecoding); `merge_parts` combines
+them. The query heads of a KV head are stacked as rows. Knows pointers and sizes, not batches.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_parts(
+    queries,
+    keys,
+    values,
+    partial,
+    partial_lse,
+    tile_requests,
+    tile_rows,
+    tile_counts,
+    positions,
+    prefix_slots,
+    prefix_offsets,
+    tree_slots,
+    tree_offsets,
+    tree_positions,
+    ancestry,
+    query_row_stride,
+    query_head_stride,
+    head_stride,
+    slot_stride,
+    rows,
+    heads,
+    words,
+    window,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Program (tile, KV head, part): part 0 is the tree, part i the prefix's i-th `SPLIT` entries.
+
+    `queries` [rows, heads, HEAD_DIM], `keys` and `values` [kv_heads, slots, HEAD_DIM] with the given strides;
+    `partial` float32 [parts, rows, heads, HEAD_DIM] and `partial_lse` float32
+    [parts, rows, heads] (natural logarithm; -inf where a row sees nothing of a part). `ancestry` int32 [rows,
+    words]; `window` 0: none. WIDEN computes in float32 whatever the cache holds.
+    """
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = tl.load(tile_requests + tile)
+    stacked = tl.arange(0, BLOCK_M)
+    live = stacked < tl.load(tile_counts + tile) * GROUP
+    row = tl.load(tile_rows + tile) + stacked // GROUP
+    head = kv_head * GROUP + stacked % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+
+    if part == 0:
+        base = tl.load(tree_offsets + request)
+        first = 0
+        end = tl.load(tree_offsets + request + 1) - base
+        slots = tree_slots + base
+    else:
+        base = tl.load(prefix_offsets + request)
+        first = (part - 1) * SPLIT
+        end = tl.minimum(first + SPLIT, tl.load(prefix_offsets + request + 1) - base)
+        slots = prefix_slots + base
+
+    oldest = tl.load(positions + row, mask=live, other=0).to(tl.int32) - window
+    if window > 0 and part > 0:  # what lies before every row's window is not read
+        least = tl.min(tl.where(live, oldest, 2147483647), 0) + 1
+        first = tl.maximum(first, tl.maximum(least, 0) // BLOCK_N * BLOCK_N)
+
+    at = queries + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dims[None, :]
+    q = tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    if WIDEN:
+        q = q.to(tl.float32)
+    greatest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(first, end, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        there = entry < end
+        slot = tl.load(slots + entry, mask=there, other=0).to(tl.int64)
+        where = kv_head * head_stride + slot * slot_stride
+        k = tl.load(keys + where[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+        v = tl.load(values + where[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+        seen = live[:, None] & there[None, :]
+        if part == 0:
+            word = tl.load(ancestry + row[:, None] * words + (entry // 32)[None, :], mask=seen, other=0)
+            seen = seen & (((word >> (entry % 32)[None, :]) & 1) != 0)
+            position = tl.load(tree_positions + base + entry, mask=there, other=0).to(tl.int32)
+        else:
+            position = entry
+        if window > 0:
+            seen = seen & (position[None, :] > oldest[:, None])
+        if WIDEN:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="ieee") * (scale * 1.4426950408889634)  # in units of ln 2
+        scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(greatest, tl.max(scores, 1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger)  # infinity less infinity is no number
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(greatest - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        result = result * shrink[:, None]
+        result = tl.dot(weights.to(v.dtype), v, result, input_precision="ieee")
+        greatest = larger
+
+    some = total > 0.0
+    result = result / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, (greatest + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    place = (part * rows + row).to(tl.int64) * heads + head
+    tl.store(partial_lse + place, lse, mask=live)
+    tl.store(
+        partial + place[:, None] * HEAD_DIM + dims[None, :], result, mask=live[:, None] & inside[None, :]
+    )
+
+
+@triton.jit
+def merge_parts(
+    partial,
+    partial_lse,
+    out,
+    lse,
+    row_parts,
+    rows,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (row, head): weigh the parts of a row by their log-sum-exp, always in the same order.
+
+    `row_parts` int32 [rows]: how many parts the row's request has; `out` [rows, heads, HEAD_DIM]; `lse`
+    float32 [rows, heads].
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    greatest = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    result = tl.zeros([BLOCK_D], tl.float32)
+    for part in range(0, tl.load(row_parts + row)):
+        place = (part * rows + row).to(tl.int64) * heads + head
+        its = tl.load(partial_lse + place)
+        larger = tl.maximum(greatest, its)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink, weight = tl.exp(greatest - safe), tl.exp(its - safe)
+        value = tl.load(partial + place * HEAD_DIM + dims, mask=inside, other=0.0)
+        result = result * shrink + value * weight
+        total = total * shrink + weight
+        greatest = larger
+    some = total > 0.0
+    divisor = tl.where(some, total, 1.0)
+    place = row * heads + head
+    tl.store(lse + place, tl.where(some, greatest + tl.log(divisor), float("-inf")))
+    tl.store(out + place * HEAD_DIM + dims, (result / divisor).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,174 @@
+"""Where FlashInfer compiles: a folder for each combination, nothing stale in it, chosen before the import."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ssd_serve.errors import PermissionProblemError, UserError
+from ssd_serve.kernels.flashinfer import compiled
+from ssd_serve.kernels.flashinfer.compiled import Build, clear_stale, use_folder
+
+UPSTREAM = Build("flashinfer-python", "0.7.2.post1", "2.13.0+cu130", "9.0")
+PORT = Build("amd-flashinfer", "0.5.3+amd.2", "2.9.1+rocm7.2", "gfx942")
+VARIABLES = ("FLASHINFER_WORKSPACE_BASE", "FLASHINFER_ROCM_ARCH_LIST", "FLASHINFER_CUDA_ARCH_LIST")
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test writes is gone after it."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "of somebody else")
+        monkeypatch.delenv(name)
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """An installed package, written long ago."""
+    root = tmp_path / "site-packages" / "flashinfer"
+    for name in ("include/attention/prefill.cuh", "csrc_rocm/batch_prefill.cu", "jit/core.py"):
+        write(root / name, at=1000)
+    return root
+
+
+def write(path: Path, text: str = "", at: float = 2000) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (at, at))
+    return path
+
+
+def kernel(folder: Path, name: str, package: Path, *, at: float = 2000) -> Path:
+    """A kernel that was compiled from a package."""
+    place = folder / ".cache/flashinfer/0.5.3+amd.2/gfx942/cached_ops" / name
+    write(place / "build.ninja", f"common_cflags = -fPIC $\n    -isystem {package}/include\n", at)
+    write(place / f"{name}.so", at=at)
+    return place
+
+
+def test_a_folder_for_each_combination(tmp_path: Path) -> None:
+    builds = [UPSTREAM, PORT, replace(PORT, torch="2.12.0+rocm7.2"), replace(PORT, architecture="gfx950")]
+    builds += [replace(PORT, version="0.5.3+amd.3")]
+    folders: list[str] = []
+    for build in builds:
+        assert use_folder(tmp_path, build, None) == []
+        folders.append(os.environ["FLASHINFER_WORKSPACE_BASE"])
+        assert Path(folders[-1]).parent == tmp_path
+        assert Path(folders[-1]).is_dir()
+    assert len(set(folders)) == len(builds)
+    assert Path(folders[1]).name == "amd_flashinfer-0.5.3_amd.2-torch_2.9.1_rocm7.2-gfx942"
+
+
+def test_the_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    use_folder(Path("cache"), PORT, None)
+    assert Path(os.environ["FLASHINFER_WORKSPACE_BASE"]).parent == tmp_path / "cache"
+
+
+def test_each_package_is_told_the_architecture_in_its_own_variable(tmp_path: Path) -> None:
+    use_folder(tmp_path, PORT, None)
+    assert {name: value for name, value in variables().items() if "ARCH" in name} == {
+        "FLASHINFER_ROCM_ARCH_LIST": "gfx942"
+    }
+    use_folder(tmp_path, UPSTREAM, None)
+    assert variables()["FLASHINFER_CUDA_ARCH_LIST"] == "9.0"
+
+
+def test_kernels_of_this_package_are_kept(tmp_path: Path, package: Path) -> None:
+    kept = kernel(tmp_path, "batch_prefill", package)
+    assert clear_stale(tmp_path, package) == []
+    assert (kept / "batch_prefill.so").exists()
+
+
+@pytest.mark.parametrize(
+    "source", ["include/attention/prefill.cuh", "csrc_rocm/batch_prefill.cu", "jit/core.py"]
+)
+def test_kernels_older_than_a_source_are_cleared(tmp_path: Path, package: Path, source: str) -> None:
+    """The port 0.5.3+amd.2 would keep their build.ninja, with the flags of then."""
+    old, new = kernel(tmp_path, "old", package), kernel(tmp_path, "new", package, at=4000)
+    write(package / source, at=3000)
+    assert clear_stale(tmp_path, package) == ["old"]
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_kernels_of_another_installation_are_cleared(tmp_path: Path, package: Path) -> None:
+    kernel(tmp_path, "moved", tmp_path / "elsewhere" / "flashinfer")
+    assert clear_stale(tmp_path, package) == ["moved"]
+
+
+def test_objects_that_nothing_says_how_to_build_are_cleared(tmp_path: Path, package: Path) -> None:
+    (kernel(tmp_path, "bare", package) / "build.ninja").unlink()
+    begun = kernel(tmp_path, "begun", package)
+    (begun / "build.ninja").unlink()
+    (begun / "begun.so").unlink()
+    assert clear_stale(tmp_path, package) == ["bare"]
+    assert begun.is_dir()
+
+
+def test_bytecode_is_no_source(tmp_path: Path, package: Path) -> None:
+    """Python writes it at the first import, after which nothing may be stale."""
+    kernel(tmp_path, "batch_prefill", package)
+    write(package / "jit/__pycache__/core.cpython-311.pyc", at=5000)
+    assert clear_stale(tmp_path, package) == []
+
+
+def test_use_clears_what_is_stale(tmp_path: Path, package: Path) -> None:
+    use_folder(tmp_path, PORT, package)
+    folder = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
+    kernel(folder, "kept", package)
+    kernel(folder, "old", package, at=500)
+    assert use_folder(tmp_path, PORT, package) == ["old"]
+
+
+def test_gpus_without_kernels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gfx942 and gfx950 only, this GPU is a gfx90a"):
+        use_folder(tmp_path, replace(PORT, architecture="gfx90a"), None)
+    assert variables() == {}
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.5.3+amd.1", True), ("0.5.3+amd.2", False)])
+def test_prebuilt_kernels_of_another_version_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
+) -> None:
+    found = {"amd-flashinfer-jit-cache": version}
+    monkeypatch.setattr(compiled, "installed_version", found.get)
+    if not refused:
+        assert use_folder(tmp_path, PORT, None) == []
+        return
+    with pytest.raises(UserError, match="pip uninstall amd-flashinfer-jit-cache"):
+        use_folder(tmp_path, PORT, None)
+    assert use_folder(tmp_path, UPSTREAM, None) == []
+
+
+def test_a_folder_chosen_after_the_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_folder(tmp_path, PORT, None)
+    env: Any = ModuleType("flashinfer.jit.env")
+    env.FLASHINFER_BASE_DIR = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.env", env)
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    assert use_folder(tmp_path, PORT, None) == []  # the same again
+    with pytest.raises(UserError, match="imported before its folder"):
+        use_folder(tmp_path / "other", PORT, None)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PermissionProblemError, match=str(tmp_path / "file")):
+        use_folder(tmp_path / "file", PORT, None)
+
+
+def test_the_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "flashinfer/__init__.py", "raise RuntimeError('imported')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert compiled.package_folder() == tmp_path / "flashinfer"

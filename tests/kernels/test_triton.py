@@ -1,0 +1,88 @@
+"""The Triton kernels under Triton's interpreter, and compiled for GPUs that are not here."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.kernels.batch import build_batch
+from ssd_serve.kernels.triton.attention import SPLIT, TILES, TritonAttention, tile_of
+from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
+
+
+def interpreted(cache: KVCache, heads: int) -> TritonAttention:
+    """The interpreter computes bfloat16 wrongly unless it is widened."""
+    return TritonAttention(cache, heads, widen=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    slots = rng.sample(range(SLOTS), SLOTS)
+    batch = build_batch([random_request(rng, slots) for _ in range(3)])
+    heads, kv_heads = [(4, 4), (4, 2), (8, 2), (6, 1)][seed]
+    worst = largest_difference(
+        batch,
+        interpreted,
+        heads=heads,
+        kv_heads=kv_heads,
+        windows=[None, 7],
+        seed=seed,
+        head_dim=[16, 24][seed % 2],
+    )
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    slots = rng.sample(range(SLOTS), SLOTS)
+    batch = build_batch([random_request(rng, slots) for _ in range(2)])
+    worst = largest_difference(batch, interpreted, heads=4, kv_heads=2, windows=[9], dtype=dtype, seed=2)
+    assert worst < 20 * 8 * torch.finfo(dtype).eps
+
+
+def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch() -> None:
+    """Parts and blocks of the context have fixed lengths: who else is in the batch does not change them."""
+    rng = random.Random(3)
+    prefix = rng.sample(range(100, 100 + SPLIT), 90)
+    cache = filled_cache([LayerKV(2, 16)], torch.float32, torch.Generator().manual_seed(3))
+    queries = torch.randn((40, 4, 16), generator=torch.Generator().manual_seed(4))
+    single = rows_of(range(1), prefix[:60], [7], [60], None)
+    others = [random_request(rng, list(range(10, 90)))]
+    attention = interpreted(cache, 4)
+    alone = attention.run(0, queries[:1], attention.plan(build_batch([single])))
+    batch = build_batch([single, *others])
+    together = attention.run(0, queries[: batch.rows], attention.plan(batch))
+    assert torch.equal(alone, together[:1])
+
+
+def test_tiles_hold_whole_rows_of_a_group() -> None:
+    half, whole = torch.bfloat16, torch.float32
+    assert [tile_of(stacked, half) for stacked in (1, 16, 17, 64, 5000)] == [16, 16, 32, 64, TILES[-1]]
+    assert [tile_of(stacked, whole, group) for stacked, group in ((1, 1), (90, 8), (90, 24))] == [16, 16, 32]
+    cache = KVCache(KVLayout((LayerKV(2, 16),), half), 64, "cpu")
+    rows = rows_of(range(30), [], list(range(30)), list(range(30)), None)
+    plan = TritonAttention(cache, 12).plan(build_batch([rows]))
+    requests, firsts, counts = (each.tolist() for each in plan.indices[:3])
+    assert (plan.tile, set(requests)) == (64, {0})
+    assert counts == [10, 10, 10]
+    assert firsts == list(np.cumsum([0, *counts[:-1]]))
+
+
+@pytest.mark.slow
+def test_every_configuration_compiles_for_every_gpu_without_spills(tmp_path: Path) -> None:
+    """In a process of its own: here kernels are interpreted."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    del environment["TRITON_INTERPRET"]
+    words = [sys.executable, "-m", "ssd_serve.kernels.triton.compiling"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("\n") > 50

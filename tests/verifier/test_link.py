@@ -1,0 +1,127 @@
+"""Links under any sequence of events: once all is said, a working drafter knows exactly the open requests, at
+their current tokens, and its growth fits the replicas."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.messages import Close, Growth, Open, Outcome, Pause, Resync, SamplingParameters, Submit
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.layout import Layout
+from ssd_serve.verifier.request import Request, accept
+from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource
+
+NUMBERS = range(3)
+
+
+class Far:
+    """A drafter's process at the other end of a channel that holds few messages."""
+
+    def __init__(self, drafters: Drafters, capacity: int, synchronous: bool) -> None:
+        mine, self._its = memory_pair(capacity=capacity)
+        self.source = ScriptedSource()
+        self.core = DrafterCore(self.source, GROWTH, frozenset(), "d0")
+        drafters.connect(mine, synchronous)
+        self._its.send(HELLO)
+
+    def work(self) -> None:
+        """Take what has come, answer, and grow a step."""
+        for message in self._its.receive():
+            if isinstance(message, Open | Outcome | Close | Resync | Pause):
+                for answer in self.core.handle(message):
+                    self._its.send(answer)
+        growth: list[Growth] = self.core.step()
+        for each in growth:
+            self._its.send(each)
+
+
+class World:
+    """A verifier's requests and two drafters, of which a layout lets one work."""
+
+    def __init__(self, capacity: int) -> None:
+        self.drafters = Drafters(HELLO, clock=lambda: 0.0)
+        self.open: dict[int, Request] = {}
+        self.begun = 0
+        self.capacity = capacity
+        self.far = {Layout.BESIDE: Far(self.drafters, capacity, synchronous=False)}
+
+    def act(self, action: str, number: int, count: int) -> None:
+        request = self.open.get(number)
+        if action == "begin" and request is None:
+            self.begun += 1
+            submit = Submit(number, (1, 2, number), SamplingParameters(max_tokens=4000, ignore_eos=True), 7)
+            self.open[number] = accept(submit, (), None, GROWTH.nodes, VOCABULARY)
+            self.drafters.open(self.open[number])
+        elif action == "commit" and request is not None and request.replica is not None:
+            for token in range(count):  # rounds of two tokens, now and then along the tree
+                children = request.replica.tree.root.tokens
+                tokens = (children[0] if children else token, (token + number) % VOCABULARY)
+                request.tokens.extend(tokens)
+                request.replica.advance(tokens)
+                self.drafters.outcome(request, tokens, request.replica.tree.root.name)
+        elif action == "end" and request is not None:
+            self.drafters.close(self.open.pop(number))
+        elif action == "set aside" and request is not None:  # as the engine does when memory is short
+            self.drafters.close(request)
+            request.replica = None
+            self.drafters.open(request)
+        elif action == "use":
+            self.drafters.use(tuple(Layout)[number])
+        elif action == "join" and Layout.INLINE not in self.far:
+            self.far[Layout.INLINE] = Far(self.drafters, self.capacity, synchronous=True)
+        elif action == "work":
+            for far in self.far.values():
+                far.work()
+        elif action == "drain":
+            self.drafters.flush()
+            self.drafters.drain(self.open)
+
+    def settle(self, layout: Layout) -> None:
+        """Let this layout's drafter work until nothing more is said."""
+        self.drafters.use(layout)
+        for _ in range(12 * self.begun + 20):
+            self.act("drain", 0, 0)
+            self.act("work", 0, 0)
+
+
+ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "work", "drain")
+
+
+@settings(max_examples=250)
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.sampled_from((1, 2, 40))), max_size=40
+    ),
+    capacity=st.sampled_from((3, 4, 1000)),
+)
+def test_in_the_end_a_working_drafter_knows_what_is_open(
+    actions: list[tuple[str, int, int]], capacity: int
+) -> None:
+    world = World(capacity)
+    for action, number, count in [*actions, ("join", 0, 0)]:
+        world.act(action, number, count)
+    for layout in (Layout.BESIDE, Layout.INLINE, Layout.BESIDE):
+        world.settle(layout)
+        far = world.far[layout]
+        assert set(far.source.committed) == set(world.open)
+        for number, request in world.open.items():
+            assert far.source.committed[number] == request.tokens
+            assert request.replica is not None
+            assert request.replica.tree.root.expanded
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_whoever_pauses_forgets_what_has_ended(layout: Layout) -> None:
+    world = World(1000)
+    world.act("join", 0, 0)
+    for number in NUMBERS:
+        world.act("begin", number, 0)
+    for settled in (Layout.BESIDE, Layout.INLINE):
+        world.settle(settled)
+    world.drafters.use(layout)
+    for number in NUMBERS:
+        world.act("end", number, 0)
+    world.settle(layout)
+    assert [far.core.requests for far in world.far.values()] == [0, 0]

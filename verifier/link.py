@@ -1,0 +1,193 @@
+"""One drafter as the verifier sees it: what it was told, what it was not told yet, and how long it is silent.
+
+Sends never block: what does not fit is said later. Knows its channel and messages; no other drafters, and not
+what drafts are for.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ssd_serve.cluster.channel import Channel
+from ssd_serve.messages import Close, DrafterMessage, Heartbeat, Hello, Message, Open, Outcome, Pause
+from ssd_serve.verifier.request import Request
+
+_SILENT_STEPS = 3
+_SILENT_EXTRA_S = 0.020
+_HELD_TOKENS = 64
+"""Tokens of a request that a paused drafter hears together: one cheap chunk. What begins while it pauses and
+ends sooner costs it nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What a paused drafter has not been told yet of a request."""
+
+    request: Request
+    tokens: list[int]
+    root: int
+
+
+class Link:
+    """One connected drafter; it has joined once its `Hello` was checked. `synchronous`: it works only while
+    it is waited for, so its silence means nothing."""
+
+    def __init__(self, channel: Channel, clock: Callable[[], float], synchronous: bool = False) -> None:
+        self.channel = channel
+        self.synchronous = synchronous
+        self.name = ""
+        self.joined = False
+        self.paused = False
+        """Nothing is expected of it now; it hears what was committed in larger pieces."""
+        self.step_s = 0.0
+        self.overruns = (0, 0)
+        """Of an emulated device: forwards longer than its table says, and all forwards."""
+        self._clock = clock
+        self._heard_at = clock()
+        self._asked_at = 0.0
+        self._told: set[int] = set()
+        """Requests that it knows."""
+        self._untold: dict[int, tuple[Request, int]] = {}
+        """Requests that began while it paused, and their tokens then: it knows nothing of them."""
+        self._held: dict[int, _Held] = {}
+        self._behind: set[int] = set()
+        """Requests whose messages did not fit: they get one `Open` later."""
+        self._unpaused = True
+        """Whether it was told last that it works."""
+        self._unclosed: dict[int, int] = {}
+        """Requests whose `Close` did not fit, with its epoch."""
+
+    @property
+    def working(self) -> bool:
+        """Whether nodes may be expected of it."""
+        return self.joined and not self.paused
+
+    @property
+    def worth_waiting(self) -> bool:
+        """Whether it works and has not been silent for 3 of its steps + 20 ms after it was asked."""
+        if not self.working:
+            return False
+        if self.synchronous or self._heard_at >= self._asked_at:
+            return True
+        return self._clock() - self._asked_at < _SILENT_STEPS * self.step_s + _SILENT_EXTRA_S
+
+    def heard(self, message: Message) -> None:
+        """It has said something."""
+        self._heard_at = self._clock()
+        if isinstance(message, Heartbeat) and message.step_ms > 0:
+            self.step_s = message.step_ms / 1e3
+            self.overruns = (message.overruns, message.forwards)
+
+    def join(self, mine: Hello, theirs: Hello, requests: Mapping[int, Request]) -> None:
+        """Its `Hello` was found to agree: answer, and tell it of every running request."""
+        self.name, self.joined, self.step_s = theirs.name, True, theirs.step_ms / 1e3
+        self.channel.send(mine)
+        self._unpaused = True
+        self._say_paused()
+        for request in requests.values():
+            self.open(request, request.opened())
+
+    def pause(self, paused: bool) -> None:
+        """Pause, or go on: with everything that it has not been told."""
+        if paused == self.paused:
+            return
+        self.paused = paused
+        for number in list(self._held):
+            self._tell(number)
+        self._say_paused()
+        if not paused:
+            for request, _ in list(self._untold.values()):
+                self._reopen(request)
+
+    def open(self, request: Request, message: Open) -> None:
+        """A request begins, or begins again; while this drafter pauses it is not told at once."""
+        number = request.number
+        self._held.pop(number, None)
+        if not self.joined:
+            return
+        if self.paused and number not in self._told:
+            self._untold[number] = request, len(request.tokens)
+            return
+        self._say_open(message)
+
+    def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
+        """A round committed `tokens`, which the request has already; it is said with the next `flush`."""
+        if not self.joined:
+            return
+        number = request.number
+        if number in self._untold:
+            if len(request.tokens) - self._untold[number][1] >= _HELD_TOKENS:
+                self._reopen(request)
+            return
+        held = self._held.get(number)
+        if held is None:
+            held = self._held[number] = _Held(request, [], root)
+        held.tokens.extend(tokens)
+        held.root = root
+        if not self.paused or len(held.tokens) >= _HELD_TOKENS:
+            self._tell(number)
+
+    def flush(self) -> None:
+        """Send the outcomes of a round together."""
+        if self.channel.pending:
+            self.channel.flush()
+
+    def close(self, request: Request) -> None:
+        """A request has ended."""
+        number = request.number
+        if self._untold.pop(number, None) is not None:
+            return
+        self._held.pop(number, None)
+        self._behind.discard(number)
+        self._told.discard(number)
+        if self.joined and not self.channel.send(Close(number, request.epoch)):
+            self._unclosed[number] = request.epoch
+
+    def catch_up(self, requests: Mapping[int, Request]) -> None:
+        """Say what did not fit, once the queue is empty."""
+        if not (self._behind or self._unclosed or self._pause_unsaid) or not self.channel.flush():
+            return
+        self._say_paused()
+        for number, epoch in list(self._unclosed.items()):
+            if not self.channel.send(Close(number, epoch)):
+                return
+            del self._unclosed[number]
+        for number in list(self._behind):
+            request = requests.get(number)
+            self._behind.discard(number)
+            if request is not None:
+                self._reopen(request)
+
+    @property
+    def _pause_unsaid(self) -> bool:
+        return self.joined and self._unpaused is self.paused
+
+    def _say_paused(self) -> None:
+        """Unless it knows."""
+        if self._pause_unsaid and self.channel.send(Pause(self.paused)):
+            self._unpaused = not self.paused
+
+    def _reopen(self, request: Request) -> None:
+        """Tell of a request in the middle of its epoch: other drafters keep their trees."""
+        self._held.pop(request.number, None)
+        self._say_open(request.opened())
+
+    def _say_open(self, message: Open) -> None:
+        number = message.request
+        self._untold.pop(number, None)
+        self._unclosed.pop(number, None)  # a late `Close` must not end what begins now
+        self._told.add(number)
+        self._send(message, number)
+
+    def _tell(self, number: int) -> None:
+        held = self._held.pop(number)
+        position = len(held.request.tokens) - len(held.tokens)
+        message = Outcome(number, held.request.epoch, position, tuple(held.tokens), held.root)
+        self._send(message, number, now=False)
+
+    def _send(self, message: DrafterMessage, number: int, now: bool = True) -> None:
+        if self._heard_at >= self._asked_at:
+            self._asked_at = self._clock()
+        if number in self._behind:
+            return
+        if not (self.channel.send(message) if now else self.channel.post(message)):
+            self._behind.add(number)
