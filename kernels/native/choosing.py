@@ -91,7 +91,7 @@ class _Call:
     def run(self, kernel: Callable[..., int]) -> list[int]:
         """Choose. Raises `MemoryError`."""
         wholes, depths = np.array(self._wholes, np.int64), np.array(self._depths, np.int64)
-        reals, choices = np.array(self._reals, np.float64), np.empty(self._rows, np.int64)
+        reals, choices = np.array(self._reals, np.float64), np.full(self._rows, -1, np.int64)
         ends, paths = np.array(self._path_ends, np.int64), np.array(self._paths, np.int64)
         done = kernel(
             wholes.ctypes.data,

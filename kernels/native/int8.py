@@ -41,9 +41,12 @@ class NativeInt8Matrix:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """bf16 rows [..., inputs] -> [..., outputs]."""
+        return self.into(rows.new_empty((*rows.shape[:-1], self._outputs)), rows)
+
+    def into(self, result: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The same, written to `result`."""
         rows = rows.contiguous()
         count = rows.numel() // self._inputs
-        result = rows.new_empty((*rows.shape[:-1], self._outputs))
         scratch = torch.empty(count * (2 * self._plane + 4), dtype=torch.uint8)
         planes_at = scratch.data_ptr()
         self._multiply(
@@ -69,5 +72,6 @@ def can_multiply_int8(library: NativeLibrary) -> bool:
     weight = quantise(torch.randn((48, 70), generator=generator))
     rows = torch.randn((9, 70), generator=generator).bfloat16()
     expected = F.linear(rows.double(), weight.numbers.double()) * weight.scales.double()
-    found = NativeInt8Matrix(library, weight)(rows).double()
-    return torch.allclose(found, expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-3)
+    found = torch.full((9, 48), torch.nan, dtype=torch.bfloat16)
+    NativeInt8Matrix(library, weight).into(found, rows)
+    return torch.allclose(found.double(), expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-3)

@@ -31,8 +31,11 @@ class NativeMatrix:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """bf16 rows [..., inputs] -> [..., outputs]."""
+        return self.into(rows.new_empty((*rows.shape[:-1], self._outputs)), rows)
+
+    def into(self, result: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The same, written to `result`."""
         rows = rows.contiguous()
-        result = rows.new_empty((*rows.shape[:-1], self._outputs))
         self._multiply(
             rows.data_ptr(),
             rows.numel() // self._inputs,
@@ -55,6 +58,7 @@ def can_multiply_bf16(library: NativeLibrary) -> bool:
     bias = torch.randn((48,), generator=generator).bfloat16()
     rows = torch.randn((17, 66), generator=generator).bfloat16()
     expected = F.linear(rows.double(), weight.double(), bias.double())
-    found = NativeMatrix(library, weight, bias)(rows).double()
+    found = torch.full((17, 48), torch.nan, dtype=torch.bfloat16)
+    NativeMatrix(library, weight, bias).into(found, rows)
     tolerance = 2 * torch.finfo(torch.bfloat16).eps
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+    return torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)

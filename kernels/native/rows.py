@@ -24,9 +24,15 @@ class NativeRows:
         self._rotate = library.function(f"ssd_rotate_{suffix}", *_ROTATE)
         self._rotate_float = library.function("ssd_rotate_float", *_ROTATE)
 
-    def norm(self, hidden: torch.Tensor, added: torch.Tensor | None, norm: RmsNorm) -> torch.Tensor:
-        """See `RowOperations`."""
-        result = torch.empty_like(hidden)
+    def norm(
+        self,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+        norm: RmsNorm,
+        result: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `RowOperations`; written to `result` if there is one."""
+        result = torch.empty_like(hidden) if result is None else result
         rows, size = hidden.shape
         self._norm(
             hidden.data_ptr(),
@@ -41,29 +47,37 @@ class NativeRows:
         return result
 
     def rotate(
-        self, qkv: torch.Tensor, rotations: torch.Tensor, rotated: int, norm: RmsNorm | None
+        self,
+        qkv: torch.Tensor,
+        rotations: torch.Tensor,
+        rotated: int,
+        norm: RmsNorm | None,
+        result: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `RowOperations`. The result is float32."""
+        """See `RowOperations`. The result is float32; written to `result` if there is one."""
         turn = self._rotate
         if norm is not None:
             qkv, turn = qkv.float(), self._rotate_float
             qkv[:, :rotated] = norm(qkv[:, :rotated])
-        result = torch.empty_like(qkv, dtype=torch.float32)
+        result = torch.empty_like(qkv, dtype=torch.float32) if result is None else result
         places = qkv.data_ptr(), rotations.data_ptr(), result.data_ptr()
         rows, heads, head_dim = qkv.shape
         turn(*places, rows, heads, rotated, head_dim, torch.get_num_threads())
         return result
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `RowOperations`."""
+    def gate(self, gate_up: torch.Tensor, result: torch.Tensor | None = None) -> torch.Tensor:
+        """See `RowOperations`; written to `result` if there is one."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        result = gate_up.new_empty((rows, width))
+        result = gate_up.new_empty((rows, width)) if result is None else result
         self._gate(gate_up.data_ptr(), result.data_ptr(), rows, width, torch.get_num_threads())
         return result
 
 
 def can_operate(library: NativeLibrary, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for `dtype`, and they agree with torch's."""
+    """Whether there are kernels for `dtype`, and they agree with torch's.
+
+    They write over NaN: memory that torch hands out may hold the right values of an earlier look.
+    """
     if dtype not in _SUFFIXES:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -71,14 +85,20 @@ def can_operate(library: NativeLibrary, dtype: torch.dtype) -> bool:
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
+    def nothing(like: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(like, torch.nan)
+
     native, plain = NativeRows(library, dtype), TorchRows(torch.float32)
     norm, heads = RmsNorm(some(40), 1e-6), some(3, 4, 16).to(dtype)
     hidden, added, gates = some(3, 40).to(dtype), some(3, 40).to(dtype), some(3, 80).to(dtype)
     turns = torch.view_as_complex(some(3, 1, 8, 2))
     pairs = (
-        (native.norm(hidden.clone(), added, norm), plain.norm(hidden.clone(), added, norm)),
-        (native.gate(gates), plain.gate(gates.float())),
-        (native.rotate(heads, turns, 3, None), plain.rotate(heads.clone(), turns, 3, None)),
+        (native.norm(hidden.clone(), added, norm, nothing(hidden)), plain.norm(hidden.clone(), added, norm)),
+        (native.gate(gates, nothing(hidden)), plain.gate(gates.float())),
+        (
+            native.rotate(heads, turns, 3, None, nothing(heads).float()),
+            plain.rotate(heads.clone(), turns, 3, None),
+        ),
     )
     tolerance = 4 * torch.finfo(dtype).eps
     return all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in pairs)
