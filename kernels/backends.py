@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ssd_serve.kernels.flashinfer.adapter import Package
 
 AUTO = "auto"
+DEVICE_SCRATCH_BYTES = 384 << 20
+"""Most memory of a GPU that any backend takes beside the cache, and what recorded forwards share."""
 
 
 @dataclass(frozen=True, slots=True)
