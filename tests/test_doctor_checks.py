@@ -159,7 +159,7 @@ def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert found([*doctor_checks.collectives()], "NCCL").state is State.NOTE
     assert not tried
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.setattr(doctor_checks, "failure", failure)
     assert found([*doctor_checks.collectives()], "NCCL") == Check("NCCL", State.OK, "2.27.3, sums on cuda:0")
     monkeypatch.setattr(torch.version, "hip", "7.2.0")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, cast
 
 _TIMEOUT_S = 90.0
 _GRACE_S = 3.0
@@ -52,7 +53,8 @@ def all_reduce(backend: str, device: str) -> bool:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     patience = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    store = cast(Any, dist).HashStore()  # torch does not say that it exports it
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=patience)
     try:
         numbers = torch.arange(4, dtype=torch.float32, device=place)
         dist.all_reduce(numbers)

@@ -69,6 +69,8 @@ def _attention(settings: Settings) -> Iterator[Check]:
     except SsdError as error:
         yield Check("would serve", State.PROBLEM, "nothing", str(error))
         return
+    if device.startswith("cuda:"):
+        pin(parse_device(device))  # kernels start on the current GPU
     folder = machine.cache_folder(settings)
     native = load_native(folder) if settings.native_kernels else None
     for dtype in _DTYPES.values() if device != "cpu" else (served,):
@@ -83,8 +85,6 @@ def _target_device(settings: Settings) -> str:
     if settings.target_device:
         device = parse_device(settings.target_device)
         check_device(device, this_machine(), "target_device")
-        if device.kind == "cuda":
-            pin(device)  # kernels start on the current GPU
         return device.torch_name
     return "cuda" if torch.cuda.is_available() else "cpu"
 

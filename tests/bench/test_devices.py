@@ -2,7 +2,7 @@
 GPU: what mixes devices fails there, and reading a result back ends it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -126,7 +126,7 @@ def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
     current: list[str] = []
 
     @contextlib.contextmanager
-    def device(name: str) -> Iterator[None]:
+    def device(name: str) -> Generator[None]:
         current.append(name)
         yield
 
