@@ -4,11 +4,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.machine import hardware, versions
-from ssd_serve.bench.modes import Plan, run_modes
+from ssd_serve.bench.modes import CORES, Plan, run_modes
 from ssd_serve.bench.prompts import MOST_REPEATED, Chosen, Prompt, held_out_prompts, repeated_share
 from ssd_serve.bench.rig import Rig, Way
 from ssd_serve.bench.sample import Runner
+from ssd_serve.devices import pin
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.settings import EMBEDDED, Mode, Settings
@@ -28,14 +30,24 @@ def run_both_settings(
     table: str,
     equal_devices: bool,
     say: Callable[[str], None],
+    devices: Devices = CORES,
 ) -> dict[str, object]:
-    """`{"results", "ratios", "notes", "hardware", "versions"}` over all settings in `which`."""
-    merged: dict[str, object] = {"hardware": hardware(), "versions": versions()}
+    """`{"results", "ratios", "notes", "devices", "hardware", "versions"}` over all settings in `which`.
+
+    Prompts are chosen on the CPU, so that they are the same whatever is measured.
+    """
+    merged: dict[str, object] = {
+        "devices": devices.names(),
+        "hardware": hardware(),
+        "versions": versions(),
+    }
     results: list[object] = []
     ratios: list[object] = []
     notes: dict[str, object] = {}
     say("choosing prompts")
     chosen = _choose(temperatures, prompts, tokens, say)
+    if devices.target.kind == "cuda":
+        pin(devices.target)  # kernels are tried while a model is loaded, on the current GPU
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         for setting in which:
             own = settings.model_copy(update={"mode": Mode.SSD, "prefix_cache": False})
@@ -46,8 +58,8 @@ def run_both_settings(
             elif settings.target == EMBEDDED:
                 say("writing the ballast pair")
                 own = own.model_copy(update=_ballast(Path(folder)))
-            plan = Plan(setting, tokens, equal_devices and setting == "real")
-            found = run_modes(Rig(own), plan, chosen, say)
+            plan = Plan(setting, tokens, equal_devices and setting == "real", devices)
+            found = run_modes(Rig(own, devices.target.torch_name), plan, chosen, say)
             results += found.results
             ratios += found.ratios
             notes[setting] = found.notes

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ssd_serve.bench.ablate_commands import add_ablate
 from ssd_serve.bench.calibration_commands import add_calibration
+from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
 from ssd_serve.bench.explain_commands import add_explain
 from ssd_serve.bench.kernel_commands import add_kernels
@@ -21,9 +22,12 @@ from ssd_serve.bench.quality_commands import add_check, add_quality
 from ssd_serve.bench.restart import restart_as_worker
 from ssd_serve.bench.roofline_commands import add_roofline
 from ssd_serve.cluster.process import worker_environment
+from ssd_serve.devices import this_machine
+from ssd_serve.errors import SettingsError
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
 
 _SETTINGS = ("real", "emulated", "both")
+_DEVICES = ("target_device", "target_device_alone", "draft_device")
 
 
 def add_commands(subparsers: Commands) -> None:
@@ -51,7 +55,7 @@ def _add_modes(commands: Commands) -> None:
         "modes", help="plain, synchronous chain, synchronous tree and SSD, interleaved"
     )
     parser.add_argument(
-        "--setting", choices=_SETTINGS, default="both", help="real devices, emulated, or both"
+        "--setting", choices=_SETTINGS, help="real devices, emulated ones, or both (on GPUs real, else both)"
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=24, help="prompts of each mode")
@@ -60,24 +64,32 @@ def _add_modes(commands: Commands) -> None:
     parser.add_argument(
         "--no-equal-devices", action="store_true", help="leave out the baselines on both cores"
     )
+    add_device_flags(parser)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    add_settings_flags(parser)
+    add_settings_flags(parser, leave_out=_DEVICES)
     parser.set_defaults(run=_run_modes)
 
 
 def _run_modes(args: argparse.Namespace) -> int:
     os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
     from ssd_serve.bench.both import run_both_settings
+    from ssd_serve.bench.modes import CORES
 
+    settings = settings_from(args)
+    devices = chosen_devices(args.device, args.draft_device, this_machine(), CORES)
+    setting = args.setting or ("real" if devices.on_gpu else "both")
+    if devices.on_gpu and setting != "real":
+        raise SettingsError(f"--setting {setting}: devices are emulated on CPUs; use --setting real on a GPU")
     result = run_both_settings(
-        settings_from(args),
-        which=("real", "emulated") if args.setting == "both" else (args.setting,),
+        settings,
+        which=("real", "emulated") if setting == "both" else (setting,),
         temperatures=tuple(args.temperatures),
         prompts=args.prompts,
         tokens=args.tokens,
         table=args.table,
         equal_devices=not args.no_equal_devices,
         say=lambda text: print(text, file=sys.stderr, flush=True),
+        devices=devices,
     )
     _write(result, args.json)
     if args.json is not None:
@@ -90,17 +102,18 @@ def _run_modes(args: argparse.Namespace) -> int:
 def _add_lossless(commands: Commands) -> None:
     parser = commands.add_parser("lossless", help="any mode, batch, budget and drafter: the plain text")
     parser.add_argument("--quick", action="store_true", help="a small part of the product, in under a minute")
+    add_device_flags(parser)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.set_defaults(run=_run_lossless)
 
 
 def _run_lossless(args: argparse.Namespace) -> int:
     """0: lossless; 1: a text differed beyond near-ties, or nothing was speculated where it should be."""
+    devices = chosen_devices(args.device, args.draft_device, this_machine(), Devices())
     from ssd_serve.bench.lossless import QUICK, Plan, run_lossless
 
-    result = run_lossless(
-        QUICK if args.quick else Plan(), lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    plan = QUICK if args.quick else Plan()
+    result = run_lossless(plan, lambda text: print(text, file=sys.stderr, flush=True), devices)
     _write(result, args.json)
     return 0 if result["lossless"] else 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ssd_serve.bench.document import write_json
 from ssd_serve.cluster.process import worker_environment
-from ssd_serve.devices import check_device, parse_device, this_machine
+from ssd_serve.devices import check_device, parse_device, pin, this_machine
 from ssd_serve.errors import SettingsError
 from ssd_serve.flags import Commands
 
@@ -46,8 +46,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
     heads, kv_heads, head_dim = args.heads
     if min(args.heads) < 1 or heads % kv_heads:
         raise SettingsError("--heads: query heads must be a multiple of KV heads, and all at least 1")
-    _check(args.device)
-    plan = Plan(args.device, heads, kv_heads, head_dim, args.repeats)
+    plan = Plan(_chosen(args.device), heads, kv_heads, head_dim, args.repeats)
     result = run_kernels(plan, native_library(Settings()), _say)
     print(table(result))
     _write(result, args.json)
@@ -56,17 +55,21 @@ def _run_kernels(args: argparse.Namespace) -> int:
 
 def _run_conformance(args: argparse.Namespace) -> int:
     """1 when any backend that could serve computes something else."""
-    _check(args.device)
     os.environ.update(worker_environment())
     from ssd_serve.bench.kernels import check_conformance
 
-    result = check_conformance(args.device, _say, quick=args.quick)
+    result = check_conformance(_chosen(args.device), _say, quick=args.quick)
     _write(result, args.json)
     return 0 if result["right"] else 1
 
 
-def _check(device: str) -> None:
-    check_device(parse_device(device), this_machine(), "--device")
+def _chosen(name: str) -> str:
+    """torch's name of a device that is there. A GPU becomes the current one: that is where kernels start."""
+    device = parse_device(name)
+    check_device(device, this_machine(), "--device")
+    if device.kind == "cuda" or device.indices:
+        pin(device)
+    return device.torch_name
 
 
 def _say(text: str) -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
+from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.float64 import Float64Decoder
 from ssd_serve.bench.lossless_rig import Case, Outputs, Pair, run_case
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.devices import pin
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.noise import NoiseRows
 from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_counts, process
@@ -34,6 +36,7 @@ BUDGETS = (0, 1, 4, 8, 32)
 DRAFTERS = ("sane", "garbage", "killed")
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
 _BASELINE = Case("ar", 1)
+_CPUS = Devices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,10 @@ def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[Di
     return sum(ends.get(submit.request, len(plain.tokens[submit.request])) for submit in submits)
 
 
-def run_lossless(plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
-    """`{"results", "totals", "bf16", "hardware", "versions"}`."""
+def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPUS) -> dict[str, object]:
+    """`{"results", "totals", "bf16", "devices", "hardware", "versions"}`."""
+    if devices.target.kind == "cuda":
+        pin(devices.target)
     torch.set_num_threads(1)  # more would change sums, and tiny products are not worth them
     rows: list[dict[str, object]] = []
     totals = _no_totals()
@@ -155,7 +160,7 @@ def run_lossless(plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         for name in plan.pairs:
             started = time.monotonic()
-            found = list(_run_pair(_load(name, Path(folder) / name), plan))
+            found = list(_run_pair(_load(name, Path(folder) / name, devices), plan))
             for row, near_ties in found:
                 rows.append(row)
                 distinct |= near_ties
@@ -166,7 +171,7 @@ def run_lossless(plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
         and len(distinct) <= MOST_NEAR_TIES * max(totals["tokens"], 1 / MOST_NEAR_TIES)
         and totals["idle_cases"] == 0
     )
-    bf16 = _bf16(plan)
+    bf16 = _bf16(plan, devices)
     say(f"bf16: {bf16}")
     return {
         "lossless": lossless,
@@ -174,16 +179,17 @@ def run_lossless(plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
         "near_tie_gap": NEAR_TIE,
         "bf16": bf16,
         "results": rows,
+        "devices": devices.names(),
         "hardware": hardware(),
         "versions": versions(),
     }
 
 
-def _load(name: str, folder: Path, dtype: str = "fp32") -> Pair:
+def _load(name: str, folder: Path, devices: Devices, dtype: str = "fp32") -> Pair:
     native = native_library(Settings())
     if name == EMBEDDED:
-        return Pair(name, resolve_model(name, "target"), resolve_model(name, "draft"), dtype, native)
-    return Pair(name, *write_random_pair(name, folder), dtype, native)
+        return Pair(name, resolve_model(name, "target"), resolve_model(name, "draft"), dtype, native, devices)
+    return Pair(name, *write_random_pair(name, folder), dtype, native, devices)
 
 
 def _run_pair(pair: Pair, plan: Plan) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
@@ -228,20 +234,21 @@ def add(totals: dict[str, int], row: dict[str, object]) -> None:
     totals["idle_cases"] += bool(speculates and not row["accepted"])
 
 
-def _bf16(plan: Plan) -> dict[str, object]:
+def _bf16(plan: Plan, devices: Devices) -> dict[str, object]:
     """How often plain and speculative texts differ in bf16, over all cases of the first pair.
 
     Kernels whose results for a row do not depend on its batch never let them; others may.
     """
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
-        pair = _load(plan.pairs[0], Path(folder), "bf16")
+        pair = _load(plan.pairs[0], Path(folder), devices, "bf16")
     totals = _no_totals()
     for row, _ in _run_pair(pair, plan):
         add(totals, row)
     rate = round(1e3 * totals["divergences"] / max(1, totals["tokens"]), 3)
     return {
         "pair": pair.name,
-        "kernels": "compiled" if pair.native is not None else "torch",
+        "kernels": "torch" if pair.target.facts.kernels == "torch" else "compiled",
+        "attention": pair.target.facts.attention,
         **totals,
         "divergences_per_1000_tokens": rate,
     }

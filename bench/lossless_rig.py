@@ -8,15 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from ssd_serve.bench.devices import Devices
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.devices import Device
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
@@ -34,7 +39,8 @@ from ssd_serve.messages import (
     Resync,
     Submit,
 )
-from ssd_serve.models.interface import Model
+from ssd_serve.models.emulated import WrappedModel
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import load_model
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
@@ -45,6 +51,7 @@ from ssd_serve.verifier.growing import Never, Steps
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
+_CPUS = Devices()
 _SLOTS = 4096
 _GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
 _STEPS = 3
@@ -91,8 +98,17 @@ class FixedHost(HostCost):
         """Not at all."""
 
 
+class _OnGpu(WrappedModel):
+    """A model whose GPU is the current one while it computes: that is where kernels start."""
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """See `Model.forward`."""
+        with torch.cuda.device(self.facts.device):
+            return self._model.forward(batch)
+
+
 class Pair:
-    """A loaded target and draft."""
+    """A loaded target and draft, each on its device; which cores of a CPU is left to the caller."""
 
     def __init__(
         self,
@@ -101,22 +117,19 @@ class Pair:
         draft: Path,
         dtype: str = "fp32",
         native: NativeLibrary | None = None,
+        devices: Devices = _CPUS,
     ) -> None:
         self.name = name
         self.folder = target
-        self.target: Model = load_model(
-            target, device="cpu", dtype=dtype, slots=_SLOTS, context=512, native=native
-        )
-        self.draft: Model = load_model(
-            draft, device="cpu", dtype=dtype, slots=_SLOTS, context=512, native=native
-        )
+        self.target = _load(target, devices.target, dtype, native)
+        self.draft = _load(draft, devices.draft, dtype, native)
         facts = self.target.facts
         self.eos = facts.eos_token_ids
         self.vocabulary = facts.vocabulary
         self.native = native
         capacity = capacity_for(facts.vocabulary)
-        self.noise = NoiseRows(facts.vocabulary, capacity, native=native)
-        self.draft_noise = NoiseRows(facts.vocabulary, capacity, native=native)
+        self.noise = NoiseRows(facts.vocabulary, capacity, facts.device, native)
+        self.draft_noise = NoiseRows(facts.vocabulary, capacity, self.draft.facts.device, native)
         self.hello = Hello(
             protocol=PROTOCOL_VERSION,
             noise=NOISE_SCHEME,
@@ -147,6 +160,18 @@ class Pair:
         """A fresh drafter."""
         source = ModelSource(self.draft, SlotPool(_SLOTS), self.draft_noise, _GROWTH.fan_out)
         return DrafterCore(source, _GROWTH, frozenset(self.eos), self.name)
+
+
+def _load(path: Path, device: Device, dtype: str, native: NativeLibrary | None) -> Model:
+    def load() -> Model:
+        return load_model(
+            path, device=device.torch_name, dtype=dtype, slots=_SLOTS, context=512, native=native
+        )
+
+    if device.kind == "cpu":
+        return load()
+    with torch.cuda.device(device.torch_name):
+        return _OnGpu(load())
 
 
 class MemoryDrafter:

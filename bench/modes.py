@@ -1,16 +1,19 @@
 """`ssd bench modes`: plain decoding, synchronous chains and trees, and SSD, interleaved in one run.
 
-Two settings: `real` (each device one core) and `emulated` (each forward padded by sleeping to a device table,
-everything else real; always labelled so). Knows what is compared; the rig knows how it is put together.
+Two settings: `real` (each device one core, or a GPU) and `emulated` (each forward padded by sleeping to a
+device table, everything else real; always labelled so). Knows what is compared; the rig knows how it is put
+together.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.prompts import Chosen, Prompt, repeated_share
-from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
+from ssd_serve.bench.rig import Rig, Way, remote_drafter
 from ssd_serve.bench.sample import Runner, Sample
+from ssd_serve.devices import Device, parse_device, pin
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.emulated import EmulatedModel
@@ -20,7 +23,8 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.measuring import measure_cost
 from ssd_serve.verifier.request import accept
 
-TARGET_CORE, DRAFT_CORE, BOTH_CORES = "cpu:0", "cpu:1", "cpu:0-1"
+TARGET_CORE, DRAFT_CORE = "cpu:0", "cpu:1"
+CORES = Devices(parse_device(TARGET_CORE), parse_device(DRAFT_CORE))
 _TUNING_PROMPTS, _TUNING_TOKENS = 4, 64
 _DISTURBING = 64
 """Requests that keep the drafter growing while the target is measured beside it."""
@@ -33,6 +37,8 @@ class Plan:
     setting: str
     tokens: int
     equal_devices: bool
+    """Also the baselines with the drafter's cores; on GPUs there is no such thing."""
+    devices: Devices = CORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,10 @@ class Outcome:
 
 def run_modes(rig: Rig, plan: Plan, chosen: Mapping[float, Chosen], say: Callable[[str], None]) -> Outcome:
     """One setting, all modes, and the temperatures of `chosen` with their prompts."""
-    use_cores(TARGET_CORE)
+    pin(plan.devices.target)
     settle_memory()
     ssd = rig.engine(Way("ssd"))
-    with remote_drafter(rig, ssd, DRAFT_CORE):
+    with remote_drafter(rig, ssd, str(plan.devices.draft)):
         bench = _Bench(rig, plan, say)
         results: list[dict[str, object]] = []
         ratios: list[dict[str, object]] = []
@@ -64,7 +70,7 @@ def run_modes(rig: Rig, plan: Plan, chosen: Mapping[float, Chosen], say: Callabl
             ratios += _ratios(plan.setting, temperature, samples)
             notes[f"replaced_prompts_share_t{temperature:g}"] = choice.replaced
             notes[f"loops_kept_t{temperature:g}"] = choice.loops_kept
-            if plan.equal_devices:
+            if plan.equal_devices and not plan.devices.on_gpu:
                 results += bench.equal_devices(prompts[::3], temperature, ways)
         notes["target_step_ms"] = _step_times(rig.cost)
         notes["draft_step_ms"] = 1e3 * rig.draft_step_s
@@ -129,14 +135,15 @@ class _Bench:
     def equal_devices(
         self, prompts: Sequence[Prompt], temperature: float, ways: Sequence[Way]
     ) -> list[dict[str, object]]:
-        """The same baselines when the target has both cores, as SSD has."""
-        use_cores(BOTH_CORES)
+        """The same baselines when the target has the cores of both, as SSD has."""
+        target, draft = self._plan.devices.target, self._plan.devices.draft
+        pin(Device("cpu", tuple(sorted({*target.indices, *draft.indices}))))
         try:
             cost = measure_cost(self._rig.target)
             engines = {way: self._rig.engine(way, cost) for way in ways}
             samples = self.interleave(engines, prompts, temperature)
         finally:
-            use_cores(TARGET_CORE)
+            pin(target)
         return [
             _result(f"{self._plan.setting}-both-cores", way, temperature, got) for way, got in samples.items()
         ]

@@ -22,6 +22,10 @@ _MEANING = {
     "forward is stretched by sleeping to the step time of a device table (70B/1B on MI300X). Not a "
     "measurement of those devices.",
 }
+_ON_GPU = (
+    "**Real devices**: the embedded pair with ballast (the same function at a larger cost), target on "
+    "{target}, drafter on {draft}."
+)
 _MODES = {"ar": "plain (ar)", "sd-chain": "chain (sd)", "sd-tree": "tree (sd)", "ssd": "SSD (ssd)"}
 _HEAD = (
     "| mode | T | tokens/s (quartiles) | SSD is faster by | tokens a round | accepted nodes | hit rate "
@@ -70,6 +74,8 @@ class _Result(msgspec.Struct, frozen=True):
     notes: dict[str, dict[str, object]]
     hardware: dict[str, object]
     versions: dict[str, str]
+    devices: dict[str, str] = {}
+    """Of target and drafter; older results have none."""
 
 
 def read_result(path: Path) -> dict[str, object]:
@@ -84,7 +90,7 @@ def markdown_table(result: Mapping[str, object]) -> str:
     for setting in dict.fromkeys(row.setting for row in found.results):
         rows = [row for row in found.results if row.setting == setting]
         lines = [_line(row, _factor(found, row)) for row in rows]
-        parts.append("\n".join([_MEANING.get(setting, setting), "", _HEAD, "|" + "---|" * 8, *lines]))
+        parts.append("\n".join([_meaning(setting, found.devices), "", _HEAD, "|" + "---|" * 8, *lines]))
         notes = _notes(found.notes.get(setting, {}))
         if notes:
             parts.append(notes)
@@ -95,6 +101,12 @@ def markdown_table(result: Mapping[str, object]) -> str:
 def replace_block(document: str, table: str) -> str:
     """The document with the table between its markers."""
     return replace_between(BEGIN, END, document, table)
+
+
+def _meaning(setting: str, devices: Mapping[str, str]) -> str:
+    if setting == "real" and any(name.startswith("cuda") for name in devices.values()):
+        return _ON_GPU.format(**devices)
+    return _MEANING.get(setting, setting)
 
 
 def _factor(found: _Result, row: _Row) -> float | None:
@@ -159,9 +171,12 @@ def _plain(value: object) -> str:
 def _where(found: _Result) -> str:
     hardware, versions = found.hardware, found.versions
     requests = sorted({row.requests for row in found.results})
+    gpus = hardware.get("gpus")
+    cards = "".join(f", {name}" for name in gpus) if isinstance(gpus, list) else ""
     return (
         f"Measured on {hardware.get('cpu')}, {hardware.get('cores')} cores, "
-        f"{hardware.get('memory_gib')} GiB; Python {versions.get('python')}, torch {versions.get('torch')}. "
+        f"{hardware.get('memory_gib')} GiB{cards}; Python {versions.get('python')}, "
+        f"torch {versions.get('torch')}. "
         f"Each line is the median over {' or '.join(map(str, requests))} prompts, all modes interleaved "
         "prompt by prompt; the factor is the median of the ratios for each prompt."
     )

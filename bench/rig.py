@@ -17,7 +17,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.process import start_worker, worker_command
 from ssd_serve.cluster.run_dir import make_run_dir
-from ssd_serve.devices import Device, parse_device
+from ssd_serve.devices import parse_device
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
@@ -46,7 +46,8 @@ from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 
 _SLOTS = 20480
-_JOIN_S = 60.0
+_JOIN_S = 600.0
+"""A GPU's kernels may be compiled at the drafter's first start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +79,16 @@ class _Free(CostTable):
 
 
 class Rig:
-    """A loaded pair. Use `rig()` to make one."""
+    """A loaded pair on one device, by torch's name; a GPU must be the current one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, device: str = "cpu") -> None:
         self.settings = settings
         target = resolve_model(settings.target, "target", token=settings.hf_token)
         draft = resolve_model(settings.draft_model or "", "draft", token=settings.hf_token)
         self.tokenizer = Tokenizer(target)
         self.native = native_library(settings)
-        self.real = load_served(settings, target, "cpu", _SLOTS, self.native)
-        self.real_draft = load_served(settings, draft, "cpu", 2 * _SLOTS, self.native)
+        self.real = load_served(settings, target, device, _SLOTS, self.native)
+        self.real_draft = load_served(settings, draft, device, 2 * _SLOTS, self.native)
         self.target: Model = self.real
         self.draft: Model = self.real_draft
         if settings.emulate:
@@ -99,8 +100,8 @@ class Rig:
         self.draft_step_s = min(measure_steps(self.draft, (width,))[width, SHORT_CONTEXT])
         facts = self.real.facts
         capacity = capacity_for(facts.vocabulary)
-        self._noise = NoiseRows(facts.vocabulary, capacity, native=self.native)
-        self._draft_noise = NoiseRows(facts.vocabulary, capacity, native=self.native)
+        self._noise = NoiseRows(facts.vocabulary, capacity, facts.device, self.native)
+        self._draft_noise = NoiseRows(facts.vocabulary, capacity, facts.device, self.native)
         self.hello = Hello(
             protocol=PROTOCOL_VERSION,
             noise=NOISE_SCHEME,
@@ -160,7 +161,10 @@ class Rig:
             return None
         policies: dict[Layout, GrowPolicy] = {Layout.BESIDE: policy, Layout.PLAIN: Never()}
         return Governing(
-            Governor(tuple(policies)), Cores(Device("cpu"), None), dict.fromkeys(policies, cost), policies
+            Governor(tuple(policies)),
+            Cores(parse_device(self.real.facts.device), None),
+            dict.fromkeys(policies, cost),
+            policies,
         )
 
     def core(self, way: Way, draft: Model | None = None) -> DrafterCore:

@@ -144,6 +144,7 @@ def load_model(
     Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
+    native = native if place == "cpu" else None
     sizes = model_sizes(path, device=device, dtype=dtype)
     kind = resolve_dtype(dtype, device)
     config = sizes.config

@@ -154,9 +154,13 @@ def test_every_step_knows_what_it_measures() -> None:
         "doctor": None,
         "conformance": "cuda:0",
         "kernels": "cuda:0",
-        "divergence": "cpu",
-        "modes": "cpu",
+        "divergence": "cuda:0",
+        "modes": "cuda:0",
     }
+    for step in steps("cuda:0", quick=False):
+        arguments = " ".join(step.arguments)
+        assert ("--device cuda:0" in arguments) == (step.device is not None)
+        assert build_parser().parse_args(step.arguments)
 
 
 def test_secrets_of_settings_and_of_the_environment_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from ssd_serve import doctor, doctor_checks
 from ssd_serve.cache.kv import KVCache, KVLayout
 from ssd_serve.cli import main
-from ssd_serve.devices import Machine
+from ssd_serve.devices import Device, Machine, parse_device
 from ssd_serve.doctor import Check, State, examine
 from ssd_serve.doctor_commands import as_table
 from ssd_serve.errors import UserError
@@ -127,7 +127,10 @@ def asked_of_attention(settings: Settings, monkeypatch: pytest.MonkeyPatch, kind
     monkeypatch.setattr(doctor, "KVCache", place)
     monkeypatch.setattr(doctor, "candidates", lambda *given: [])
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine(cores=(0,), gpus=2))
+    current: list[Device] = []
+    monkeypatch.setattr(doctor, "pin", current.append)
     assert found(examine(settings, lambda text: None), "would serve").state is State.OK
+    assert current == ([] if kind == "cpu" else [parse_device(kind)])  # kernels start on the current GPU
     return caches[0]
 
 

@@ -144,6 +144,31 @@ def test_a_cpu_lacks_no_package(installed: dict[str, str], files: Files) -> None
     assert found([*doctor_checks.packages()], "ray").found == "not installed (not used yet)"
 
 
+def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with them, one model on one GPU serves."""
+    tried: list[tuple[str, str]] = []
+    wrong = ["", "no answer within 90 s"]
+
+    def failure(backend: str, device: str) -> str:
+        tried.append((backend, device))
+        return wrong.pop(0)
+
+    assert [*doctor_checks.collectives()] == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert found([*doctor_checks.collectives()], "NCCL").state is State.NOTE
+    assert not tried
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+    monkeypatch.setattr(doctor_checks, "failure", failure)
+    assert found([*doctor_checks.collectives()], "NCCL") == Check("NCCL", State.OK, "2.27.3, sums on cuda:0")
+    monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    failed = found([*doctor_checks.collectives()], "RCCL")
+    assert failed.state is State.NOTE
+    assert "no answer" in failed.found
+    assert tried == [("nccl", "cuda:0")] * 2
+
+
 def test_a_driver_that_does_not_tell_its_version_is_a_driver(files: Files) -> None:
     files.nvidia_driver.touch()
     assert found([*doctor_checks.driver()], "driver").found == "NVIDIA, of no version"

@@ -64,6 +64,13 @@ def test_every_mode_has_its_line() -> None:
     assert columns == {9}
 
 
+def test_a_table_of_gpus_names_them() -> None:
+    where = {"devices": {"target": "cuda:0", "draft": "cuda:1"}, "hardware": {"gpus": ["A card", "Another"]}}
+    table = markdown_table({**RESULT, **where})
+    assert table.splitlines()[0].endswith("target on cuda:0, drafter on cuda:1.")
+    assert "A card, Another; Python" in table
+
+
 def test_the_block_of_a_document_is_replaced_and_nothing_else() -> None:
     document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     once = replace_block(document, "table")

@@ -1,7 +1,8 @@
-"""Compiles the attention kernels for GPUs that are not here, and reads what the code would use.
+"""Compiles our kernels for GPUs that are not here, and reads what the code would use.
 
 A kernel that spills registers or misses the matrix units still gives right results, only slowly: this is how
-that is noticed without the card. Knows targets and assembly, not what the kernels compute.
+that is noticed without the card. Knows targets, assembly and arguments by their names, not what the kernels
+compute.
 """
 
 import re
@@ -19,11 +20,29 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ssd_serve.errors import SsdError
 from ssd_serve.kernels.triton.attention import BLOCK_N, SPLIT, WARPS, tiles_of
-from ssd_serve.kernels.triton.kernel import attend_parts
+from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
+from ssd_serve.kernels.triton.noise import BLOCKS
+from ssd_serve.kernels.triton.noise_kernel import fill_noise
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CACHE = "*{}"
+_TYPES = {
+    **dict.fromkeys(("queries", "keys", "values", "out"), _CACHE),
+    **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
+    **dict.fromkeys(("positions", "tree_positions"), "*i32"),
+    **dict.fromkeys(("tile_requests", "tile_rows", "tile_counts", "row_parts", "ancestry"), "*i32"),
+    **dict.fromkeys(("prefix_slots", "prefix_offsets", "tree_slots", "tree_offsets"), "*i32"),
+    **dict.fromkeys(("query_row_stride", "query_head_stride", "head_stride", "slot_stride"), "i32"),
+    **dict.fromkeys(("first_tile", "first_row", "rows", "heads", "words", "window"), "i32"),
+    "scale": "fp32",
+    **{"table": "*fp32", "lines": "*i64", "counters": "*i32", "vocabulary": "i32"},
+}
+"""Triton's types of the kernels' arguments by name; {} is the type of the cache, of queries and results."""
+_MULTIPLIES = ("attend_parts",)
+"""Kernels of which matrix instructions are expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +69,28 @@ TARGETS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """What one configuration would use on one GPU. `spills`: registers that live in memory."""
+class Registers:
+    """What a thread uses, and what does not fit."""
 
+    used: int
+    spilled: int
+    """Vector registers that live elsewhere."""
+    scalar_spilled: int
+    """Scalar registers that live in lanes of vector registers; 0 on GPUs that have none."""
+    memory_bytes: int
+    """What a thread keeps in memory: all spills that found no other place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one configuration would use on one GPU. `tile`: rows of a program; `head_dim` 0: no heads."""
+
+    kernel: str
     target: str
     head_dim: int
     dtype: str
     tile: int
-    registers: int
-    spills: int
+    registers: Registers
     shared_bytes: int
     matrix_instructions: int
 
@@ -67,7 +99,6 @@ def compile_attention(
     target: Target, head_dim: int, dtype: torch.dtype, tile: int, group: int = 8
 ) -> Compiled:
     """Compile one configuration of `attend_parts`, without a window. Raises what Triton raises."""
-    kind = DTYPES[dtype]
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -77,32 +108,49 @@ def compile_attention(
         "SPLIT": SPLIT,
         "WIDEN": False,
     }
-    pointers = dict.fromkeys(("queries", "keys", "values"), f"*{kind}")
-    pointers |= dict.fromkeys(("partial", "partial_lse"), "*fp32")
-    pointers |= dict.fromkeys(("positions", "tree_positions"), "*i64")
-    indices = ("tile_requests", "tile_rows", "tile_counts", "ancestry")
-    slots = ("prefix_slots", "prefix_offsets", "tree_slots", "tree_offsets")
-    types = pointers | dict.fromkeys((*indices, *slots), "*i32") | {"scale": "fp32"}
-    names = attend_parts.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    return _compile(target, attend_parts, constants, dtype, tile)
+
+
+def compile_merge(target: Target, head_dim: int, dtype: torch.dtype) -> Compiled:
+    """The same of `merge_parts`, whose results are of `dtype`."""
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    return _compile(target, merge_parts, constants, dtype, 1)
+
+
+def compile_noise(target: Target) -> Compiled:
+    """The same of `fill_noise`, which knows neither heads nor the cache's dtype."""
+    return _compile(target, fill_noise, {"BLOCKS": BLOCKS}, torch.float32, 1)
+
+
+def argument_types(names: Sequence[str], constants: Mapping[str, int], dtype: str) -> dict[str, str]:
+    """Triton's types of a kernel's arguments, in their order.
+
+    Raises `SsdError` for one that nothing is known of, and for a constant that the kernel does not take.
+    """
+    unknown = [name for name in names if name not in _TYPES and name not in constants]
+    unknown += [name for name in constants if name not in names]
+    if unknown:
+        raise SsdError(f"{', '.join(unknown)}: put the kernels' arguments into the table of types")
+    return {name: "constexpr" if name in constants else _TYPES[name].format(dtype) for name in names}
+
+
+def _compile(
+    target: Target, kernel: Any, constants: Mapping[str, int], dtype: torch.dtype, tile: int
+) -> Compiled:
+    kind = DTYPES[dtype]
+    names: list[str] = kernel.arg_names
+    signature = argument_types(names, constants, kind)
     places = {(names.index(name),): value for name, value in constants.items()}
     # What the launcher finds out about real pointers and strides: they are multiples of 16.
-    aligned = (
-        *pointers,
-        *indices,
-        *slots,
-        "query_row_stride",
-        "query_head_stride",
-        "head_stride",
-        "slot_stride",
-    )
+    aligned = [name for name in names if signature[name].startswith("*") or name.endswith("_stride")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(attend_parts, signature, places, attributes)
+    source = ASTSource(kernel, signature, places, attributes)
     found = triton.compile(source, target=target.gpu, options={"num_warps": WARPS})
-    registers, spills = _registers(target, found.asm)
     kinds = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
     matrix = len(re.findall(target.matrix.format(kinds[kind]), found.asm[target.listing]))
-    return Compiled(target.name, head_dim, kind, tile, registers, spills, int(found.metadata.shared), matrix)
+    head_dim, shared = constants.get("HEAD_DIM", 0), int(found.metadata.shared)
+    registers = _registers(target, found.asm)
+    return Compiled(kernel.__name__, target.name, head_dim, kind, tile, registers, shared, matrix)
 
 
 def compile_all(targets: Sequence[Target] = TARGETS) -> Iterator[tuple[Compiled, str]]:
@@ -110,26 +158,45 @@ def compile_all(targets: Sequence[Target] = TARGETS) -> Iterator[tuple[Compiled,
     for target, head_dim, dtype in product(targets, HEAD_DIMS, DTYPES):
         for tile in tiles_of(dtype):
             compiled = compile_attention(target, head_dim, dtype, tile)
-            yield compiled, _complaint(target, compiled)
+            yield compiled, complaint(compiled, target.shared_bytes)
+        compiled = compile_merge(target, head_dim, dtype)
+        yield compiled, complaint(compiled, target.shared_bytes)
+    for target in targets:
+        yield (compiled := compile_noise(target)), complaint(compiled, target.shared_bytes)
 
 
-def _complaint(target: Target, compiled: Compiled) -> str:
-    if compiled.spills:
-        return f"{compiled.spills} registers are spilled"
-    if compiled.shared_bytes > target.shared_bytes:
-        return f"{compiled.shared_bytes} bytes of shared memory, there are {target.shared_bytes}"
-    if compiled.dtype != "fp32" and not compiled.matrix_instructions:
+def complaint(compiled: Compiled, shared_bytes: int) -> str:
+    """Why it must not be used on a GPU whose programs have `shared_bytes`; empty where it may.
+
+    Scalar registers in lanes of vector registers cost little, and are no reason.
+    """
+    registers = compiled.registers
+    if registers.spilled:
+        return f"{registers.spilled} registers are spilled"
+    if registers.memory_bytes:
+        return f"{registers.memory_bytes} bytes of each thread are in memory"
+    if compiled.shared_bytes > shared_bytes:
+        return f"{compiled.shared_bytes} bytes of shared memory, there are {shared_bytes}"
+    if compiled.kernel in _MULTIPLIES and compiled.dtype != "fp32" and not compiled.matrix_instructions:
         return f"no matrix instruction in {compiled.dtype}"
     return ""
 
 
-def _registers(target: Target, code: Mapping[str, Any]) -> tuple[int, int]:
-    """Registers a thread uses, and how many of them are spilled."""
+def amd_registers(listing: str) -> Registers:
+    """From the metadata at the end of an AMD listing."""
+    names = r"(?:vgpr|vgpr_spill|sgpr_spill)_count|private_segment_fixed_size"
+    count = {name: int(value) for name, value in re.findall(rf"\.({names}):\s+(\d+)", listing)}
+    return Registers(
+        count["vgpr_count"],
+        count["vgpr_spill_count"],
+        count["sgpr_spill_count"],
+        count["private_segment_fixed_size"],
+    )
+
+
+def _registers(target: Target, code: Mapping[str, Any]) -> Registers:
     if target.gpu.backend == "hip":
-        listing: str = code["amdgcn"]
-        count = {name: int(value) for name, value in re.findall(r"\.(\w+_count):\s+(\d+)", listing)}
-        # Scalar registers are spilled into lanes of vector registers, not into memory.
-        return count["vgpr_count"], count["vgpr_spill_count"]
+        return amd_registers(code["amdgcn"])
     reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code["cubin"])
@@ -137,19 +204,28 @@ def _registers(target: Target, code: Mapping[str, Any]) -> tuple[int, int]:
         words = [str(reader), "-res-usage", file.name]
         usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return used["REG"], (used["STACK"] + used["LOCAL"]) // 4
+    memory = used["STACK"] + used["LOCAL"]
+    return Registers(used["REG"], memory // 4, 0, memory)
 
 
 def main() -> int:
     """Print a table of all configurations; 1 when any must not be used."""
-    print("| GPU | head size | dtype | rows | registers | spilled | shared KiB | matrix instructions |  |")
-    print("|" + "---|" * 9)
+    head = "kernel | GPU | head size | dtype | rows | registers | spilled | scalar ones | bytes in memory"
+    print(f"| {head} | shared KiB | matrix instructions |  |")
+    print("|" + "---|" * 12)
     wrong = 0
-    for found, complaint in compile_all():
-        wrong += bool(complaint)
+    for found, why in compile_all():
+        wrong += bool(why)
+        cells = (found.kernel, found.target, found.head_dim, found.dtype, found.tile)
+        each = found.registers
+        used = (each.used, each.spilled, each.scalar_spilled, each.memory_bytes)
         shared = f"{found.shared_bytes / 1024:.0f}"
-        cells = (found.target, found.head_dim, found.dtype, found.tile, found.registers, found.spills, shared)
-        print("|", " | ".join(map(str, (*cells, found.matrix_instructions, complaint))), "|", flush=True)
+        print(
+            "|",
+            " | ".join(map(str, (*cells, *used, shared, found.matrix_instructions, why))),
+            "|",
+            flush=True,
+        )
     return int(wrong > 0)
 
 

@@ -25,20 +25,20 @@ def store_race(table, token, word, vocabulary):
 
 
 @triton.jit
-def fill_noise(table, lines, keys, vocabulary, BLOCKS: tl.constexpr):
+def fill_noise(table, lines, counters, vocabulary, BLOCKS: tl.constexpr):
     """Program (row, part of the vocabulary): log E of one pair of seed and position.
 
-    `table` float32 [lines, vocabulary], `lines` int64 [rows], `keys` uint32 in int32 [rows, 4]: both halves
-    of the seed, low first, the position and the stream.
+    `table` float32 [lines, vocabulary], `lines` int64 [rows], `counters` uint32 in int32 [rows, 4]: both
+    halves of the seed, low first, the position and the stream.
     """
     row = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     zero = (block * 0).to(tl.uint32)
-    key_0 = tl.load(keys + 4 * row).to(tl.uint32, bitcast=True)
-    key_1 = tl.load(keys + 4 * row + 1).to(tl.uint32, bitcast=True)
-    word_0 = zero + tl.load(keys + 4 * row + 2).to(tl.uint32, bitcast=True)
+    key_0 = tl.load(counters + 4 * row).to(tl.uint32, bitcast=True)
+    key_1 = tl.load(counters + 4 * row + 1).to(tl.uint32, bitcast=True)
+    word_0 = zero + tl.load(counters + 4 * row + 2).to(tl.uint32, bitcast=True)
     word_1, word_3 = block.to(tl.uint32), zero
-    word_2 = zero + tl.load(keys + 4 * row + 3).to(tl.uint32, bitcast=True)
+    word_2 = zero + tl.load(counters + 4 * row + 3).to(tl.uint32, bitcast=True)
     for _ in tl.static_range(9):
         word_0, word_1, word_2, word_3 = philox_round(word_0, word_1, word_2, word_3, key_0, key_1)
         key_0, key_1 = key_0 + 0x9E3779B9, key_1 + 0xBB67AE85

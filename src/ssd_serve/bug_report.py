@@ -53,18 +53,18 @@ class Step:
 
 
 def steps(device: str, *, quick: bool) -> list[Step]:
-    """What is run on `device` (torch's name), and on the CPU what is built for it alone; `quick`: without the
-    table of modes, which takes minutes."""
+    """What is run on `device` (torch's name); `quick`: without the table of modes, which takes minutes."""
+    where = ("--device", device, "--json", "{file}")
     found = [
         Step("settings", ("settings", "--json")),
         Step("doctor", ("doctor", "--json")),
-        Step("conformance", ("bench", "conformance", "--device", device, "--json", "{file}"), device),
-        Step("kernels", ("bench", "kernels", "--device", device, "--json", "{file}"), device),
-        Step("divergence", ("bench", "lossless", "--quick", "--json", "{file}"), "cpu"),
+        Step("conformance", ("bench", "conformance", *where), device),
+        Step("kernels", ("bench", "kernels", *where), device),
+        Step("divergence", ("bench", "lossless", "--quick", *where), device),
     ]
     if not quick:
-        modes = ("bench", "modes", "--setting", "real", "--prompts", "4", "--json", "{file}")
-        found.append(Step("modes", modes, "cpu"))
+        modes = ("bench", "modes", "--setting", "real", "--prompts", "4", *where)
+        found.append(Step("modes", modes, device))
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ssd_serve import doctor_checks as machine
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.devices import check_device, parse_device, this_machine
+from ssd_serve.devices import check_device, parse_device, pin, this_machine
 from ssd_serve.doctor_checks import Check, State
 from ssd_serve.errors import SsdError, UserError, in_a_line
 from ssd_serve.kernels.backends import AttentionWish, Candidate, attention_for, candidates
@@ -69,6 +69,8 @@ def _attention(settings: Settings) -> Iterator[Check]:
     except SsdError as error:
         yield Check("would serve", State.PROBLEM, "nothing", str(error))
         return
+    if device.startswith("cuda:"):
+        pin(parse_device(device))  # kernels start on the current GPU
     folder = machine.cache_folder(settings)
     native = load_native(folder) if settings.native_kernels else None
     for dtype in _DTYPES.values() if device != "cpu" else (served,):

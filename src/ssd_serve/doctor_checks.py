@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ssd_serve.collective import failure
 from ssd_serve.devices import parse_device, this_machine
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.build import NativeError, build
@@ -180,12 +181,18 @@ def _version(package: str) -> str:
 
 
 def collectives() -> Iterator[Check]:
-    """The library by which GPUs talk to each other."""
+    """The library by which GPUs talk to each other, and whether it sums on the first one."""
     if not torch.cuda.is_available():
         return
     name = "RCCL" if torch.version.hip else "NCCL"
-    there = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    if there:
-        yield Check(name, State.OK, ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-    else:
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         yield Check(name, State.NOTE, "torch was built without it", "one model on one GPU works without")
+        return
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    wrong = failure("nccl", "cuda:0")
+    if wrong:
+        again = "NCCL_DEBUG=INFO python -m ssd_serve.collective nccl cuda:0"
+        advice = f"one model on one GPU works without; `{again}` shows where it stops"
+        yield Check(name, State.NOTE, f"{version}, but a sum on cuda:0 fails: {wrong}", advice)
+    else:
+        yield Check(name, State.OK, f"{version}, sums on cuda:0")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssd_serve.cluster.process import worker_environment
-from ssd_serve.devices import this_machine
+from ssd_serve.devices import check_device, parse_device, this_machine
 from ssd_serve.errors import SettingsError
 from ssd_serve.flags import Commands, add_settings_flags, given_flags
 from ssd_serve.settings import resolve
@@ -46,7 +46,9 @@ def _run_report(args: argparse.Namespace) -> int:
     if args.out.is_dir():
         raise SettingsError(f"{args.out} is a folder; name a file with --out")
     settings = resolve({})
-    device = args.device or ("cuda:0" if this_machine().gpus else "cpu")
+    machine = this_machine()
+    device = args.device or ("cuda:0" if machine.gpus else "cpu")
+    check_device(parse_device(device), machine, "--device")
     secrets = known_secrets([settings.api_key, settings.hf_token])
     codes = write_report(args.out, steps(device, quick=args.quick), secrets, _say)
     print(f"{args.out}: attach it to your report")

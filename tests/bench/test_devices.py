@@ -1,0 +1,145 @@
+"""Benchmarks on the devices that flags name. torch's device `meta`, which holds no numbers, stands in for a
+GPU: what mixes devices fails there, and reading a result back ends it."""
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd_serve.bench import commands, lossless_rig
+from ssd_serve.bench.devices import Devices, chosen_devices
+from ssd_serve.bench.lossless import requests
+from ssd_serve.bench.lossless_rig import Case, Pair, run_case
+from ssd_serve.bench.modes import CORES
+from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.bench.rig import Rig, Way
+from ssd_serve.cache.kv import KVCache
+from ssd_serve.cli import main
+from ssd_serve.devices import Device, Machine
+from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.backends import AttentionWish, ChosenAttention
+from ssd_serve.kernels.sdpa import SdpaAttention
+from ssd_serve.messages import Open, SamplingParameters, Submit
+from ssd_serve.models import load
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_model
+from ssd_serve.settings import EMBEDDED, Settings
+
+FIRST, SECOND = Device("cuda", (0,)), Device("cuda", (1,))
+SAMPLED = SamplingParameters(temperature=0.8, max_tokens=8)
+READ_BACK = "Cannot copy out of meta tensor"
+COMMANDS = (["modes"], ["lossless", "--quick"], ["conformance"], ["kernels"])
+
+
+def machine(gpus: int) -> Machine:
+    return Machine((0, 1, 2, 3), gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "target", "draft", "found"),
+    [
+        (0, "cpu", "", CORES),
+        (2, "cpu", "", CORES),
+        (0, "cpu:1-2", "", Devices(Device("cpu", (1, 2)), Device("cpu", (0,)))),
+        (0, "cpu:0", "cpu:2", Devices(Device("cpu", (0,)), Device("cpu", (2,)))),
+        (1, "cuda", "", Devices(FIRST, FIRST)),
+        (2, "cuda:0", "", Devices(FIRST, SECOND)),
+        (2, "cuda:1", "", Devices(SECOND, FIRST)),
+        (2, "cuda:0", "cuda:0", Devices(FIRST, FIRST)),
+        (1, "cuda:0", "cpu:3", Devices(FIRST, Device("cpu", (3,)))),
+    ],
+)
+def test_the_drafter_takes_a_second_device_where_there_is_one(
+    gpus: int, target: str, draft: str, found: Devices
+) -> None:
+    assert chosen_devices(target, draft, machine(gpus), CORES) == found
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "flag"), [("cuda:1", "", "--device"), ("cuda", "cuda:1", "--draft")]
+)
+def test_a_gpu_that_is_not_there_is_named_with_its_flag(target: str, draft: str, flag: str) -> None:
+    with pytest.raises(SettingsError, match=f"{flag}.* is cuda:1, but this machine has 1 GPU"):
+        chosen_devices(target, draft, machine(1), CORES)
+
+
+@pytest.mark.parametrize("words", [*(["bench", *words] for words in COMMANDS), ["report"]])
+def test_every_command_refuses_a_gpu_that_is_not_there(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = ["--out", str(tmp_path / "report.tar.gz")] if words == ["report"] else []
+    assert main([*words, "--device", "cuda:77", *out]) == SettingsError.exit_code
+    assert "--device is cuda:77, but this machine has" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_emulated_devices_are_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "this_machine", lambda: machine(1))
+    assert main(["bench", "modes", "--device", "cuda:0", "--setting", "emulated"]) == SettingsError.exit_code
+    assert "use --setting real" in capsys.readouterr().err
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """torch's name of the stand-in."""
+
+    def choose(wish: AttentionWish, cache: KVCache, heads: int, *rest: object) -> ChosenAttention:
+        return ChosenAttention(
+            "sdpa", SdpaAttention(cache, heads)
+        )  # without its self-test, which reads numbers
+
+    monkeypatch.setattr(load, "attention_for", choose)
+    monkeypatch.setattr(load, "available_memory", lambda device: 1 << 40)
+    return "meta"
+
+
+def test_a_sampled_round_stays_on_the_gpu_until_tokens_are_read(gpu: str) -> None:
+    rig = Rig(Settings(target=EMBEDDED, draft=EMBEDDED), gpu)
+    assert rig.real.facts.kernels == "torch"
+    engine = rig.engine(Way("ar"))
+    assert engine.submit(Submit(1, (5, 6, 7), SAMPLED, 3)) is None
+    with pytest.raises(NotImplementedError, match=READ_BACK):
+        engine.step()
+    grow(rig.core(Way("sd-chain", 3)))
+
+
+def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:
+    grow(assemble_drafter(Settings(draft=EMBEDDED), "drafter", gpu, None).core)
+
+
+def grow(core: DrafterCore) -> None:
+    """A step whose ranking needs noise, up to where its children are read."""
+    core.handle(Open(1, 1, (5, 6, 7), (), SAMPLED, 3, root=1))
+    with pytest.raises(NotImplementedError, match=READ_BACK):
+        core.step()
+
+
+def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
+    gpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    current: list[str] = []
+
+    @contextlib.contextmanager
+    def device(name: str) -> Generator[None]:
+        current.append(name)
+        yield
+
+    def loaded(path: Path, *, device: str, dtype: str, slots: int, context: int, native: None) -> Model:
+        current.append(f"loads on {device}")
+        return load_model(path, device=gpu, dtype=dtype, slots=slots, context=context)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(lossless_rig, "load_model", loaded)
+    folders = write_random_pair("random-llama", tmp_path)
+    pair = Pair("random-llama", *folders, "bf16", devices=Devices(FIRST, SECOND))
+    assert current == ["cuda:0", "loads on cuda:0", "cuda:1", "loads on cuda:1"]
+    submits = [each for each in requests(pair.vocabulary, 8) if each.parameters.temperature][:1]
+    with pytest.raises(NotImplementedError, match=READ_BACK):
+        run_case(pair, Case("sd", 1, 4), submits)
+    assert current[4:] == [gpu]  # the target's; it ended there
