@@ -199,7 +199,7 @@ def _filler(device: torch.device, native: NativeLibrary | None) -> Filler | None
     """The kernel for this device, where there is one and its rows are numpy's up to the last bit."""
     if device.type == "cpu":
         return None if native is None else _trusted(NativeNoise(native), device)
-    if find_spec("triton") is None:
+    if device.type != "cuda" or find_spec("triton") is None:
         return None
     from ssd_serve.kernels.triton.noise import TritonNoise
 
