@@ -1,0 +1,95 @@
+"""A whole model on a pretended GPU: every tensor lies there, and the logits are those of the CPU."""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ssd_serve.kernels import backends
+from ssd_serve.kernels.backends import AttentionWish
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.triton import attention as triton_attention
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_model
+from tests.models import checkpoints
+from tests.pretended_device import DEVICE, DeviceTensor, held, pretended_device
+
+SLOTS = 128
+
+
+def batches() -> list[Batch]:
+    """A prompt; then its next tokens as a tree beside a second prompt, in scattered slots, some rows wanted."""
+    slots = [3 * index % 101 for index in range(40)]
+    prompt = RequestRows(range(20), range(20), slots[:20], np.empty(0, dtype=np.int32), [19])
+    tree = RequestRows(
+        [5, 6, 7, 8],
+        [20, 21, 21, 22],
+        slots[20:24],
+        np.asarray(slots[:20], dtype=np.int32),
+        [0, 1, 2, 3],
+        [0b0001, 0b0011, 0b0101, 0b1011],
+    )
+    other = RequestRows(range(7, 17), range(10), slots[24:34], np.empty(0, dtype=np.int32), [])
+    unwanted = RequestRows([9], [10], slots[34:35], np.asarray(slots[24:34], dtype=np.int32), [])
+    return [build_batch([prompt]), build_batch([tree, other]), build_batch([unwanted])]
+
+
+def load(folder: Path, device: str, backend: str) -> Model:
+    wish = AttentionWish(backend)
+    return load_model(folder, device=device, dtype="fp32", slots=SLOTS, context=None, wish=wish, features=(1,))
+
+
+class Launched:
+    """A Triton kernel that is launched on the device: every tensor it is given must lie there."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launch(*arguments: Any, **constants: Any) -> object:
+            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+            assert all(isinstance(each, DeviceTensor) for each in tensors)
+            return self._kernel[grid](*held(arguments), **constants)
+
+        return launch
+
+
+@contextmanager
+def device_with_triton() -> Generator[list[str]]:
+    """The device, and Triton's interpreter for its kernels."""
+    with pretended_device() as reads, pytest.MonkeyPatch.context() as patch:
+        for name in ("attend_parts", "merge_parts"):
+            patch.setattr(triton_attention, name, Launched(getattr(triton_attention, name)))
+        # Triton's interpreter needs long for it, and the logits are compared here.
+        patch.setattr(backends, "first_failure", lambda *_: "")
+        yield reads
+
+
+@pytest.mark.parametrize(("backend", "there"), [("sdpa", pretended_device), ("triton", device_with_triton)])
+@pytest.mark.parametrize("case", ["llama-linear-biases", "mistral-window", "qwen3-qk-norm"])
+def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
+    case: str, backend: str, there: Callable[[], AbstractContextManager[list[str]]], tmp_path: Path
+) -> None:
+    folder = checkpoints.save(checkpoints.make(case), tmp_path)
+    on_cpu = load(folder, "cpu", "sdpa")
+    expected = [on_cpu.forward(batch) for batch in batches()]
+    with there() as reads:
+        model = load(folder, DEVICE, backend)
+        assert (model.facts.device, model.facts.attention) == (DEVICE, backend)
+        reads.clear()
+        found = [model.forward(batch) for batch in batches()]
+        assert reads == []
+        for ours, theirs in zip(found, expected, strict=True):
+            ours.completion.wait()
+            for mine, right in ((ours.logits, theirs.logits), *both_features(ours, theirs)):
+                assert mine.device == torch.device(DEVICE)
+                torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
+
+
+def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    assert ours.features.keys() == theirs.features.keys() == {"layer.1"}
+    return [(ours.features[name], theirs.features[name]) for name in ours.features]
