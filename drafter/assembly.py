@@ -52,7 +52,7 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
     limits = GrowthLimits(
         widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=facts.context
     )
-    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), native=native)
+    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
     core = DrafterCore(
         ModelSource(model, SlotPool(slots), noise, limits.fan_out),
         limits,

@@ -1,9 +1,9 @@
 # pyright: reportPrivateUsage=false
 """A pretended GPU: tensors that say they lie on `cuda:0`, and errors where tensors of two devices meet.
 
-Each of them holds an ordinary tensor, which computes, so that code runs as on a GPU down to the numbers that it
-reads back. What it cannot show: whether a GPU has an operator for a dtype, what it rounds, and how fast it is.
-Private modules of torch are imported here alone.
+Each of them holds an ordinary tensor, which computes, so that code runs as on a GPU down to the numbers that
+it reads back. What it cannot show: whether a GPU has an operator for a dtype, how it rounds, and how fast it
+is. Private modules of torch are imported here alone.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -38,8 +38,8 @@ class DeviceTensor(torch.Tensor):
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> "DeviceTensor":
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls: type["DeviceTensor"], held: torch.Tensor) -> "DeviceTensor":
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -50,7 +50,7 @@ class DeviceTensor(torch.Tensor):
         made.held = held
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"on {DEVICE}: {self.held}"
 
     @classmethod
@@ -70,14 +70,14 @@ class DeviceTensor(torch.Tensor):
         raise RuntimeError(f"{func} of a tensor of the pretended device, which is gone")
 
 
-class _Device(TorchDispatchMode):
+class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes tensors on the device, runs operators on them, and notes what the host reads back."""
 
     # Where fake tensors are made torch does not look for a GPU.
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reads: list[str] = []
 
     def __torch_dispatch__(
@@ -134,6 +134,7 @@ def pretended_device(memory: int = 8 << 30) -> Generator[list[str]]:
     with pytest.MonkeyPatch.context() as patch, _Device() as device:
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "mem_get_info", lambda _: (memory, memory))
+        patch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is a copy from the CPU
         try:
             yield device.reads

@@ -57,5 +57,5 @@ def test_what_gpus_allow_is_allowed() -> None:
 def test_numpy_needs_a_copy() -> None:
     with pretended_device():
         ours = torch.ones(3, device=DEVICE)
-        with pytest.raises((TypeError, RuntimeError), match="numpy|cpu"):
+        with pytest.raises((TypeError, RuntimeError), match="numpy"):
             ours.numpy()

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.kernels import backends
+from ssd_serve.kernels import backends, fp8
 from ssd_serve.kernels.backends import AttentionWish
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.triton import attention as triton_attention
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from tests.models import checkpoints
+from tests.models.fp8_checkpoints import FORMS, write
 from tests.pretended_device import DEVICE, DeviceTensor, held, pretended_device
 
 SLOTS = 128
 
 
 def batches() -> list[Batch]:
-    """A prompt; then its next tokens as a tree beside a second prompt, in scattered slots, some rows wanted."""
+    """A prompt; a tree below it beside a second prompt; a row whose logits nobody wants. Scattered slots."""
     slots = [3 * index % 101 for index in range(40)]
     prompt = RequestRows(range(20), range(20), slots[:20], np.empty(0, dtype=np.int32), [19])
     tree = RequestRows(
@@ -40,7 +41,9 @@ def batches() -> list[Batch]:
 
 def load(folder: Path, device: str, backend: str) -> Model:
     wish = AttentionWish(backend)
-    return load_model(folder, device=device, dtype="fp32", slots=SLOTS, context=None, wish=wish, features=(1,))
+    return load_model(
+        folder, device=device, dtype="fp32", slots=SLOTS, context=None, wish=wish, features=(1,)
+    )
 
 
 class Launched:
@@ -93,3 +96,31 @@ def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
 def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     assert ours.features.keys() == theirs.features.keys() == {"layer.1"}
     return [(ours.features[name], theirs.features[name]) for name in ours.features]
+
+
+@pytest.mark.parametrize("native", [*fp8.FORMATS, None])
+def test_fp8_weights_and_their_products_lie_on_the_device(
+    native: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiplied in the device's format, where rows are rounded, or widened where it has none."""
+
+    def product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        if a.dtype is not native:
+            raise RuntimeError("unsupported")
+        scales: tuple[torch.Tensor, ...] = options["scale_a"], options["scale_b"]
+        assert {each.device for each in (a, b, *scales)} == {torch.device(DEVICE)}
+        return a.float() @ b.float() * scales[0] * scales[1]
+
+    write(FORMS["compressed-tensor-static"], tmp_path)
+    wide = load_model(tmp_path, device="cpu", dtype="bf16", slots=SLOTS, context=None)
+    expected = [wide.forward(batch).logits for batch in batches()[:2]]
+    monkeypatch.setattr(torch.ops.aten, "_scaled_mm", product)
+    with pretended_device() as reads:
+        wish = AttentionWish("sdpa")
+        model = load_model(tmp_path, device=DEVICE, dtype="bf16", slots=SLOTS, context=None, wish=wish)
+        assert model.facts.weight_bytes < (1.01 if native is None else 0.6) * wide.facts.weight_bytes
+        reads.clear()
+        found = [model.forward(batch).logits for batch in batches()[:2]]
+        assert reads == []
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.cpu() - theirs).norm() < (0.05 if native is None else 0.2) * theirs.norm()
