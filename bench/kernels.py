@@ -23,6 +23,7 @@ from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.backends import Candidate, candidates
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.conformance import DTYPES, conformance
+from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.kernels.self_test import Asked, Maker, first_failure, layout_order, random_batch
@@ -61,7 +62,7 @@ def run_kernels(plan: Plan, native: NativeLibrary | None, say: Callable[[str], N
     others do not."""
     dtype = attention_dtype(plan.device, torch.bfloat16)
     say("measuring the device's roof")
-    roof = measure_roof(plan.device, str(dtype).removeprefix("torch."), effort=Effort((1, 4), 9))
+    roof = measure_roof(plan.device, dtype_name(dtype), effort=Effort((1, 4), 9))
     rows: list[dict[str, object]] = []
     skipped: list[dict[str, str]] = []
     for name, asked in SHAPES.items():
@@ -75,7 +76,7 @@ def run_kernels(plan: Plan, native: NativeLibrary | None, say: Callable[[str], N
     return {
         "benchmark": "kernels",
         "device": plan.device,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "heads": [plan.heads, plan.kv_heads, plan.head_dim],
         "bandwidth_gb_per_s": round(roof.bandwidth / 1e9, 1),
         "gflops": round(roof.flops / 1e9),
@@ -119,7 +120,7 @@ def _conforms(
 ) -> list[dict[str, object]]:
     """One backend with one dtype; whatever it raises is a row, so that the others are still tried."""
     name = candidate.name
-    kind = {"backend": name, "dtype": str(dtype).removeprefix("torch.")}
+    kind = {"backend": name, "dtype": dtype_name(dtype)}
     make = _Willing(candidate.make)
     rows: list[dict[str, object]] = []
     refused: set[str] = set()

@@ -3,7 +3,8 @@
 The roof of a round is `tokens a round / max(weight bytes / bandwidth, operations / throughput)`: the target
 reads its weights once, whatever it verifies. Bandwidth and throughput are measured now; tokens, nodes and
 shares of the time come from a result of `ssd bench modes` in its real setting. What attention reads is left
-out on both sides. Knows result files, sizes and roofs; runs no engine.
+out on both sides. Throughput is that of the dtype, also where a device multiplies fp8 weights as they are.
+Knows result files, sizes and roofs; runs no engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,10 @@ from ssd_serve.bench.both import BALLAST_HIDDEN, TARGET_LAYERS
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.roofline_probe import Roof, measure_roof
 from ssd_serve.errors import UserError
-from ssd_serve.models.config import DecoderConfig, load_config, parse_config, read_json
+from ssd_serve.models.config import DecoderConfig, parse_config, read_json
 from ssd_serve.models.decoder import matrix_elements
 from ssd_serve.models.hub import embedded_folder
+from ssd_serve.models.load import model_sizes
 from ssd_serve.recipes.ballast import Sizes, enlarged, enlarged_config
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -127,9 +129,12 @@ def run_roofline(
         "versions": versions(),
     }
     if modes is not None and found is not None:
-        config = _benchmark_target() if target is None else load_config(target)
-        elements = matrix_elements(config)
-        weight_bytes = elements * ITEM_BYTES[dtype]
+        if target is None:
+            elements = matrix_elements(_benchmark_target())
+            weight_bytes = elements * ITEM_BYTES[dtype]
+        else:
+            sizes = model_sizes(target, device=device, dtype=dtype)
+            elements, weight_bytes = matrix_elements(sizes.config), sizes.matrix_bytes
         by_setting = _roofs_by_setting(roofs, device)
         rows = distances(found.results, by_setting, weight_bytes, 2.0 * elements)
         result["target"] = {"weight_bytes": weight_bytes, "flops_per_row": 2 * elements}

@@ -17,6 +17,7 @@ from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import in_a_line
 from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.reference import ReferenceAttention
 from ssd_serve.kernels.sdpa import SdpaAttention
 
@@ -61,8 +62,7 @@ class Heads:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim} in {name}"
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim} in {dtype_name(self.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)

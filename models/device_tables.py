@@ -5,13 +5,14 @@ Knows no models. Step times of a fixed pair, for emulation, are `models/emulated
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ssd_serve.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSheet:
-    """One device. The first four fields are data-sheet values, the others assumptions."""
+    """One device. The first four fields and `fp8` are data-sheet values, the others assumptions."""
 
     name: str
     memory_gb: float
@@ -27,6 +28,8 @@ class DeviceSheet:
     """Seconds that a layer takes besides reading its weights: small kernels, attention, launches."""
     exchange_s: float
     """Seconds more for a layer whose matrices are split over several devices."""
+    fp8: Literal["", "float8_e4m3fn", "float8_e4m3fnuz"] = ""
+    """The eight-bit format that it multiplies; empty: none, such weights are widened."""
 
 
 # MI300X: share and seconds fitted to AMD's published 21.4, 32.9 and 52.3 tokens/s of plain Llama 3.1 70B on
@@ -39,11 +42,11 @@ _HOPPER = {"bandwidth_share": 0.75, "throughput_share": 0.5, "layer_s": 30e-6, "
 # Data sheets: AMD Instinct MI300X, MI325X, MI350X; NVIDIA H100 SXM, H200 SXM (theirs print twice the
 # throughput, with sparsity).
 _SHEETS = (
-    DeviceSheet("MI300X", 192, 5300, 1307.4, **_CDNA),
-    DeviceSheet("MI325X", 256, 6000, 1307.4, **_CDNA),
-    DeviceSheet("MI350X", 288, 8000, 2306.9, **_CDNA),
-    DeviceSheet("H100", 80, 3350, 989.4, **_HOPPER),
-    DeviceSheet("H200", 141, 4800, 989.4, **_HOPPER),
+    DeviceSheet("MI300X", 192, 5300, 1307.4, **_CDNA, fp8="float8_e4m3fnuz"),
+    DeviceSheet("MI325X", 256, 6000, 1307.4, **_CDNA, fp8="float8_e4m3fnuz"),
+    DeviceSheet("MI350X", 288, 8000, 2306.9, **_CDNA, fp8="float8_e4m3fn"),
+    DeviceSheet("H100", 80, 3350, 989.4, **_HOPPER, fp8="float8_e4m3fn"),
+    DeviceSheet("H200", 141, 4800, 989.4, **_HOPPER, fp8="float8_e4m3fn"),
 )
 
 

@@ -179,7 +179,7 @@ def load_model(
         kv_bytes_per_slot=layout.bytes_per_slot,
         device=place,
         dtype=kind,
-        kernels="torch" if native is None else native.path.stem,
+        kernels=native.path.stem if native is not None and place == "cpu" else "torch",
         attention=chosen.name,
     )
     operations = _row_operations(_DTYPES[kind], layout.dtype, place, native)

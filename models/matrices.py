@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd_serve.errors import CheckpointError, UserError
+from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.fp8 import FORMATS, can_multiply, holds_nan, to_fnuz, widen
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.quantization import Fp8Scheme
@@ -84,7 +85,8 @@ class MatrixReader:
         if numbers.dtype not in FORMATS:
             if scales:
                 raise self._error(
-                    f"{weight} is {_short(numbers)}, but has {scales[0]}; only fp8 weights may have a scale"
+                    f"{weight} is {dtype_name(numbers.dtype)}, but has {scales[0]}; "
+                    "only fp8 weights may have a scale"
                 )
             return StoredMatrix(self._wide(weight, numbers))
         if self._scheme is None:
@@ -92,7 +94,8 @@ class MatrixReader:
         self._checkpoint.require(scales or [f"{name}.{_WEIGHT_SCALES[0]}"])
         if holds_nan(numbers):
             raise self._error(
-                f"{weight} holds bytes that are no number in {_short(numbers)}; the export is damaged"
+                f"{weight} holds bytes that are no number in {dtype_name(numbers.dtype)}; "
+                "the export is damaged"
             )
         self._check_input_scales(name)
         factors, width = self._scales(scales[0], self._scheme, shape, columns)
@@ -149,8 +152,8 @@ class MatrixReader:
     def _wide(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in _WIDE:
             raise self._error(
-                f"{name} is {_short(tensor)}; supported are float32, bfloat16 and float16, and e4m3 for the "
-                "weights of linear layers"
+                f"{name} is {dtype_name(tensor.dtype)}; supported are float32, bfloat16 and float16, and "
+                "e4m3 for the weights of linear layers"
             )
         return tensor
 
@@ -166,7 +169,3 @@ def _groups(columns: slice | None, inputs: int, width: int) -> slice:
             f"a matrix with blocks of {width} inputs cannot be split inside a block; use fewer ranks"
         )
     return slice(start // width, -(-stop // width))
-
-
-def _short(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

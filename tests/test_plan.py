@@ -16,7 +16,7 @@ from ssd_serve.models.device_tables import DeviceSheet, device_sheet, sheet_name
 from ssd_serve.plan import Plan, Wish, make_plan
 from ssd_serve.plan_devices import Measured, Sheets, cost_table
 from ssd_serve.plan_here import never_slower
-from ssd_serve.plan_models import PlannedModel, known_config, known_names, planned_model, sized
+from ssd_serve.plan_models import Computing, PlannedModel, known_config, known_names, planned_model, sized
 from ssd_serve.plan_page import as_json, page
 from ssd_serve.plan_simulation import Costs, Guesses, Way, simulate
 from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
@@ -29,7 +29,7 @@ PLAIN_SHEET = DeviceSheet("test", 100, 1000, 100, 1.0, 1.0, 0.0, 0.0)
 def known(name: str) -> PlannedModel:
     config = known_config(name)
     assert config is not None
-    return sized(name, config, torch.bfloat16, "cuda:0")
+    return sized(name, config, Computing("cuda:0", torch.bfloat16))
 
 
 def flat(target_s: float, draft_s: float) -> Costs:
@@ -40,7 +40,7 @@ def flat(target_s: float, draft_s: float) -> Costs:
 
 def small_model(matrix_bytes: float = 1e9, kv_heads: int = 8) -> PlannedModel:
     size = int(matrix_bytes)
-    return PlannedModel("small", 10, kv_heads, 1000, 4096, 2, size, size, 1000, 0.0)
+    return PlannedModel("small", 10, kv_heads, 1000, 4096, size // 2, size, size, size, 1000, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,15 @@ def test_a_token_of_llama_70b_takes_320_kib_of_kv_cache() -> None:
 def test_a_tied_head_is_held_twice_on_cpus_only() -> None:
     config = known_config("llama-3.2-1b")
     assert config is not None
-    on_cpu, on_gpu = (sized("x", config, torch.bfloat16, place) for place in ("cpu", "cuda:0"))
+    on_cpu, on_gpu = (sized("x", config, Computing(place, torch.bfloat16)) for place in ("cpu", "cuda:0"))
     assert on_cpu.resident_bytes - on_gpu.resident_bytes == 128256 * 2048 * 2
     assert on_cpu.matrix_bytes == on_gpu.matrix_bytes == on_gpu.resident_bytes
 
 
 def test_the_embedded_pair_is_read_from_its_folder() -> None:
-    target = planned_model("embedded", "target", torch.float32, "cpu", None)
-    draft = planned_model("embedded", "draft", torch.float32, "cpu", None)
+    computing = Computing("cpu", torch.float32)
+    target = planned_model("embedded", "target", computing, None)
+    draft = planned_model("embedded", "draft", computing, None)
     assert target.name == "embedded-target"
     assert target.vocabulary == draft.vocabulary == 4096
     assert target.matrix_bytes > draft.matrix_bytes > 0
@@ -85,7 +86,7 @@ def test_the_embedded_pair_is_read_from_its_folder() -> None:
 
 def test_a_name_that_is_nothing_is_refused_with_what_is_known() -> None:
     with pytest.raises(CheckpointError, match=r"llama-3.1-70b, .*qwen3-0.6b"):
-        planned_model("llama-9", "target", torch.bfloat16, "cuda:0", None)
+        planned_model("llama-9", "target", Computing("cuda:0", torch.bfloat16), None)
 
 
 @pytest.mark.parametrize(("devices", "published"), [(1, 21.41), (2, 32.87), (4, 52.32)])

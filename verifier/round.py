@@ -121,7 +121,7 @@ class Rounds:
         self._model = model
         self._noise = noise
         self._eos = eos
-        self._native = trusted_choice(native)
+        self._native = trusted_choice(native) if model.facts.device == "cpu" else None
 
     def launch(self, work: Sequence[Work]) -> Flight:
         """Start the forward of all rows."""

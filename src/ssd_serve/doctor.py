@@ -14,6 +14,7 @@ from ssd_serve.devices import check_device, parse_device, pin, this_machine
 from ssd_serve.doctor_checks import Check, State
 from ssd_serve.errors import SsdError, UserError, in_a_line
 from ssd_serve.kernels.backends import AttentionWish, Candidate, attention_for, candidates
+from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, load_native
 from ssd_serve.kernels.self_test import RATIOS, layout_order, self_test
 from ssd_serve.models.load import attention_dtype, resolve_dtype
@@ -90,7 +91,7 @@ def _target_device(settings: Settings) -> str:
 
 
 def _tried(candidate: Candidate, dtype: torch.dtype, device: str) -> Check:
-    name = f"{candidate.name}, {_name(dtype)}"
+    name = f"{candidate.name}, {dtype_name(dtype)}"
     if candidate.missing:
         return Check(name, State.OK, "not for this machine", candidate.missing)
     try:
@@ -115,7 +116,7 @@ def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) ->
     except SsdError as error:
         return Check("would serve", State.PROBLEM, "nothing", str(error))
     checked = f", checked by {second}" if second else ""
-    where = f"in {_name(cache.layout.dtype)} on {cache.keys(0).device}"
+    where = f"in {dtype_name(cache.layout.dtype)} on {cache.keys(0).device}"
     found = f"{chosen.name} {where}{checked} (SSD_TREE_DECODE_BACKEND={asked})"
     return Check("would serve", State.OK, found)
 
@@ -124,10 +125,6 @@ def _attention_dtype(settings: Settings, device: str) -> torch.dtype:
     """Of attention with these settings. Raises `UserError` where the device does not have it."""
     name = resolve_dtype(settings.dtype, device)
     return attention_dtype(device, _DTYPES.get(name, torch.bfloat16))  # int8 computes in bf16
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _cache(dtype: torch.dtype, device: str) -> KVCache:

@@ -51,8 +51,9 @@ def add_plan(commands: Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     """0, or the exit code of too little memory where the target does not fit."""
     os.environ.update(worker_environment())  # torch is not imported yet
+    from ssd_serve.kernels.dtypes import dtype_name
     from ssd_serve.plan import Wish, best_draft, make_plan
-    from ssd_serve.plan_models import PlannedModel, planned_model, torch_dtype
+    from ssd_serve.plan_models import Computing, PlannedModel, multiplied_fp8, planned_model, torch_dtype
     from ssd_serve.plan_page import as_json, page
 
     drafts: list[str] = args.drafts or ([EMBEDDED] if args.target == EMBEDDED else [])
@@ -68,9 +69,10 @@ def _run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if this_machine().gpus else "cpu")
     kind = "cpu" if device == "cpu" else "cuda:0"
     dtype = torch_dtype(args.dtype, kind)
-    target = planned_model(args.target, "target", dtype, kind, token)
-    others: list[PlannedModel | None] = [planned_model(name, "draft", dtype, kind, token) for name in drafts]
-    platform = _platform(device, args.devices, str(dtype).removeprefix("torch."))
+    computing = Computing(kind, dtype, multiplied_fp8(device))
+    target = planned_model(args.target, "target", computing, token)
+    others: list[PlannedModel | None] = [planned_model(name, "draft", computing, token) for name in drafts]
+    platform = _platform(device, args.devices, dtype_name(dtype))
     if len(wishes) == 1:
         wishes *= max(1, len(others))
     pairs = zip(others or [None], wishes, strict=True)

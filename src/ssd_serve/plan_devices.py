@@ -174,16 +174,19 @@ class Measured:
         return most if self.shares_memory else _even(model, most)
 
     def step_s(self, model: PlannedModel, devices: int, rows: int, context: int) -> float:
-        """Matrices as measured for so many rows; the KV cache at the bandwidth."""
+        """Matrices as measured for so many rows; the KV cache at the bandwidth. Narrower weights than those
+        that were measured save reading, not computing."""
         roof = self.roofs[devices] if self.shares_memory else self.roofs[1]
         parts = 1 if self.shares_memory else devices
         known = sorted(roof.seconds_per_byte)
         seconds_per_byte = float(np.interp(rows, known, [roof.seconds_per_byte[each] for each in known]))
         seconds_per_byte *= max(1.0, rows / known[-1])
+        saved_s = (model.wide_bytes - model.matrix_bytes) * min(roof.seconds_per_byte.values())
         attention_s = context * model.kv_bytes_per_token / roof.bandwidth
         attention_s += rows * context * model.attention_flops / roof.flops
         layer_s = self.layer_s + (self.exchange_s if parts > 1 else 0.0)
-        return (model.matrix_bytes * seconds_per_byte + attention_s) / parts + model.layers * layer_s
+        matrices_s = model.wide_bytes * seconds_per_byte - saved_s
+        return (matrices_s + attention_s) / parts + model.layers * layer_s
 
     def disturbance(self, target: int, draft: PlannedModel) -> float:
         """Cores share the memory's bandwidth, unless the drafter's weights stay in the cache."""

@@ -10,7 +10,11 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
+from ssd_serve.devices import this_machine
 from ssd_serve.errors import CheckpointError, HubError
+from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.fp8 import FORMATS, can_multiply, native_format
+from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import (
     DecoderConfig,
     RopeConfig,
@@ -19,9 +23,11 @@ from ssd_serve.models.config import (
     parse_config,
     read_json,
 )
-from ssd_serve.models.decoder import kv_layout, matrix_elements
+from ssd_serve.models.decoder import kv_layout, matrix_elements, tensor_names
+from ssd_serve.models.device_tables import device_sheet
 from ssd_serve.models.hub import Role, embedded_folder
 from ssd_serve.models.load import attention_dtype, resolve_dtype
+from ssd_serve.models.matrices import MatrixReader
 from ssd_serve.settings import EMBEDDED
 
 
@@ -34,7 +40,10 @@ class PlannedModel:
     kv_heads: int
     vocabulary: int
     context: int
-    item_bytes: int
+    elements: int
+    """Numbers in all matrices."""
+    wide_bytes: int
+    """What they would take in the dtype that is computed in."""
     matrix_bytes: int
     """Read by a forward of any number of rows."""
     resident_bytes: int
@@ -42,24 +51,38 @@ class PlannedModel:
     kv_bytes_per_token: int
     attention_flops: float
     """Floating-point operations of one row's attention for each token of context."""
+    fp8: bool | None = None
+    """Whether its fp8 weights are read as they are, or else widened; None: it has none."""
 
     @property
     def flops_per_row(self) -> float:
         """Floating-point operations of one row's matrix products."""
-        return 2.0 * self.matrix_bytes / self.item_bytes
+        return 2.0 * self.elements
 
 
-def planned_model(name: str, role: Role, dtype: torch.dtype, device: str, token: str | None) -> PlannedModel:
-    """Look a model up: `embedded`, a folder, a well-known name, or a hub id. `device` is torch's name."""
-    shown, config = _find(name, role, token)
-    return sized(shown, config, dtype, device)
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What models are computed with."""
+
+    device: str
+    """torch's name of this kind of device."""
+    dtype: torch.dtype
+    fp8: torch.dtype | None = None
+    """The eight-bit format that the device multiplies."""
 
 
-def sized(name: str, config: DecoderConfig, dtype: torch.dtype, device: str) -> PlannedModel:
-    """The sizes that follow from a configuration."""
-    matrices = matrix_elements(config)
+def planned_model(name: str, role: Role, computing: Computing, token: str | None) -> PlannedModel:
+    """Look a model up: `embedded`, a folder, a well-known name, or a hub id."""
+    shown, config, folder = _find(name, role, token)
+    return sized(shown, config, computing, folder)
+
+
+def sized(name: str, config: DecoderConfig, computing: Computing, folder: Path | None = None) -> PlannedModel:
+    """The sizes that follow from a configuration, and from the weights' files where they are in a folder."""
+    elements, dtype = matrix_elements(config), computing.dtype
+    wide, saved = elements * dtype.itemsize, _saved(config, computing, folder)
     # On CPUs the head is packed and cannot serve as the embedding too.
-    shared = config.tied and device != "cpu"
+    shared = config.tied and computing.device != "cpu"
     embedding = 0 if shared else config.vocabulary * config.hidden
     return PlannedModel(
         name=name,
@@ -67,12 +90,48 @@ def sized(name: str, config: DecoderConfig, dtype: torch.dtype, device: str) -> 
         kv_heads=config.kv_heads,
         vocabulary=config.vocabulary,
         context=config.context,
-        item_bytes=dtype.itemsize,
-        matrix_bytes=matrices * dtype.itemsize,
-        resident_bytes=(matrices + embedding) * dtype.itemsize,
-        kv_bytes_per_token=kv_layout(config, attention_dtype(device, dtype)).bytes_per_slot,
+        elements=elements,
+        wide_bytes=wide,
+        matrix_bytes=wide - saved,
+        resident_bytes=wide - saved + embedding * dtype.itemsize,
+        kv_bytes_per_token=kv_layout(config, attention_dtype(computing.device, dtype)).bytes_per_slot,
         attention_flops=4.0 * config.heads * config.head_dim * config.layers,
+        fp8=None if config.fp8 is None else saved > 0,
     )
+
+
+def _saved(config: DecoderConfig, computing: Computing, folder: Path | None) -> int:
+    """Bytes that matrices take less than wide ones where the device multiplies fp8.
+
+    The files say it. Without them, every matrix but the head is taken to be in e4m3fn, as exports leave it.
+    """
+    form, dtype = computing.fp8, computing.dtype
+    if form is None or config.fp8 is None or not config.fp8.rounds_inputs:
+        return 0
+    if folder is not None and any(folder.glob("*.safetensors")):
+        with Checkpoint(folder) as checkpoint:
+            checkpoint.require(tensor_names(config))
+            return MatrixReader(checkpoint, config.fp8).bytes_saved(tensor_names(config), form, dtype)
+    if "block" in config.fp8.kinds:
+        return 0  # widened everywhere
+    hidden, inner = config.hidden, config.intermediate
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    return config.layers * sum(
+        outputs * (inputs * (dtype.itemsize - 1) - torch.float32.itemsize)
+        for outputs, inputs in shapes
+        if can_multiply(outputs, inputs)
+    )
+
+
+def multiplied_fp8(device: str) -> torch.dtype | None:
+    """The eight-bit format that a device of the table, or `cpu` or `cuda` here, multiplies."""
+    if device == "cpu":
+        return None
+    if device == "cuda":
+        return native_format("cuda:0") if this_machine().gpus else None
+    return next((form for form in FORMATS if dtype_name(form) == device_sheet(device).fp8), None)
 
 
 def torch_dtype(name: str, device: str) -> torch.dtype:
@@ -92,22 +151,23 @@ def known_config(name: str) -> DecoderConfig | None:
     return None if shape is None else _config(*shape)
 
 
-def _find(name: str, role: Role, token: str | None) -> tuple[str, DecoderConfig]:
+def _find(name: str, role: Role, token: str | None) -> tuple[str, DecoderConfig, Path | None]:
+    """Its name for people, its configuration, and its folder if it has one."""
     if name == EMBEDDED:
         folder = embedded_folder(role)
-        return model_name(folder), load_config(folder)
+        return model_name(folder), load_config(folder), folder
     if Path(name).expanduser().is_dir():
         folder = Path(name).expanduser()
-        return model_name(folder.resolve()), load_config(folder)
+        return model_name(folder.resolve()), load_config(folder), folder
     known = known_config(name)
     if known is not None:
-        return name.lower(), known
+        return name.lower(), known, None
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"{name} is no folder, no hub id such as owner/name, and no name that `ssd plan` knows; it knows "
             f"{', '.join(known_names())}"
         )
-    return name, _from_hub(name, token)
+    return name, _from_hub(name, token), None
 
 
 def _from_hub(name: str, token: str | None) -> DecoderConfig:

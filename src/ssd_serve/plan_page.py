@@ -176,6 +176,9 @@ def _note(plan: Plan) -> str:
         notes.append(
             "one model over several GPUs is not built in this version: these are plans for one that has it"
         )
+    models = (plan.target,) if plan.draft is None else (plan.target, plan.draft)
+    if widened := [model.name for model in models if model.fp8 is False]:
+        notes.append(f"fp8 weights are widened on this device: {', '.join(widened)}")
     if plan.target.matrix_bytes < plan.platform.cache_bytes:
         notes.append("the target fits the cache and is faster than this; `ssd bench explain` measures it")
     if plan.draft is not None and plan.draft.vocabulary != plan.target.vocabulary:

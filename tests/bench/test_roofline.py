@@ -12,6 +12,9 @@ from ssd_serve.bench.machine import hardware
 from ssd_serve.bench.roofline import ModeRow, distances, page, run_roofline
 from ssd_serve.bench.roofline_probe import Effort, Roof, measure_roof
 from ssd_serve.errors import UserError
+from ssd_serve.models import linear
+from ssd_serve.models.load import model_sizes
+from tests.models.fp8_checkpoints import FORMS, write
 
 WEIGHTS = 400e6
 FLOPS = 400e6
@@ -106,6 +109,22 @@ def test_the_page_compares_real_settings_with_the_roof_of_their_cores(
     text = page(json.loads(json.dumps(result)))
     assert f"| {found[0]['roof_tokens_per_s']:.1f} | {found[0]['reached']:.2f} |" in text
     assert "| 2 core(s) | 1: 60.0 | 400 |" in text
+
+
+@pytest.mark.parametrize("native", [torch.float8_e4m3fn, None])
+def test_weights_in_fp8_are_counted_as_the_device_reads_them(
+    native: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roofline, "measure_roof", lambda *_: ONE_CORE)
+    monkeypatch.setattr(linear, "native_format", lambda _: native)
+    write(FORMS["fp8-static"], tmp_path / "model")
+    found = run_roofline(result_file(tmp_path), tmp_path / "model", "cuda:0", "bf16", ())["target"]
+    assert isinstance(found, dict)
+    assert (
+        found["weight_bytes"] == model_sizes(tmp_path / "model", device="cuda:0", dtype="bf16").matrix_bytes
+    )
+    wide = found["flops_per_row"]  # as many as bytes of bf16
+    assert found["weight_bytes"] == wide if native is None else found["weight_bytes"] < 0.7 * wide
 
 
 def test_figures_of_another_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""A draft model on a pretended GPU, put together from settings: its candidates are those of the CPU."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.kernels import backends
+from ssd_serve.kernels.backends import AttentionWish
+from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.messages import Open, SamplingParameters
+from ssd_serve.models.load import load_model
+from ssd_serve.settings import Settings
+from tests.end_to_end.tiny_pair import write_model
+from tests.pretended_device import DEVICE, pretended_device
+
+PROMPT = tuple(range(5, 40))
+SDPA = AttentionWish("sdpa")
+There = Callable[[], AbstractContextManager[object]]
+PLACES: tuple[tuple[str, There], ...] = (("cpu", nullcontext), (DEVICE, pretended_device))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(backends, "first_failure", lambda *_: "")  # tried elsewhere
+    write_model(tmp_path / "draft", seed=1, noise=0.0)
+    return tmp_path / "draft"
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 1.3)])
+def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder: Path) -> None:
+    def candidates(device: str) -> list[Candidates | None]:
+        model = load_model(folder, device=device, dtype="fp32", slots=128, context=None, wish=SDPA)
+        source = ModelSource(model, SlotPool(128), NoiseRows(model.facts.vocabulary, 64, device), 4)
+        for request, temperature in enumerate(temperatures):
+            source.open(request, PROMPT, SamplingParameters(temperature=temperature), 11)
+        roots = [Expansion(request, 100 + request, (), ()) for request in range(len(temperatures))]
+        source.expand(roots, [1.0, 0.7])
+        return source.expand([Expansion(0, 7, (7,), (50,)), Expansion(1, 9, (8, 9), (51, 52))], [1.0, 0.7])
+
+    expected = candidates("cpu")
+    with pretended_device():
+        found = candidates(DEVICE)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        np.testing.assert_allclose(ours.log_probabilities, theirs.log_probabilities, atol=1e-4)
+        np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
+
+
+def test_a_drafter_is_put_together_on_its_device(folder: Path) -> None:
+    settings = Settings(
+        draft=str(folder), dtype="fp32", context=160, max_running=2, tree_decode_backend="sdpa"
+    )
+    parameters = SamplingParameters(temperature=1.0)
+    grown: list[bytes] = []
+    for device, there in PLACES:
+        with there():
+            core = assemble_drafter(settings, "drafter", device, None).core
+            core.handle(Open(1, 0, PROMPT, (), parameters, 3, 17))
+            (growth,) = core.step()
+            grown.append(growth.tokens)
+    assert grown[0] == grown[1]

@@ -1,0 +1,130 @@
+"""Choosing, noise and the drafter's ranking on a pretended GPU: as on the CPU, and nothing lies elsewhere."""
+
+import numpy as np
+import pytest
+import torch
+
+from ssd_serve.kernels.noise import NoiseRows, integers_rows, integers_torch_rows, log_exponential
+from ssd_serve.kernels.processors import TokenCounts
+from ssd_serve.kernels.sampling import draft_scores, ranked_children, sample
+from ssd_serve.kernels.sampling_rows import SamplingRows
+from ssd_serve.messages import SamplingParameters
+from tests.pretended_device import DEVICE, pretended_device
+
+VOCABULARY = 301
+KINDS = {
+    "greedy": SamplingParameters(temperature=0.0),
+    "plain": SamplingParameters(temperature=1.0),
+    "temperature": SamplingParameters(temperature=0.7),
+    "top-k": SamplingParameters(temperature=1.5, top_k=5),
+    "top-p": SamplingParameters(temperature=1.0, top_p=0.8),
+    "min-p": SamplingParameters(temperature=0.9, min_p=0.02),
+    "penalties": SamplingParameters(
+        temperature=0.7, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.25
+    ),
+    "logprobs": SamplingParameters(temperature=0.8, logprobs=3),
+    "greedy logprobs": SamplingParameters(temperature=0.0, logprobs=0),
+    "bias": SamplingParameters(temperature=1.0, logit_bias={3: 4.0, 1000: 1.0}),
+    "min-tokens": SamplingParameters(temperature=1.0, min_tokens=9, stop_token_ids=(7, 8)),
+    "bad words": SamplingParameters(temperature=1.0, bad_words=((5, 6), (7,))),
+    "allowed": SamplingParameters(temperature=1.0, allowed_token_ids=(1, 2, 300, 4000)),
+}
+
+
+def rows_of(parameters: SamplingParameters, seed: int) -> SamplingRows:
+    """A first row and a small tree."""
+    counts = TokenCounts((3, 5, 8), (5, 5, 9))
+    return SamplingRows(
+        parameters, seed, 40, counts, generated=3, tokens=(4, 6, 7), parents=(-1, 0, -1), depths=(1, 2, 1)
+    )
+
+
+def logits_of(rows: int) -> torch.Tensor:
+    return 3 * torch.randn((rows, VOCABULARY), generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("kinds", [*([name] for name in KINDS), list(KINDS)], ids="+".join)
+def test_choices_and_logprobs_are_the_cpus(kinds: list[str]) -> None:
+    requests = [rows_of(KINDS[name], seed) for seed, name in enumerate(kinds)]
+    logits = logits_of(4 * len(requests))
+    expected = sample(logits, requests, NoiseRows(VOCABULARY, 64))
+    with pretended_device():
+        found = sample(logits.to(DEVICE), requests, NoiseRows(VOCABULARY, 64, DEVICE))
+    assert found.choices == expected.choices
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.chosen == pytest.approx(theirs.chosen, abs=1e-5)
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_the_host_waits_once_for_all_choices() -> None:
+    """Whatever is processed; log-probabilities are read one by one."""
+    told = [each for each in KINDS.values() if each.logprobs is None]
+    requests = [rows_of(each, seed) for seed, each in enumerate(told)]
+    with pretended_device() as reads:
+        logits = logits_of(4 * len(requests)).to(DEVICE)
+        noise = NoiseRows(VOCABULARY, 64, DEVICE)
+        reads.clear()
+        sample(logits, requests, noise)
+        assert reads == ["_to_copy"]
+
+
+def test_logits_that_are_no_numbers_are_passed_over_there_too() -> None:
+    logits = logits_of(2)
+    logits[0, :] = torch.nan
+    logits[1, 17] = torch.nan
+    requests = [SamplingRows(KINDS["greedy"], 0, index) for index in range(2)]
+    expected = sample(logits, requests, NoiseRows(VOCABULARY, 8)).choices
+    with pretended_device():
+        found = sample(logits.to(DEVICE), requests, NoiseRows(VOCABULARY, 8, DEVICE)).choices
+    assert found == expected
+
+
+def test_noise_lives_on_the_device_and_has_the_same_words() -> None:
+    seeds, positions = [(1 << 64) - 1, 0, 12345], [7, 0, 1 << 20]
+    expected = log_exponential(seeds, positions, VOCABULARY)
+    with pretended_device() as reads:
+        words = integers_torch_rows(seeds, positions, VOCABULARY, DEVICE)
+        noise = NoiseRows(VOCABULARY, 2, DEVICE)  # fewer than are asked for: in parts
+        reads.clear()
+        rows = noise.rows([*seeds, None], [*positions, 1])
+        assert reads == []
+        assert {words.device, noise.table.device, rows.device} == {torch.device(DEVICE)}
+        assert words.tolist() == integers_rows(seeds, positions, VOCABULARY).tolist()
+        np.testing.assert_allclose(rows[:3].cpu().numpy(), expected, rtol=2e-7, atol=1e-7)
+        assert not rows[3].cpu().any()
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_the_drafters_ranking_reads_back_once(many: bool) -> None:
+    logits = logits_of(4)
+    temperatures = torch.tensor([0.7, 0.0, 1.0, 1.3])
+    scales = torch.tensor([0.5, 1.0, 0.8, 1.2]) if many else 0.7
+    seeds, positions = [1, None, 2, 3], [5, 5, 6, 7]
+
+    def ranking(device: str, reads: list[str]) -> tuple[np.ndarray, ...]:
+        noise = NoiseRows(VOCABULARY, 64, device)
+        reads.clear()
+        rows = noise.rows(seeds, positions)
+        scores = draft_scores(logits.to(device), temperatures.to(device) if many else 0.7, rows)
+        assert scores.device == torch.device(device)
+        return ranked_children(scores, scales, 5)
+
+    expected = ranking("cpu", [])
+    with pretended_device() as reads:
+        found = ranking(DEVICE, reads)
+        assert reads == ["_to_copy"]
+    assert np.array_equal(found[0], expected[0])
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_impossible_tokens_are_ranked_there_too() -> None:
+    scores = logits_of(2)
+    scores[:, ::2] = -torch.inf
+    expected = ranked_children(scores, 1.0, 4)
+    with pretended_device():
+        found = ranked_children(scores.to(DEVICE), 1.0, 4)
+    assert np.array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.expected_score, expected.expected_score, rtol=1e-5)

@@ -1,0 +1,99 @@
+"""A whole model on a pretended GPU: every tensor lies there, and the logits are those of the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ssd_serve.kernels import backends, fp8
+from ssd_serve.kernels.backends import AttentionWish
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_model
+from tests.models import checkpoints
+from tests.models.fp8_checkpoints import FORMS, write
+from tests.pretended_device import DEVICE, pretended_device
+
+SLOTS = 128
+
+
+def batches() -> list[Batch]:
+    """A prompt; a tree below it beside a second prompt; a row whose logits nobody wants. Scattered slots."""
+    slots = [3 * index % 101 for index in range(40)]
+    prompt = RequestRows(range(20), range(20), slots[:20], np.empty(0, dtype=np.int32), [19])
+    tree = RequestRows(
+        [5, 6, 7, 8],
+        [20, 21, 21, 22],
+        slots[20:24],
+        np.asarray(slots[:20], dtype=np.int32),
+        [0, 1, 2, 3],
+        [0b0001, 0b0011, 0b0101, 0b1011],
+    )
+    other = RequestRows(range(7, 17), range(10), slots[24:34], np.empty(0, dtype=np.int32), [])
+    unwanted = RequestRows([9], [10], slots[34:35], np.asarray(slots[24:34], dtype=np.int32), [])
+    return [build_batch([prompt]), build_batch([tree, other]), build_batch([unwanted])]
+
+
+def load(folder: Path, device: str, backend: str) -> Model:
+    wish = AttentionWish(backend)
+    return load_model(
+        folder, device=device, dtype="fp32", slots=SLOTS, context=None, wish=wish, features=(1,)
+    )
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("case", ["llama-linear-biases", "mistral-window", "qwen3-qk-norm"])
+def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
+    case: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Triton's interpreter needs long for the self-test, and the logits are compared here.
+    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
+    folder = checkpoints.save(checkpoints.make(case), tmp_path)
+    on_cpu = load(folder, "cpu", "sdpa")
+    expected = [on_cpu.forward(batch) for batch in batches()]
+    with pretended_device() as reads:
+        model = load(folder, DEVICE, backend)
+        assert (model.facts.device, model.facts.attention) == (DEVICE, backend)
+        reads.clear()
+        found = [model.forward(batch) for batch in batches()]
+        assert reads == []
+        for ours, theirs in zip(found, expected, strict=True):
+            ours.completion.wait()
+            for mine, right in ((ours.logits, theirs.logits), *both_features(ours, theirs)):
+                assert mine.device == torch.device(DEVICE)
+                torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
+
+
+def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    assert ours.features.keys() == theirs.features.keys() == {"layer.1"}
+    return [(ours.features[name], theirs.features[name]) for name in ours.features]
+
+
+@pytest.mark.parametrize("native", [*fp8.FORMATS, None])
+def test_fp8_weights_and_their_products_lie_on_the_device(
+    native: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiplied in the device's format, where rows are rounded, or widened where it has none."""
+
+    def product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        if a.dtype is not native:
+            raise RuntimeError("unsupported")
+        scales: tuple[torch.Tensor, ...] = options["scale_a"], options["scale_b"]
+        assert {each.device for each in (a, b, *scales)} == {torch.device(DEVICE)}
+        return a.float() @ b.float() * scales[0] * scales[1]
+
+    write(FORMS["compressed-tensor-static"], tmp_path)
+    wide = load_model(tmp_path, device="cpu", dtype="bf16", slots=SLOTS, context=None)
+    expected = [wide.forward(batch).logits for batch in batches()[:2]]
+    monkeypatch.setattr(torch.ops.aten, "_scaled_mm", product)
+    with pretended_device() as reads:
+        wish = AttentionWish("sdpa")
+        model = load_model(tmp_path, device=DEVICE, dtype="bf16", slots=SLOTS, context=None, wish=wish)
+        assert model.facts.weight_bytes < (1.01 if native is None else 0.6) * wide.facts.weight_bytes
+        reads.clear()
+        found = [model.forward(batch).logits for batch in batches()[:2]]
+        assert reads == []
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.cpu() - theirs).norm() < (0.05 if native is None else 0.2) * theirs.norm()

@@ -1,0 +1,89 @@
+"""A whole engine on a pretended GPU, put together from settings: its tokens are those of the CPU."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.kernels import backends
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.models.interface import ModelFacts
+from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.assembly import assemble_verifier
+from ssd_serve.verifier.request import Request
+from ssd_serve.verifier.round import Rounds, Work
+from ssd_serve.verifier.scheduler import Part
+from tests.end_to_end.tiny_pair import write_pair
+from tests.fakes import EOS, VOCABULARY, FakeModel, Output, run
+from tests.pretended_device import DEVICE, pretended_device
+
+PARAMETERS = (
+    SamplingParameters(temperature=0.0, max_tokens=20),
+    SamplingParameters(temperature=1.0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+    SamplingParameters(temperature=0.8, max_tokens=20, top_p=0.9, frequency_penalty=0.3),
+)
+
+
+def outputs(device: str, there: Callable[[], AbstractContextManager[object]], folder: Path) -> list[Output]:
+    settings = Settings(
+        target=str(folder / "target"),
+        draft=str(folder / "draft"),
+        mode=Mode.SD,
+        target_device=device,
+        dtype="fp32",
+        tree_decode_backend="sdpa",
+        cache_dir=folder / "cache",
+        native_kernels=False,
+        context=160,
+        max_running=4,
+        speculation_may_stop=False,
+    )
+    submits = [
+        Submit(number, tuple(range(5, 60 + number)), each, 7 + number)
+        for number, each in enumerate(PARAMETERS)
+    ]
+    with there():
+        verifier = assemble_verifier(settings, lambda _: None)
+        assert verifier.facts.device == device
+        found = run(verifier.engine, submits)
+    return [found[number] for number in sorted(found)]
+
+
+def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "first_failure", lambda *_: "")  # tried elsewhere
+    write_pair(tmp_path)
+    expected, found = outputs("cpu", nullcontext, tmp_path), outputs(DEVICE, pretended_device, tmp_path)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert sum(each.figures.accepted for each in found) > 0
+
+
+class OnDevice(FakeModel):
+    """Says that it lies there."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        return replace(super().facts, device=DEVICE)
+
+
+class Watched(NoiseRows):
+    """Tells what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, 64)
+        self.asked: list[tuple[int, int, int]] = []
+
+    def lines(self, spans: Sequence[tuple[int, int, int]]) -> list[list[int]] | None:
+        self.asked += spans
+        return super().lines(spans)
+
+
+def test_a_device_gets_its_noise_while_it_computes_whatever_the_cpu_has(native: NativeLibrary) -> None:
+    request = Request(0, SamplingParameters(), 9, 3, [1, 2, 3], frozenset(), None, 64, VOCABULARY)
+    noise = Watched()
+    flight = Rounds(OnDevice(8), noise, (EOS,), native).launch([Work(Part(request, (0, 1, 2), final=True))])
+    assert noise.asked == [(9, 3, 1)]
+    assert flight.rows == 3
