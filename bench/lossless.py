@@ -180,10 +180,13 @@ def run_lossless(plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
 
 
 def _load(name: str, folder: Path, dtype: str = "fp32") -> Pair:
-    native = native_library(Settings())
+    settings = Settings()
+    native = native_library(settings)
     if name == EMBEDDED:
-        return Pair(name, resolve_model(name, "target"), resolve_model(name, "draft"), dtype, native)
-    return Pair(name, *write_random_pair(name, folder), dtype, native)
+        folders = resolve_model(name, "target"), resolve_model(name, "draft")
+    else:
+        folders = write_random_pair(name, folder)
+    return Pair(name, *folders, dtype, native, settings.batch_invariant)
 
 
 def _run_pair(pair: Pair, plan: Plan) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
@@ -242,6 +245,7 @@ def _bf16(plan: Plan) -> dict[str, object]:
     return {
         "pair": pair.name,
         "kernels": "compiled" if pair.native is not None else "torch",
+        "batch_invariant": pair.target.facts.batch_invariant,
         **totals,
         "divergences_per_1000_tokens": rate,
     }

@@ -101,11 +101,18 @@ class Pair:
         draft: Path,
         dtype: str = "fp32",
         native: NativeLibrary | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.name = name
         self.folder = target
         self.target: Model = load_model(
-            target, device="cpu", dtype=dtype, slots=_SLOTS, context=512, native=native
+            target,
+            device="cpu",
+            dtype=dtype,
+            slots=_SLOTS,
+            context=512,
+            native=native,
+            batch_invariant=batch_invariant,
         )
         self.draft: Model = load_model(
             draft, device="cpu", dtype=dtype, slots=_SLOTS, context=512, native=native
