@@ -7,7 +7,7 @@ tensors; no model.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -106,7 +106,7 @@ def trial_product(
 
 
 @contextmanager
-def threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Generator[None]:
     """Compute with so many threads for a while."""
     before = torch.get_num_threads()
     if before == number:

@@ -29,16 +29,14 @@ def _depends(make: Maker, form: Heads, device: str, asked: tuple[Asked, ...]) ->
     layers = (LayerKV(form.kv_heads, form.head_dim), LayerKV(form.kv_heads, form.head_dim, _WINDOW))
     cache = KVCache(KVLayout(layers, form.dtype, order=layout_order(device)), slots, device)
     generator = torch.Generator().manual_seed(form.heads)
-    batch = random_batch(random.Random(slots), slots, asked)
-    backend = make(cache, form.heads)
-    queries = torch.randn((batch.rows, form.heads, form.head_dim), generator=generator)
-    queries = queries.to(device, form.dtype)
     for layer in range(len(layers)):
         filled = torch.randn((slots, 2 * form.kv_heads, form.head_dim), generator=generator)
         cache.write(layer, torch.arange(slots, device=device), filled.to(device, form.dtype))
-        if _differs(backend, layer, queries, batch):
-            return True
-    return False
+    backend = make(cache, form.heads)
+    batch = random_batch(random.Random(slots), slots, asked)
+    queries = torch.randn((batch.rows, form.heads, form.head_dim), generator=generator)
+    queries = queries.to(device, form.dtype)
+    return any(_differs(backend, layer, queries, batch) for layer in range(len(layers)))
 
 
 def _differs(backend: AttentionBackend[Any], layer: int, queries: torch.Tensor, batch: Batch) -> bool:
