@@ -1,5 +1,5 @@
 """The command line of the benchmarks: `ssd bench modes | load | peers | packed | kernels | conformance |
-lossless | calibration | ablate | report`.
+invariance | lossless | calibration | ablate | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -40,6 +40,7 @@ def add_commands(subparsers: Commands) -> None:
     _add_packed(commands)
     add_kernels(commands)
     _add_host(commands)
+    _add_invariance(commands)
     add_roofline(commands)
     add_explain(commands)
     _add_lossless(commands)
@@ -159,6 +160,27 @@ def _run_host(args: argparse.Namespace) -> int:
 
     result = run_host(
         settings_from(args), args.batches, lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    _write(result, args.json)
+    return 0
+
+
+def _add_invariance(commands: Commands) -> None:
+    parser = commands.add_parser("invariance", help="what SSD_BATCH_INVARIANT costs a forward of the target")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    add_settings_flags(parser)
+    parser.set_defaults(run=_run_invariance)
+
+
+def _run_invariance(args: argparse.Namespace) -> int:
+    restart_as_worker()  # this process plays the verifier
+    from ssd_serve.bench.invariance import Plan, run_invariance
+
+    result = run_invariance(
+        settings_from(args),
+        Plan(repeats=args.repeats),
+        lambda text: print(text, file=sys.stderr, flush=True),
     )
     _write(result, args.json)
     return 0

@@ -186,10 +186,13 @@ def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPU
 
 
 def _load(name: str, folder: Path, devices: Devices, dtype: str = "fp32") -> Pair:
-    native = native_library(Settings())
+    settings = Settings()
+    native = native_library(settings)
     if name == EMBEDDED:
-        return Pair(name, resolve_model(name, "target"), resolve_model(name, "draft"), dtype, native, devices)
-    return Pair(name, *write_random_pair(name, folder), dtype, native, devices)
+        folders = resolve_model(name, "target"), resolve_model(name, "draft")
+    else:
+        folders = write_random_pair(name, folder)
+    return Pair(name, *folders, dtype, native, devices, settings.batch_invariant)
 
 
 def _run_pair(pair: Pair, plan: Plan) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
@@ -249,6 +252,7 @@ def _bf16(plan: Plan, devices: Devices) -> dict[str, object]:
         "pair": pair.name,
         "kernels": "torch" if pair.target.facts.kernels == "torch" else "compiled",
         "attention": pair.target.facts.attention,
+        "batch_invariant": pair.target.facts.batch_invariant,
         **totals,
         "divergences_per_1000_tokens": rate,
     }

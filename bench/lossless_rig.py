@@ -118,10 +118,11 @@ class Pair:
         dtype: str = "fp32",
         native: NativeLibrary | None = None,
         devices: Devices = _CPUS,
+        batch_invariant: bool = False,
     ) -> None:
         self.name = name
         self.folder = target
-        self.target = _load(target, devices.target, dtype, native)
+        self.target = _load(target, devices.target, dtype, native, batch_invariant)
         self.draft = _load(draft, devices.draft, dtype, native)
         facts = self.target.facts
         self.eos = facts.eos_token_ids
@@ -162,10 +163,18 @@ class Pair:
         return DrafterCore(source, _GROWTH, frozenset(self.eos), self.name)
 
 
-def _load(path: Path, device: Device, dtype: str, native: NativeLibrary | None) -> Model:
+def _load(
+    path: Path, device: Device, dtype: str, native: NativeLibrary | None, batch_invariant: bool = False
+) -> Model:
     def load() -> Model:
         return load_model(
-            path, device=device.torch_name, dtype=dtype, slots=_SLOTS, context=512, native=native
+            path,
+            device=device.torch_name,
+            dtype=dtype,
+            slots=_SLOTS,
+            context=512,
+            native=native,
+            batch_invariant=batch_invariant,
         )
 
     if device.kind == "cpu":

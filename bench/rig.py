@@ -87,7 +87,8 @@ class Rig:
         draft = resolve_model(settings.draft_model or "", "draft", token=settings.hf_token)
         self.tokenizer = Tokenizer(target)
         self.native = native_library(settings)
-        self.real = load_served(settings, target, device, _SLOTS, self.native)
+        invariant = settings.batch_invariant
+        self.real = load_served(settings, target, device, _SLOTS, self.native, batch_invariant=invariant)
         self.real_draft = load_served(settings, draft, device, 2 * _SLOTS, self.native)
         self.target: Model = self.real
         self.draft: Model = self.real_draft

@@ -16,10 +16,13 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.checked import CheckedAttention, Difference
+from ssd_serve.kernels.invariance import depends_on_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention
-from ssd_serve.kernels.self_test import Maker, first_failure
+from ssd_serve.kernels.sdpa_rows import SdpaRows
+from ssd_serve.kernels.self_test import Heads, Maker, first_failure
+from ssd_serve.kernels.unrolled import UnrolledAttention
 from ssd_serve.logs import Logger
 
 if TYPE_CHECKING:
@@ -28,15 +31,19 @@ if TYPE_CHECKING:
 AUTO = "auto"
 DEVICE_SCRATCH_BYTES = 384 << 20
 """Most memory of a GPU that any backend takes beside the cache, and what recorded forwards share."""
+_SPLIT_PAGES = 512
+"""Where FlashInfer splits contexts so that results do not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that may run. `missing` says what it lacks here, and what to do about it; empty: nothing."""
+    """A backend that may run. `missing` says what it lacks here, and what to do about it; empty: nothing.
+    `invariant`: its results must not depend on the batch."""
 
     name: str
     missing: str
     make: Maker
+    invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +57,49 @@ class ChosenAttention:
 @dataclass(frozen=True, slots=True)
 class AttentionWish:
     """What is asked of the tree attention. `folder` keeps kernels that are compiled at their first use;
-    `check` names a backend that recomputes some batches (empty: none), and `report` hears what differs."""
+    `check` names a backend that recomputes some batches (empty: none), and `report` hears what differs.
+    `invariant`: a row's result must be the same to the bit in any batch, tree or chunk."""
 
     backend: str = AUTO
     folder: Path = Path("~/.cache/ssd-serve")
     check: str = ""
     report: Callable[[Difference], None] | None = None
+    invariant: bool = False
 
 
 def attention_for(
     wish: AttentionWish, cache: KVCache, heads: int, native: NativeLibrary | None, log: Logger | None = None
 ) -> ChosenAttention:
     """The backend that serves, watched by another where that is wished. Raises `UserError`."""
-    found = candidates(cache, native, wish.folder.expanduser(), log)
+    folder = wish.folder.expanduser()
+    found = candidates(cache, native, folder, log, invariant=wish.invariant)
     chosen = choose_attention(wish.backend, cache, heads, found, log)
     if not wish.check or wish.report is None:
         return chosen
-    second = choose_attention(wish.check, cache, heads, found).backend
+    second = choose_attention(wish.check, cache, heads, candidates(cache, native, folder)).backend
     return ChosenAttention(chosen.name, CheckedAttention(chosen.backend, second, wish.report))
 
 
 def candidates(
-    cache: KVCache, native: NativeLibrary | None, folder: Path, log: Logger | None = None
+    cache: KVCache,
+    native: NativeLibrary | None,
+    folder: Path,
+    log: Logger | None = None,
+    *,
+    invariant: bool = False,
 ) -> list[Candidate]:
     """All backends, the fastest first. `native` are the kernels compiled for this CPU; kernels that are
-    compiled at the first use are kept in `folder`."""
+    compiled at the first use are kept in `folder`. `invariant`: a row's result does not depend on its
+    batch; the compiled kernel's never does."""
+    flashinfer = _FlashInferMaker(folder, log, _SPLIT_PAGES if invariant else None)
+    makers: dict[str, Maker] = {"flashinfer": flashinfer, "triton": _triton_maker, "sdpa": SdpaAttention}
+    if invariant:
+        makers["sdpa"] = SdpaRows
+        makers = {name: _unrolling(make) for name, make in makers.items()}
+    missing = {name: _missing_package(cache, name) for name in ("flashinfer", "triton")}
     return [
-        Candidate("native", _missing_native(cache, native), _native_maker(native)),
-        Candidate("flashinfer", _missing_package(cache, "flashinfer"), _FlashInferMaker(folder, log)),
-        Candidate("triton", _missing_package(cache, "triton"), _triton_maker),
-        Candidate("sdpa", "", SdpaAttention),
+        Candidate("native", _missing_native(cache, native), _native_maker(native), invariant),
+        *(Candidate(name, missing.get(name, ""), make, invariant) for name, make in makers.items()),
     ]
 
 
@@ -115,6 +135,10 @@ def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:
         for kv_heads, head_dim in shapes
     )
     wrong = next(filter(None, failures), "")
+    forms = (Heads(heads, kv_heads, head_dim, layout.dtype) for kv_heads, head_dim in shapes)
+    if not wrong and candidate.invariant:
+        depending = (form for form in forms if depends_on_batch(candidate.make, form, device))
+        wrong = next((f"{form}: a row's result depends on its batch" for form in depending), "")
     return wrong and f"its self-test failed ({wrong}); use SSD_TREE_DECODE_BACKEND=auto or sdpa"
 
 
@@ -150,9 +174,10 @@ def _native_maker(native: NativeLibrary | None) -> Maker:
 class _FlashInferMaker:
     """Loads the package at the first use, and once: it reads its folder when it is imported."""
 
-    def __init__(self, folder: Path, log: Logger | None) -> None:
+    def __init__(self, folder: Path, log: Logger | None, split_pages: int | None = None) -> None:
         self._folder = folder
         self._log = log
+        self._split_pages = split_pages
         self._package: Package | None = None
 
     def __call__(self, cache: KVCache, heads: int) -> AttentionBackend[Any]:
@@ -161,7 +186,12 @@ class _FlashInferMaker:
 
         if self._package is None:
             self._package = load_package(cache.keys(0).device, self._folder / "flashinfer", self._log)
-        return FlashInferAttention(cache, heads, self._package)
+        return FlashInferAttention(cache, heads, self._package, split_pages=self._split_pages)
+
+
+def _unrolling(make: Maker) -> Maker:
+    """Rows come to the backend one by one."""
+    return lambda cache, heads: UnrolledAttention(make(cache, heads))
 
 
 def _triton_maker(cache: KVCache, heads: int) -> AttentionBackend[Any]:

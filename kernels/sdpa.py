@@ -86,7 +86,7 @@ class SdpaAttention:
         torch's operator does not tell it, so the scores are computed once more.
         """
         keys, pieces = self._cache.keys(layer), plan.pieces[self._layer_windows[layer]]
-        parts = [_log_sum_exp(queries[piece.rows], keys[:, piece.slots], piece.mask) for piece in pieces]
+        parts = [log_sum_exp(queries[piece.rows], keys[:, piece.slots], piece.mask) for piece in pieces]
         return self.run(layer, queries, plan), torch.cat(parts)
 
     def _attend(
@@ -126,7 +126,7 @@ class SdpaAttention:
         return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded)
 
 
-def _log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[rows, heads] from queries [rows, heads, head_dim], keys [kv_heads, context, head_dim] and a mask of
     at least [rows, context]."""
     rows, heads, head_dim = queries.shape

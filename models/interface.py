@@ -33,6 +33,8 @@ class ModelFacts:
     """Who computes: torch, or the name of the compiled kernels."""
     attention: str = ""
     """The tree attention backend."""
+    batch_invariant: bool = False
+    """Whether a row's result is the same to the bit in any batch, tree or chunk."""
 
 
 class Completion(Protocol):

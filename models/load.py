@@ -33,6 +33,7 @@ from ssd_serve.models.decoder import (
     tensor_names,
 )
 from ssd_serve.models.interface import Model, ModelFacts
+from ssd_serve.models.invariant import invariant_operations, invariant_weights
 from ssd_serve.models.linear import LinearFactory, Parallel, multiplied_format
 from ssd_serve.models.matrices import MatrixReader
 from ssd_serve.models.memory import available_memory, require_memory
@@ -129,6 +130,7 @@ def load_model(
     packed: bool = True,
     native: NativeLibrary | None = None,
     wish: AttentionWish | None = None,
+    batch_invariant: bool = False,
     features: tuple[int, ...] = (),
     graphs: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -138,9 +140,9 @@ def load_model(
 
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
     on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `wish` says
-    which tree attention; `features` names layers whose outputs every forward returns; `graphs` records
-    forwards on GPUs, where the attention can be recorded.
-    `progress` is told how many layers of how many are loaded.
+    which tree attention; `batch_invariant`: a row's result is the same to the bit in any batch, at some cost;
+    `features` names layers whose outputs every forward returns; `graphs` records forwards on GPUs, where the
+    attention can be recorded. `progress` is told how many layers of how many are loaded.
     Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
@@ -152,6 +154,8 @@ def load_model(
     dense = _DTYPES[kind].itemsize if kind != _INT8 else torch.float32.itemsize + torch.int8.itemsize
     need = sizes.resident_bytes + largest_matrix(config) * dense
     need += slots * sizes.kv_bytes_per_slot + (0 if place == "cpu" else DEVICE_SCRATCH_BYTES)
+    if batch_invariant and place == "cpu":  # a matrix of every shape is tried
+        need += 2 * largest_matrix(config) * dense
     require_memory(model_name(path), need, available_memory(place))
     layout = replace(kv_layout(config, attention_dtype(device, _DTYPES[kind])), order=layout_order(place))
     with torch.inference_mode(), Checkpoint(path) as checkpoint:
@@ -166,8 +170,11 @@ def load_model(
             fp8=config.fp8,
         )
         weights = read_weights(config, checkpoint, make, progress)
+        if batch_invariant:
+            weights = invariant_weights(config, weights, make)
         cache = KVCache(layout, slots + _PADDING_SLOTS if graphs else slots, place)
-    chosen = attention_for(wish or AttentionWish(), cache, config.heads, native, log)
+    wish = replace(wish or AttentionWish(), invariant=batch_invariant)
+    chosen = attention_for(wish, cache, config.heads, native, log)
     facts = ModelFacts(
         name=model_name(path),
         vocabulary=config.vocabulary,
@@ -181,8 +188,13 @@ def load_model(
         dtype=kind,
         kernels=native.path.stem if native is not None and place == "cpu" else "torch",
         attention=chosen.name,
+        batch_invariant=batch_invariant,
     )
     operations = _row_operations(_DTYPES[kind], layout.dtype, place, native)
+    if batch_invariant:
+        operations = invariant_operations(config, weights, operations)
+        if log is not None:
+            log.info("batch invariant: no row depends on others", model=facts.name)
     decoder = Decoder(
         config, weights, chosen.backend, operations, facts=facts, slots=slots, features=features
     )
@@ -200,8 +212,11 @@ def load_served(
     native: NativeLibrary | None,
     log: Logger | None = None,
     report: Callable[[Difference], None] | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Model:
-    """A model as the settings want it served; see `load_model`."""
+    """A model as the settings want it served; see `load_model`. Drafts decide nothing: of `batch_invariant`
+    only targets have to be."""
     return load_model(
         path,
         device=device,
@@ -212,6 +227,7 @@ def load_served(
         wish=AttentionWish(
             settings.tree_decode_backend, settings.cache_dir.expanduser(), settings.tree_decode_check, report
         ),
+        batch_invariant=batch_invariant,
         graphs=settings.graphs,
         log=log,
     )

@@ -77,7 +77,10 @@ def assemble_verifier(
     say(f"loading the target {model_name(path)} on {device}")
     log = log or get_logger("verifier")
     native, differences = native_library(settings, log), DifferenceLog(log)
-    model: Model = load_served(settings, path, device, slots, native, log, differences)
+    invariant = settings.batch_invariant
+    model: Model = load_served(
+        settings, path, device, slots, native, log, differences, batch_invariant=invariant
+    )
     emulated = None
     if settings.emulate:
         table = device_table(settings.emulate)

@@ -169,7 +169,10 @@ def _check(cache: KVCache, package: Package, split_pages: int | None) -> None:
             f"and a model with heads of {_listed(package.head_dims)}, or another attention backend"
         )
     if split_pages is not None and not package.can_fix_splits:
-        raise UserError(f"{package.name} {package.version} cannot split contexts at fixed places")
+        raise UserError(
+            f"{package.name} {package.version} cannot split contexts at fixed places, which "
+            "SSD_BATCH_INVARIANT needs"
+        )
 
 
 def _listed(sizes: set[int] | frozenset[int]) -> str:

@@ -27,15 +27,15 @@ class TritonNoise:
         keys: Sequence[tuple[int, int]],
         stream: int = 0,
     ) -> None:
-        """Write the noise of each pair of seed and position into its line."""
+        """Write the noise of each pair of seed and position into its line; the host does not wait for it."""
         words = [
             (seed & _MASK_32, seed >> 32 & _MASK_32, position & _MASK_32, stream & _MASK_32)
             for seed, position in keys
         ]
         numbers = torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
-        into = torch.tensor(lines, dtype=torch.int64).to(table.device)
+        into = torch.tensor(lines, dtype=torch.int64).to(table.device, non_blocking=True)
         vocabulary = table.shape[1]
         blocks = triton.cdiv(triton.cdiv(vocabulary, 4), BLOCKS)
         cast(Any, fill_noise)[len(keys), blocks](
-            table, into, numbers.to(table.device), vocabulary, BLOCKS=BLOCKS
+            table, into, numbers.to(table.device, non_blocking=True), vocabulary, BLOCKS=BLOCKS
         )

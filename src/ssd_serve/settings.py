@@ -93,6 +93,11 @@ class Settings(BaseSettings):
         description="compute the attention of one batch in 64 with this backend too, and report differences; "
         "empty: no check",
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="compute every row of the target alike whatever is in the batch, so that bf16 and fp16 "
+        "texts are the same in every mode too; costs speed",
+    )
     host: str = Field(default="127.0.0.1", description="address to listen on; loopback by default")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     api_key: str | None = Field(

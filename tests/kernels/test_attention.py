@@ -17,6 +17,8 @@ from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.reference import ReferenceAttention, visible_slots
 from ssd_serve.kernels.sdpa import SdpaAttention
+from ssd_serve.kernels.sdpa_rows import SdpaRows
+from ssd_serve.kernels.unrolled import UnrolledAttention
 
 SLOTS = 640
 HEAD_DIM = 16
@@ -25,11 +27,13 @@ Maker = Callable[[KVCache, int], AttentionBackend[Any]]
 """Makes a backend over a cache, for a number of query heads."""
 
 
-@pytest.fixture(scope="session", params=["sdpa", "native"])
+@pytest.fixture(scope="session", params=["sdpa", "sdpa by rows", "native"])
 def make(request: pytest.FixtureRequest) -> Maker:
     """Each backend that works in float32."""
     if request.param == "sdpa":
         return SdpaAttention
+    if request.param == "sdpa by rows":
+        return lambda cache, heads: UnrolledAttention(SdpaRows(cache, heads))
     library: NativeLibrary = request.getfixturevalue("native")
     return lambda cache, heads: NativeAttention(library, cache, heads)
 

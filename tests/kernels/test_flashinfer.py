@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
+from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
+from ssd_serve.kernels.invariance import depends_on_batch
 from ssd_serve.kernels.reference import visible_slots
+from ssd_serve.kernels.self_test import Heads
+from ssd_serve.kernels.unrolled import UnrolledAttention
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded
 from tests.kernels.test_attention import SLOTS, largest_difference, random_request, rows_of
@@ -226,6 +229,18 @@ def test_a_plan_is_good_until_the_next() -> None:
     for run in (attention.run, attention.run_with_lse):
         with pytest.raises(RuntimeError, match="one plan at a time"):
             run(0, torch.ones((1, 4, 16)), old)
+
+
+@PACKAGES
+def test_unrolled_rows_are_causal_and_their_own_to_the_bit(recorded: Recorded) -> None:
+    doubles = Doubles(recorded)
+
+    def make(cache: KVCache, heads: int) -> UnrolledAttention[FlashInferPlan]:
+        return UnrolledAttention(doubles.attention(cache, heads))
+
+    assert not depends_on_batch(make, Heads(4, 2, 16, torch.float32), "cpu")
+    assert doubles.made
+    assert all(each.planned["custom_mask"] is None and each.planned["causal"] for each in doubles.made)
 
 
 def test_splits_are_fixed_only_where_the_package_can() -> None:

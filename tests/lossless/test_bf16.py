@@ -19,8 +19,30 @@ def pair(native: NativeLibrary) -> Pair:
     return Pair(EMBEDDED, *folders, "bf16", native)
 
 
-@pytest.mark.parametrize("case", [Case("ssd", 1, 8), Case("ssd", 4, 32), Case("sd", 16, 8), Case("ar", 16)])
+CASES = [Case("ssd", 1, 8), Case("ssd", 4, 32), Case("sd", 16, 8), Case("ar", 16)]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_texts_are_equal_to_the_bit(pair: Pair, case: Case) -> None:
+    _check(pair, case)
+
+
+@pytest.fixture(scope="module")
+def invariant_pair() -> Pair:
+    """The embedded pair with torch's kernels, which depend on the batch unless they are kept from it."""
+    folders = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
+    return Pair(EMBEDDED, *folders, "bf16", None, batch_invariant=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_texts_of_a_batch_invariant_target_are_equal_to_the_bit(invariant_pair: Pair, case: Case) -> None:
+    assert not invariant_pair.draft.facts.batch_invariant
+    _check(invariant_pair, case)
+
+
+def _check(pair: Pair, case: Case) -> None:
+    """The case gives the texts of plain decoding, one request at a time."""
     submits = requests(pair.vocabulary, 32)
     plain, found = run_case(pair, Case("ar", 1), submits), run_case(pair, case, submits)
     assert found.tokens == plain.tokens

@@ -1,0 +1,120 @@
+"""Functions of rows in fixed blocks: which way is safe is found out, and what is not safe is refused."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.errors import UserError
+from ssd_serve.kernels.fixed_rows import Way, operation_way, product_ways, settle, threads, trial_product
+from ssd_serve.kernels.int8 import quantise
+from ssd_serve.kernels.native.int8 import NativeInt8Matrix
+from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
+
+WAYS = product_ways("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def double(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 2
+
+
+@given(count=st.integers(1, 70), padded=st.booleans(), single=st.booleans())
+def test_every_row_is_computed_once_and_in_order(count: int, padded: bool, single: bool) -> None:
+    seen: list[int] = []
+
+    def function(rows: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return rows * 2 + more
+
+    rows, more = torch.arange(3.0 * count).view(count, 3), torch.ones(count, 1)
+    assert torch.equal(Way(16, padded, single).run(function, rows, more), rows * 2 + 1)
+    blocks = math.ceil(count / 16)
+    assert seen == ([16] * blocks if padded else [16] * (blocks - 1) + [count - 16 * (blocks - 1)])
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        with threads(before):
+            assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before
+
+
+def test_a_function_that_adds_up_by_the_number_of_rows_is_padded() -> None:
+    """A stand-in for libraries that choose another kernel for few rows."""
+    weight, rows = trial_product(16, 64, 96, torch.bfloat16)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        parts = 2 if len(x) < 5 else 1
+        return sum(
+            (a.float() @ b.float().T for a, b in zip(x.chunk(parts, 1), weight.chunk(parts, 1), strict=True)),
+            torch.zeros(()),
+        ).to(x.dtype)
+
+    assert settle(product, (rows,), [Way(16, padded=False), Way(16)], "it").padded
+
+
+def test_a_function_whose_rows_depend_on_their_place_is_refused() -> None:
+    def shifting(rows: torch.Tensor) -> torch.Tensor:
+        return rows + torch.arange(len(rows))[:, None] * 1e-3
+
+    with pytest.raises(UserError, match=r"the norm depends on a row's place among 16 rows; use another"):
+        settle(shifting, (torch.ones(16, 4),), WAYS, "the norm")
+    assert settle(double, (torch.ones(16, 4),), WAYS, "it") == WAYS[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(48, 32), (96, 101), (512, 1408)])
+def test_trial_products_are_nothing_but_rounding(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, rows = trial_product(16, *shape, dtype)
+    assert (weight.shape, rows.shape) == (shape, (16, shape[1]))
+    assert weight.dtype is rows.dtype is dtype
+    assert float((rows.double() @ weight.double().T).abs().max()) < 1e-9
+    found = F.linear(rows.float(), weight.float())
+    assert torch.count_nonzero(found) > 0.2 * found.numel()
+
+
+@given(
+    count=st.integers(1, 40),
+    place=st.integers(0, 39),
+    shape=st.sampled_from([(48, 32), (512, 1408), (199, 64)]),
+)
+def test_a_product_in_the_settled_way_is_the_same_alone_and_anywhere(
+    count: int, place: int, shape: tuple[int, int]
+) -> None:
+    weight, rows = trial_product(16, *shape, torch.bfloat16)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight)
+
+    way = settle(product, (rows,), WAYS, "it")
+    generator = torch.Generator().manual_seed(count)
+    batch = torch.randn((count, shape[1]), generator=generator).bfloat16()
+    row = batch[place % count].clone()
+    with threads(1 + place % 2):
+        assert torch.equal(way.run(product, batch)[place % count], way.run(product, row[None])[0])
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (96, 102), (512, 1408), (1030, 64)])
+def test_compiled_products_need_no_blocks(native: NativeLibrary, shape: tuple[int, int]) -> None:
+    """Any number of rows, any place and any threads: the first way, which is none, holds."""
+    if not can_multiply_bf16(native):
+        pytest.skip("this processor has no AVX-512 BF16: its bf16 products are torch's")
+    weight, rows = trial_product(40, *shape, torch.bfloat16)
+    unpadded = [Way(40, padded=False)]
+    settle(NativeMatrix(native, weight), (rows,), unpadded, "it")
+    if native_multiplies_int8(native):
+        settle(NativeInt8Matrix(native, quantise(weight)), (rows,), unpadded, "it")
+
+
+def test_on_gpus_blocks_are_always_whole() -> None:
+    assert product_ways("cuda") == [Way(64)]
+    assert operation_way("cuda") == Way(64)
+    assert operation_way("cpu").single

@@ -1,0 +1,119 @@
+"""Attention that gives a row the same bits alone, in a tree, in a chunk and in any batch; and finding out."""
+
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.errors import UserError
+from ssd_serve.kernels.backends import candidates, choose_attention
+from ssd_serve.kernels.batch import build_batch
+from ssd_serve.kernels.fixed_rows import threads
+from ssd_serve.kernels.invariance import depends_on_batch
+from ssd_serve.kernels.native.attention import NativeAttention
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.sdpa import SdpaAttention
+from ssd_serve.kernels.sdpa_rows import SdpaRows
+from ssd_serve.kernels.self_test import Heads, Maker
+from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.kernels.unrolled import UnrolledAttention, single, unrolled
+from tests.kernels.test_attention import SLOTS, filled_cache, random_request, rows_of
+
+SMALL = Heads(4, 2, 16, torch.float32)
+
+
+def unrolling(make: Maker) -> Maker:
+    return lambda cache, heads: UnrolledAttention(make(cache, heads))
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    shape=st.sampled_from([(4, 4, 16), (8, 2, 64), (6, 1, 24), (1, 1, 80)]),
+    ordered=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_row_of_torchs_attention_is_its_own_to_the_bit(
+    seed: int, shape: tuple[int, int, int], ordered: bool, dtype: torch.dtype
+) -> None:
+    """Alone after its context was committed, in a mixed batch, and with another number of threads."""
+    rng = random.Random(seed)
+    slots = list(reversed(range(SLOTS))) if ordered else rng.sample(range(SLOTS), SLOTS)
+    batch = build_batch([random_request(rng, slots) for _ in range(3)])
+    heads, kv_heads, head_dim = shape
+    layers = [LayerKV(kv_heads, head_dim), LayerKV(kv_heads, head_dim, 7)]
+    attention = SdpaRows(filled_cache(layers, dtype, torch.Generator().manual_seed(seed % 1000)), heads)
+    queries = torch.randn((batch.rows, heads, head_dim), generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows = unrolled(batch)
+    for layer in range(len(layers)):
+        together = attention.run(layer, queries, attention.plan(rows))
+        with threads(2):
+            assert torch.equal(together, attention.run(layer, queries, attention.plan(rows)))
+        for row in rng.sample(range(batch.rows), min(8, batch.rows)):
+            alone = attention.run(layer, queries[row : row + 1], attention.plan(single(rows, row)))
+            assert torch.equal(alone[0], together[row])
+
+
+def test_a_row_of_the_triton_kernels_is_its_own_to_the_bit() -> None:
+    make = unrolling(partial(TritonAttention, widen=True))
+    assert not depends_on_batch(make, SMALL, "cpu")
+
+
+def test_without_unrolling_the_triton_kernels_add_up_a_tree_differently() -> None:
+    """The same row as a node of a tree and in plain decoding: the reason for all this."""
+    prefix, own = list(range(100, 160)), [7, 9, 11]
+    cache = filled_cache([LayerKV(2, 16)], torch.float32, torch.Generator().manual_seed(3))
+    queries = torch.randn((3, 4, 16), generator=torch.Generator().manual_seed(4))
+    chunk = build_batch([rows_of(range(3), prefix, own, [60, 61, 62], None)])
+    plain = build_batch([rows_of(range(1), [*prefix, 7, 9], [11], [62], None)])
+    attention = TritonAttention(cache, 4, widen=True)
+    last = attention.run(0, queries, attention.plan(chunk))[2]
+    assert not torch.equal(last, attention.run(0, queries[2:], attention.plan(plain))[0])
+    rows = UnrolledAttention(attention)
+    last = rows.run(0, queries, rows.plan(chunk))[2]
+    assert torch.equal(last, rows.run(0, queries[2:], rows.plan(plain))[0])
+
+
+def test_unrolled_rows_have_one_tile_whatever_the_batch() -> None:
+    attention = UnrolledAttention(
+        TritonAttention(KVCache(KVLayout((LayerKV(2, 16),), torch.bfloat16), 99, "cpu"), 12)
+    )
+    sizes = {
+        attention.plan(build_batch([rows_of(range(n), [], list(range(n)), list(range(n)), None)])).shape.tile
+        for n in (1, 2, 30)
+    }
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dependence_is_found(dtype: torch.dtype) -> None:
+    form = replace(SMALL, dtype=dtype)
+    assert not depends_on_batch(unrolling(SdpaRows), form, "cpu")
+    assert depends_on_batch(SdpaAttention, form, "cpu")
+
+
+def test_the_compiled_kernel_does_not_depend_on_the_batch(native: NativeLibrary) -> None:
+    assert not depends_on_batch(partial(NativeAttention, native), SMALL, "cpu")
+
+
+def test_rows_that_do_not_come_one_by_one_are_refused() -> None:
+    batch = build_batch([rows_of(range(2), [4], [7, 8], [1, 2], None)])
+    attention = SdpaRows(KVCache(KVLayout((LayerKV(2, 16),), torch.float32), 16, "cpu"), 4)
+    with pytest.raises(ValueError, match="unroll the batch"):
+        attention.plan(batch)
+
+
+def test_a_backend_that_depends_on_its_batch_is_not_chosen(tmp_path: Path) -> None:
+    cache = KVCache(KVLayout((LayerKV(2, 16),), torch.float32), 16, "cpu")
+    found = {each.name: each for each in candidates(cache, None, tmp_path, invariant=True)}
+    assert all(each.invariant for each in found.values())
+    assert choose_attention("auto", cache, 4, list(found.values())).name == "sdpa"
+    wrong = replace(found["sdpa"], make=SdpaAttention)
+    with pytest.raises(UserError, match=r"4/2 heads of 16 in float32: a row's result depends on its batch"):
+        choose_attention("sdpa", cache, 4, [wrong])
