@@ -93,6 +93,17 @@ def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
                 torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
 
 
+def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
+    folder = checkpoints.save(checkpoints.make("mistral-window"), tmp_path)
+    differences: list[object] = []
+    with device_with_triton():
+        wish = AttentionWish("triton", check="sdpa", report=differences.append)
+        model = load_model(folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, wish=wish)
+        for batch in batches():
+            model.forward(batch)
+    assert differences == []
+
+
 def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     assert ours.features.keys() == theirs.features.keys() == {"layer.1"}
     return [(ours.features[name], theirs.features[name]) for name in ours.features]
