@@ -167,7 +167,8 @@ def _check(cache: KVCache, package: Package, split_pages: int | None) -> None:
     if layout.dtype not in package.dtypes or not sizes <= package.head_dims:
         raise UserError(
             f"{package.name} has no kernels for {dtype_name(layout.dtype)} and heads of {_listed(sizes)}: "
-            f"use bfloat16 and a model with heads of {_listed(package.head_dims)}, or another attention backend"
+            f"use bfloat16 and a model with heads of {_listed(package.head_dims)}, or another attention "
+            "backend"
         )
     if split_pages is not None and not package.can_fix_splits:
         raise UserError(f"{package.name} {package.version} cannot split contexts at fixed places")
