@@ -12,6 +12,7 @@ import torch
 from ssd_serve.kernels import backends, fp8
 from ssd_serve.kernels.backends import AttentionWish
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.triton import attention as triton_attention
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
@@ -102,6 +103,15 @@ def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
         for batch in batches():
             model.forward(batch)
     assert differences == []
+
+
+def test_what_is_compiled_for_the_cpu_is_not_used(native: NativeLibrary, tmp_path: Path) -> None:
+    folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
+    with device_with_triton():
+        model = load_model(folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, native=native)
+        assert model.facts.kernels == "torch"
+        assert model.facts.attention != "native"
+        model.forward(batches()[0]).completion.wait()
 
 
 def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
