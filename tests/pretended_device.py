@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.runtime.interpreter import GridExecutor
@@ -23,7 +24,7 @@ _ACROSS = frozenset({"copy_", "_to_copy"})
 _INDEXING = frozenset({"index", "index_put_", "__getitem__", "__setitem__"})
 """Operators of a device whose indices may also lie on the CPU."""
 _NUMBERS = frozenset({"item", "__bool__", "__float__", "__int__", "__index__"})
-_EARLY = frozenset({"copy_", "nonzero", "__getitem__", "__setitem__"}) | _NUMBERS
+_EARLY = frozenset({"copy_", "contiguous", "nonzero", "__getitem__", "__invert__", "__setitem__"}) | _NUMBERS
 """What torch refuses without CUDA before it dispatches it."""
 _READING = frozenset({"_local_scalar_dense", "nonzero", "masked_select"}) | _NUMBERS
 """Operators for which the host waits, since it wants numbers of the device."""
@@ -156,6 +157,13 @@ def pretended_device(memory: int = 8 << 30) -> Generator[list[str]]:
             yield device.reads
         finally:
             torch._C._set_only_lift_cpu_tensors(lifting)
+
+
+@contextmanager
+def checked_device() -> Generator[None]:
+    """Meanwhile tensors have no numbers, and operators check what torch knows of a GPU's demands."""
+    with FakeTensorMode():
+        yield
 
 
 def held(values: Any) -> Any:

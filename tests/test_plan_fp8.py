@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve import cli
+from ssd_serve import cli, plan_models
 from ssd_serve.bench.roofline_probe import Roof
+from ssd_serve.devices import Machine
 from ssd_serve.kernels.fp8 import FORMATS
 from ssd_serve.models import linear
 from ssd_serve.models.device_tables import device_sheet, sheet_names
@@ -35,11 +36,15 @@ def known_fp8(name: str, fp8: torch.dtype | None, scheme: Fp8Scheme) -> PlannedM
 TENSOR = Fp8Scheme(frozenset({"tensor"}), rounds_inputs=True)
 
 
-def test_the_table_knows_what_its_devices_multiply() -> None:
+def test_the_table_knows_what_its_devices_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: multiplied_fp8(name) for name in sheet_names()}
     assert found == {"mi300x": FNUZ, "mi325x": FNUZ, "mi350x": FN, "h100": FN, "h200": FN}
     assert multiplied_fp8("cpu") is None
-    assert multiplied_fp8("cuda") is None  # none is here
+    monkeypatch.setattr(plan_models, "this_machine", lambda: Machine((0,), gpus=0))
+    assert multiplied_fp8("cuda") is None
+    monkeypatch.setattr(plan_models, "this_machine", lambda: Machine((0,), gpus=1))
+    monkeypatch.setattr(plan_models, "native_format", lambda _: FN)
+    assert multiplied_fp8("cuda") is FN
 
 
 @pytest.mark.parametrize("native", [FN, FNUZ, None])

@@ -19,6 +19,7 @@ import torch
 from ssd_serve.cache.kv import KVCache, LayerKV
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Batch, Int64Array
+from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.flashinfer.adapter import Package, Wrapper, natural
 from ssd_serve.kernels.flashinfer.tables import causal_requests, make_tables, rows_of
 
@@ -165,8 +166,9 @@ def _check(cache: KVCache, package: Package, split_pages: int | None) -> None:
     sizes = {layer.head_dim for layer in layout.layers}
     if layout.dtype not in package.dtypes or not sizes <= package.head_dims:
         raise UserError(
-            f"{package.name} has no kernels for {layout.dtype} and heads of {_listed(sizes)}: use bfloat16 "
-            f"and a model with heads of {_listed(package.head_dims)}, or another attention backend"
+            f"{package.name} has no kernels for {dtype_name(layout.dtype)} and heads of {_listed(sizes)}: "
+            f"use bfloat16 and a model with heads of {_listed(package.head_dims)}, or another attention "
+            "backend"
         )
     if split_pages is not None and not package.can_fix_splits:
         raise UserError(

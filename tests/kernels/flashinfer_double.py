@@ -123,9 +123,9 @@ class WrapperDouble:
     def _allowed(self, count: int, context: int, masks_read: int) -> torch.Tensor:
         """Which of the context each of a request's rows sees: [count, context]."""
         window = self.planned["window_left"]
-        own = torch.arange(context - count, context)[:, None]  # a row's place in the context, if it is causal
-        places = torch.arange(context)[None, :]
-        allowed = torch.ones((count, context), dtype=torch.bool)
+        places = torch.arange(context, device=self._device)[None, :]
+        own = places[0, context - count :, None]  # a row's place in the context, if it is causal
+        allowed = torch.ones((count, context), dtype=torch.bool, device=self._device)
         if self.mask is not None:  # causal is ignored then
             allowed = self.mask[masks_read : masks_read + count * context].reshape(count, context)
         elif self.planned["causal"]:

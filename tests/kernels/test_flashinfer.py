@@ -15,11 +15,12 @@ from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
 from ssd_serve.kernels.invariance import depends_on_batch
 from ssd_serve.kernels.reference import visible_slots
-from ssd_serve.kernels.self_test import Heads
+from ssd_serve.kernels.self_test import Heads, first_failure
 from ssd_serve.kernels.unrolled import UnrolledAttention
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded
 from tests.kernels.test_attention import SLOTS, largest_difference, random_request, rows_of
+from tests.pretended_device import DEVICE, pretended_device
 
 PACKAGES = pytest.mark.parametrize("recorded", ALL, ids=str)
 
@@ -222,6 +223,17 @@ def test_where_index_buffers_are(recorded: Recorded, place: str) -> None:
     assert doubles.planned(masked=True)[0]["custom_mask"].device.type == "meta"
 
 
+@PACKAGES
+def test_a_device_computes_what_the_reference_does(recorded: Recorded) -> None:
+    doubles = Doubles(recorded)
+
+    def make(cache: KVCache, heads: int) -> FlashInferAttention:
+        return FlashInferAttention(cache, heads, doubles.package(), workspace_bytes=WORKSPACE)
+
+    with pretended_device():
+        assert not first_failure(make, torch.float32, 16, DEVICE, ((4, 2),))
+
+
 def test_a_plan_is_good_until_the_next() -> None:
     attention = attention_over([LayerKV(2, 16)], Doubles(UPSTREAM))
     batch = build_batch([chunk([1], [2])])
@@ -257,7 +269,7 @@ def test_splits_are_fixed_only_where_the_package_can() -> None:
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        (KVLayout((LayerKV(2, 64),), torch.float32, order="slots"), "no kernels for torch.float32"),
+        (KVLayout((LayerKV(2, 64),), torch.float32, order="slots"), "no kernels for float32"),
         (KVLayout((LayerKV(2, 64), LayerKV(2, 96)), torch.bfloat16, order="slots"), "heads of 64, 96"),
     ],
 )

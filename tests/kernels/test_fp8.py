@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ssd_serve.kernels import fp8
+from tests.pretended_device import DEVICE, checked_device
 
 FN, FNUZ = fp8.FORMATS
 BYTES = torch.arange(256).to(torch.uint8)
@@ -143,6 +144,19 @@ def test_nothing_is_multiplied_when_products_are_wrong(
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_mm", wrong)
     assert fp8.native_format("cpu") is None
+
+
+@pytest.mark.parametrize("form", fp8.FORMATS)
+def test_scaled_products_are_what_torch_demands_of_a_gpu(form: torch.dtype) -> None:
+    with checked_device():
+        weight = torch.empty((48, 64), device=DEVICE).to(form)
+        scales, bias, one = (torch.empty(shape, device=DEVICE) for shape in ((48,), (48,), ()))
+        rows = torch.empty((3, 64), device=DEVICE, dtype=torch.bfloat16)
+        found = fp8.Fp8Matrix(weight, scales, bias)(rows)
+        assert (found.shape, found.device, found.dtype) == ((3, 48), torch.device(DEVICE), torch.bfloat16)
+        by_rows = torch.empty((64, 48), device=DEVICE).to(form)  # a weight must lie the other way
+        with pytest.raises(RuntimeError, match="col_major"):
+            torch.ops.aten._scaled_mm(rows.to(form), by_rows, scale_a=one, scale_b=one)
 
 
 def test_shapes_of_scaled_products() -> None:

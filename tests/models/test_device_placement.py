@@ -10,6 +10,7 @@ import torch
 from ssd_serve.kernels import backends, fp8
 from ssd_serve.kernels.backends import AttentionWish
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from tests.models import checkpoints
@@ -36,6 +37,12 @@ def batches() -> list[Batch]:
     return [build_batch([prompt]), build_batch([tree, other]), build_batch([unwanted])]
 
 
+@pytest.fixture(autouse=True)
+def _without_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter needs long for it, and the logits are compared here."""
+    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
+
+
 def load(folder: Path, device: str, backend: str) -> Model:
     wish = AttentionWish(backend)
     return load_model(
@@ -46,10 +53,8 @@ def load(folder: Path, device: str, backend: str) -> Model:
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize("case", ["llama-linear-biases", "mistral-window", "qwen3-qk-norm"])
 def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
-    case: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, backend: str, tmp_path: Path
 ) -> None:
-    # Triton's interpreter needs long for the self-test, and the logits are compared here.
-    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
     folder = checkpoints.save(checkpoints.make(case), tmp_path)
     on_cpu = load(folder, "cpu", "sdpa")
     expected = [on_cpu.forward(batch) for batch in batches()]
@@ -64,6 +69,26 @@ def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
             for mine, right in ((ours.logits, theirs.logits), *both_features(ours, theirs)):
                 assert mine.device == torch.device(DEVICE)
                 torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
+
+
+def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
+    folder = checkpoints.save(checkpoints.make("mistral-window"), tmp_path)
+    differences: list[object] = []
+    with pretended_device():
+        wish = AttentionWish("triton", check="sdpa", report=differences.append)
+        model = load_model(folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, wish=wish)
+        for batch in batches():
+            model.forward(batch)
+    assert differences == []
+
+
+def test_what_is_compiled_for_the_cpu_is_not_used(native: NativeLibrary, tmp_path: Path) -> None:
+    folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
+    with pretended_device():
+        model = load_model(folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, native=native)
+        assert model.facts.kernels == "torch"
+        assert model.facts.attention != "native"
+        model.forward(batches()[0]).completion.wait()
 
 
 def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
