@@ -39,7 +39,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def step() -> None:
             again = func(*args, **(kwargs or {}))
             for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                if isinstance(old, torch.Tensor) and old is not new:
                     old.copy_(new)
 
         if not _is_view(func):

@@ -1,9 +1,10 @@
 """A whole engine on a pretended GPU, put together from settings: its tokens are those of the CPU."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -11,6 +12,7 @@ from ssd_serve.kernels import backends
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import NoiseRows
 from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.models import load
 from ssd_serve.models.interface import ModelFacts
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
@@ -19,6 +21,7 @@ from ssd_serve.verifier.round import Rounds, Work
 from ssd_serve.verifier.scheduler import Part
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import EOS, VOCABULARY, FakeModel, Output, run
+from tests.models.tape import Tape, recording_kernels
 from tests.pretended_device import DEVICE, pretended_device
 
 PARAMETERS = (
@@ -28,14 +31,19 @@ PARAMETERS = (
 )
 
 
-def outputs(device: str, there: Callable[[], AbstractContextManager[object]], folder: Path) -> list[Output]:
+def outputs(
+    device: str,
+    there: Callable[[], AbstractContextManager[object]],
+    folder: Path,
+    backend: Literal["sdpa", "triton"] = "sdpa",
+) -> list[Output]:
     settings = Settings(
         target=str(folder / "target"),
         draft=str(folder / "draft"),
         mode=Mode.SD,
         target_device=device,
         dtype="fp32",
-        tree_decode_backend="sdpa",
+        tree_decode_backend=backend,
         cache_dir=folder / "cache",
         native_kernels=False,
         context=160,
@@ -44,7 +52,7 @@ def outputs(device: str, there: Callable[[], AbstractContextManager[object]], fo
     )
     submits = [
         Submit(number, tuple(range(5, 60 + number)), each, 7 + number)
-        for number, each in enumerate(PARAMETERS)
+        for number, each in enumerate(PARAMETERS if backend == "sdpa" else PARAMETERS[:2])
     ]
     with there():
         verifier = assemble_verifier(settings, lambda _: None)
@@ -59,6 +67,26 @@ def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch
     expected, found = outputs("cpu", nullcontext, tmp_path), outputs(DEVICE, pretended_device, tmp_path)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert sum(each.figures.accepted for each in found) > 0
+
+
+@pytest.mark.slow
+def test_recorded_forwards_of_both_models_give_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target and draft are recorded once for each shape, while they serve, and replayed after that."""
+    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
+    tape = Tape()
+    monkeypatch.setattr(load, "GraphRecorder", lambda _: tape)
+
+    @contextmanager
+    def there() -> Generator[None]:
+        with pretended_device(), recording_kernels(tape, monkeypatch):
+            yield
+
+    write_pair(tmp_path)
+    expected, found = outputs("cpu", nullcontext, tmp_path), outputs(DEVICE, there, tmp_path, "triton")
+    assert [each.tokens for each in found] == [each.tokens for each in expected[: len(found)]]
+    assert tape.replays > tape.runs > 1
 
 
 class OnDevice(FakeModel):
