@@ -116,5 +116,5 @@ class RecordedDecoder:
         forward = self._forwards[key] = _Forward(recording, logits, features)
         if self._log is not None:
             mib = self.recorded_bytes >> 20
-            self._log.debug("forward recorded", rows=key[0], recordings=len(self._forwards), mib=mib)
+            self._log.info("forward recorded", rows=key[0], recordings=len(self._forwards), mib=mib)
         return forward
