@@ -4,7 +4,7 @@ A backend that fails its self-test is an error by name when it was asked for, an
 `auto`. Knows the backends by how they are made; not how they compute.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.errors import UserError
+from ssd_serve.errors import UserError, in_a_line
 from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.checked import CheckedAttention, Difference
 from ssd_serve.kernels.invariance import depends_on_batch
@@ -22,6 +22,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.kernels.sdpa_rows import SdpaRows
 from ssd_serve.kernels.self_test import Heads, Maker, first_failure
+from ssd_serve.kernels.timing import attention_seconds
 from ssd_serve.kernels.unrolled import UnrolledAttention
 from ssd_serve.logs import Logger
 
@@ -73,7 +74,14 @@ def attention_for(
     """The backend that serves, watched by another where that is wished. Raises `UserError`."""
     folder = wish.folder.expanduser()
     found = candidates(cache, native, folder, log, invariant=wish.invariant)
-    chosen = choose_attention(wish.backend, cache, heads, found, log)
+    device = cache.keys(0).device
+    seconds: Callable[[Maker], float] | None = None
+    if device.type != "cpu":  # on CPUs the order is known
+
+        def seconds(make: Maker) -> float:
+            return attention_seconds(make, cache.layout, heads, str(device))
+
+    chosen = choose_attention(wish.backend, cache, heads, found, log, seconds)
     if not wish.check or wish.report is None:
         return chosen
     second = choose_attention(wish.check, cache, heads, candidates(cache, native, folder)).backend
@@ -104,25 +112,67 @@ def candidates(
 
 
 def choose_attention(
-    asked: str, cache: KVCache, heads: int, found: Sequence[Candidate], log: Logger | None = None
+    asked: str,
+    cache: KVCache,
+    heads: int,
+    found: Sequence[Candidate],
+    log: Logger | None = None,
+    seconds: Callable[[Maker], float] | None = None,
 ) -> ChosenAttention:
-    """The backend named `asked`, or under `auto` the first of `found` that is there and right.
+    """The backend named `asked`, or under `auto` the fastest of `found` that is there and right.
 
-    Raises `UserError` when the one that was asked for cannot be used, or none can.
+    `seconds` measures one; without it the first is the fastest. Raises `UserError` when the one that was
+    asked for cannot be used, or none can.
     """
+    right = _right(asked, cache, heads, found, log)
+    if asked != AUTO or seconds is None:
+        return _chosen(next(right, None), asked, cache, heads, log)
+    times = {each: taken for each in right if (taken := _measured(each, seconds, log)) is not None}
+    fastest = min(times, key=times.__getitem__, default=None)
+    microseconds = {each.name: round(1e6 * taken) for each, taken in times.items()}
+    return _chosen(fastest, asked, cache, heads, log, **microseconds)
+
+
+def _chosen(
+    candidate: Candidate | None,
+    asked: str,
+    cache: KVCache,
+    heads: int,
+    log: Logger | None,
+    **microseconds: int,
+) -> ChosenAttention:
+    if candidate is None:
+        raise UserError(f"no tree attention passes its self-test here (asked for: {asked}); run `ssd doctor`")
+    if log is not None:
+        told = {f"{name}_us": taken for name, taken in microseconds.items()}
+        log.info("tree attention", backend=candidate.name, **told)
+    return ChosenAttention(candidate.name, candidate.make(cache, heads))
+
+
+def _right(
+    asked: str, cache: KVCache, heads: int, found: Sequence[Candidate], log: Logger | None
+) -> Iterator[Candidate]:
+    """Those that were asked for, are there and pass their self-test, which the others are told not to."""
     for each in found:
         if asked not in (AUTO, each.name) or (asked == AUTO and each.missing):
             continue
         wrong = each.missing or _failure(each, cache, heads)
         if not wrong:
-            if log is not None:
-                log.info("tree attention", backend=each.name)
-            return ChosenAttention(each.name, each.make(cache, heads))
-        if asked != AUTO:
+            yield each
+        elif asked != AUTO:
             raise UserError(f"tree attention {each.name!r} cannot be used here: {wrong}")
-        if log is not None:
+        elif log is not None:
             log.warning("tree attention skipped: wrong results", backend=each.name, reason=wrong)
-    raise UserError(f"no tree attention passes its self-test here (asked for: {asked}); run `ssd doctor`")
+
+
+def _measured(candidate: Candidate, seconds: Callable[[Maker], float], log: Logger | None) -> float | None:
+    try:
+        return seconds(candidate.make)
+    except Exception as error:  # whatever a foreign kernel or its compiler raises
+        if log is not None:
+            reason = in_a_line(error)
+            log.warning("tree attention skipped: it cannot be timed", backend=candidate.name, reason=reason)
+        return None
 
 
 def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:

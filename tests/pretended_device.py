@@ -150,6 +150,7 @@ def pretended_device(memory: int = 8 << 30) -> Generator[list[str]]:
             GridExecutor, "__call__", lambda self, *given, **more: _launch(interpreted, self, given, more)
         )
         patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "synchronize", lambda _: None)
         patch.setattr(torch.cuda, "mem_get_info", lambda _: (memory, memory))
         patch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is a copy from the CPU

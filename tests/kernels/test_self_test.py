@@ -12,6 +12,7 @@ from ssd_serve.kernels.backends import Candidate, choose_attention
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.self_test import RATIOS, Maker, first_failure, self_test
+from ssd_serve.kernels.timing import attention_seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -123,3 +124,56 @@ def test_a_backend_that_is_not_there_is_named_only_when_it_was_asked_for() -> No
 def test_nothing_wrong_ever_serves() -> None:
     with pytest.raises(UserError, match="no tree attention passes"):
         choose("auto", {"fast": Inflated, "sdpa": Inflated})
+
+
+def test_auto_takes_the_fastest_of_those_that_are_right() -> None:
+    """Wrong ones are not timed, and one that fails then is skipped too."""
+
+    class Slower(SdpaAttention):
+        pass
+
+    class Failing(SdpaAttention):
+        pass
+
+    def seconds(make: Maker) -> float:
+        if make is Failing:
+            raise RuntimeError("out of memory\nand a long story")
+        return 3e-3 if make is Slower else 2e-3
+
+    cache = KVCache(KVLayout((LayerKV(2, 64),), torch.float32), 64, "cpu")
+    makers: dict[str, Maker] = {
+        "failing": Failing,
+        "wrong": Inflated,
+        "slower": Slower,
+        "sdpa": SdpaAttention,
+    }
+    found = [Candidate(name, "", make) for name, make in makers.items()]
+    log: Any = Log()
+    assert choose_attention("auto", cache, 8, found, log, seconds).name == "sdpa"
+    assert choose_attention("slower", cache, 8, found, None, seconds).name == "slower"
+    assert log.lines[-1] == (
+        "info",
+        "tree attention",
+        {"backend": "sdpa", "slower_us": 3000, "sdpa_us": 2000},
+    )
+    skipped = [fields["backend"] for level, _, fields in log.lines if level == "warning"]
+    assert sorted(skipped) == ["failing", "wrong"]
+    assert log.lines[0][2]["reason"] == "RuntimeError: out of memory"
+    with pytest.raises(UserError, match="no tree attention"):
+        choose_attention("auto", cache, 8, found[:2], None, seconds)
+
+
+def test_the_time_of_a_forward_counts_every_layer() -> None:
+    """Layers of one shape are run one after the other in the same memory."""
+    runs: list[int] = []
+
+    class Counted(SdpaAttention):
+        def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
+            runs.append(layer)
+            return queries
+
+    full, window = LayerKV(2, 16), LayerKV(2, 16, 9)
+    layout = KVLayout((full, window, full), torch.float32)
+    assert attention_seconds(Counted, layout, 4, "cpu") > 0
+    assert len(runs) % 3 == 0
+    assert runs.count(0) == 2 * runs.count(1)
