@@ -75,13 +75,12 @@ def attention_for(
     folder = wish.folder.expanduser()
     found = candidates(cache, native, folder, log, invariant=wish.invariant)
     device = cache.keys(0).device
-    seconds: Callable[[Maker], float] | None = None
-    if device.type != "cpu":  # on CPUs the order is known
 
-        def seconds(make: Maker) -> float:
-            return attention_seconds(make, cache.layout, heads, str(device))
+    def seconds(make: Maker) -> float:
+        return attention_seconds(make, cache.layout, heads, str(device))
 
-    chosen = choose_attention(wish.backend, cache, heads, found, log, seconds)
+    measure = None if device.type == "cpu" else seconds  # on CPUs the order is known
+    chosen = choose_attention(wish.backend, cache, heads, found, log, measure)
     if not wish.check or wish.report is None:
         return chosen
     second = choose_attention(wish.check, cache, heads, candidates(cache, native, folder)).backend
