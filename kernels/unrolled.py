@@ -5,6 +5,7 @@ add up the two in different orders. Unrolled, each row's prefix is the committed
 position, and its only tree slot is its own. Knows batches and backends; no model.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Generic
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd_serve.kernels.attention import AttentionBackend, PlanT
+from ssd_serve.kernels.attention import AttentionBackend, PlanT, Recordable
 from ssd_serve.kernels.batch import Batch, Int64Array, offsets_of
 
 
@@ -101,6 +102,10 @@ class UnrolledAttention(Generic[PlanT]):
     def plan(self, batch: Batch) -> PlanT:
         """Plan the unrolled batch."""
         return self._inner.plan(unrolled(batch))
+
+    def recorded_as(self, plan: PlanT) -> Hashable | None:
+        """See `Recordable`: as `inner` does it, if it does."""
+        return self._inner.recorded_as(plan) if isinstance(self._inner, Recordable) else None
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: PlanT) -> None:
         """Store keys and values of all rows."""

@@ -12,7 +12,8 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.graphs import MOST_ROWS, recorded_rows
 from ssd_serve.kernels.rows import TorchRows
-from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.kernels.triton.attention import TritonAttention, TritonPlan
+from ssd_serve.kernels.unrolled import UnrolledAttention
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import load_config
 from ssd_serve.models.decoder import Decoder, kv_layout, read_weights
@@ -31,7 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path_factory.mktemp("model"))
 
 
-def decoder(folder: Path) -> tuple[Decoder, TritonAttention]:
+Attention = TritonAttention | UnrolledAttention[TritonPlan]
+
+
+def decoder(folder: Path, unrolled: bool) -> tuple[Decoder, Attention]:
     """With Triton's attention, one slot more than requests may have, and features of a layer."""
     config = load_config(folder)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
@@ -40,7 +44,9 @@ def decoder(folder: Path) -> tuple[Decoder, TritonAttention]:
         )
         weights = read_weights(config, checkpoint, make)
         cache = KVCache(kv_layout(config, torch.float32), SLOTS + 1, "cpu")
-    attention = TritonAttention(cache, config.heads, widen=True)
+    attention: Attention = TritonAttention(cache, config.heads, widen=True)
+    if unrolled:
+        attention = UnrolledAttention(attention)
     facts = ModelFacts(
         "small", config.vocabulary, 128, config.layers, config.hidden, (2,), 0, 0, "cpu", "fp32"
     )
@@ -51,10 +57,10 @@ def decoder(folder: Path) -> tuple[Decoder, TritonAttention]:
 class Pair:
     """The same model twice: plain and recorded."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, unrolled: bool) -> None:
         self.tape = Tape()
-        self.plain, _ = decoder(folder)
-        second, attention = decoder(folder)
+        self.plain, _ = decoder(folder, unrolled)
+        second, attention = decoder(folder, unrolled)
         self.recorded = RecordedDecoder(second, attention, self.tape, padding_slot=SLOTS)
 
     def compare(self, batch: Batch) -> None:
@@ -67,8 +73,14 @@ class Pair:
 
 
 @pytest.fixture
-def pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    both = Pair(folder)
+def unrolled() -> bool:
+    """Whether every row is a request of its own, as batch invariance wants it."""
+    return False
+
+
+@pytest.fixture
+def pair(folder: Path, unrolled: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    both = Pair(folder, unrolled)
     with recording_kernels(both.tape, monkeypatch):
         yield both
 
@@ -89,6 +101,7 @@ def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
     return build_batch(parts)
 
 
+@pytest.mark.parametrize("unrolled", [False, True])
 def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
     """Other requests, trees, slots, prefixes, counts of requests: one is recorded, all are replayed."""
     pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
