@@ -6,7 +6,8 @@ slots a row may read is defined in `ssd_serve.kernels.batch`; `ssd_serve.kernels
 Knows no request, no architecture and no weights.
 """
 
-from typing import Protocol, TypeVar
+from collections.abc import Hashable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -49,5 +50,17 @@ class AttentionBackend(Protocol[PlanT]):
         """The same, and each row's log-sum-exp of scaled scores: float32 [rows, heads], natural logarithm.
 
         With it results over parts of a context are merged.
+        """
+        ...
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """A backend whose part of a forward can be recorded and replayed: plans lie in fixed memory."""
+
+    def recorded_as(self, plan: Any) -> Hashable | None:
+        """What a recording fixes beside the number of rows: it serves every later plan of the same value.
+
+        None: a forward of this plan cannot be recorded. Plans are made outside the recording.
         """
         ...

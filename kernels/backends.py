@@ -22,7 +22,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.kernels.sdpa_rows import SdpaRows
 from ssd_serve.kernels.self_test import Heads, Maker, first_failure
-from ssd_serve.kernels.unrolled import UnrolledAttention
+from ssd_serve.kernels.unrolled import one_by_one
 from ssd_serve.logs import Logger
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _SPLIT_PAGES = 512
 """Where FlashInfer splits contexts so that results do not depend on the batch."""
+DEVICE_SCRATCH_BYTES = 384 << 20
+"""Most memory of a GPU that any backend takes beside the cache, and what recorded forwards share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class _FlashInferMaker:
 
 def _unrolling(make: Maker) -> Maker:
     """Rows come to the backend one by one."""
-    return lambda cache, heads: UnrolledAttention(make(cache, heads))
+    return lambda cache, heads: one_by_one(make(cache, heads))
 
 
 def _triton_maker(cache: KVCache, heads: int) -> AttentionBackend[Any]:

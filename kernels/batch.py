@@ -8,7 +8,7 @@ in the row's ancestry. A batch knows nothing of requests' parameters, of models 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 UInt64Array = npt.NDArray[np.uint64]
+IntegerT = TypeVar("IntegerT", bound=np.integer)
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -104,6 +105,33 @@ def build_batch(parts: Sequence[RequestRows]) -> Batch:
         ancestry=ancestry.reshape(len(masks), words),
         rows_wanted=np.asarray(wanted, dtype=np.int64),
     )
+
+
+def padded(batch: Batch, rows: int, slot: int) -> Batch:
+    """The batch with more rows at its end, `rows` in all; each of them is a request that attends to itself.
+
+    They all write to `slot`, which must be no request's.
+    """
+    more = rows - batch.rows
+    own = np.ones((more, 1), dtype=np.uint64)
+    each = np.arange(1, more + 1, dtype=np.int32)
+    return Batch(
+        tokens=_extended(batch.tokens, more, 0),
+        positions=_extended(batch.positions, more, 0),
+        write_slots=_extended(batch.write_slots, more, slot),
+        request_offsets=np.concatenate((batch.request_offsets, batch.request_offsets[-1] + each)),
+        prefix_slots=batch.prefix_slots,
+        prefix_offsets=_extended(batch.prefix_offsets, more, int(batch.prefix_offsets[-1])),
+        tree_slots=_extended(batch.tree_slots, more, slot),
+        tree_positions=_extended(batch.tree_positions, more, 0),
+        tree_offsets=np.concatenate((batch.tree_offsets, batch.tree_offsets[-1] + each)),
+        ancestry=np.concatenate((batch.ancestry, np.pad(own, ((0, 0), (0, batch.ancestry.shape[1] - 1))))),
+        rows_wanted=batch.rows_wanted,
+    )
+
+
+def _extended(values: npt.NDArray[IntegerT], more: int, value: int) -> npt.NDArray[IntegerT]:
+    return np.concatenate((values, np.full(more, value, dtype=values.dtype)))
 
 
 def _flat(pieces: Iterable[Sequence[int]]) -> Int64Array:

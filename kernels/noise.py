@@ -6,8 +6,8 @@ numbers: as easy as 1, 2, 3", SC 2011; the Random123 library). Key: the 64-bit s
 lane v % 4, so that one block serves four tokens.
 
 The integers are identical everywhere, logarithms are not: a row is always computed whole, by the same
-function for a kind of device, in float64, and only the target's device decides tokens. On CPUs that is the
-compiled kernel where there is one, else numpy: between those two about one word in 10^8 differs, in the last
+function for a kind of device, in float64, and only the target's device decides tokens. That is the kernel for
+the device where there is one, else numpy or torch: between those about one word in 10^8 differs, in the last
 bit of a float32.
 
 This module knows nothing of logits, requests or sampling parameters.
@@ -15,7 +15,8 @@ This module knows nothing of logits, requests or sampling parameters.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -186,22 +187,39 @@ def capacity_for(vocabulary: int, memory_bytes: int = 64 << 20) -> int:
     return max(64, memory_bytes // (4 * vocabulary))
 
 
-def _trusted(library: NativeLibrary | None) -> NativeNoise | None:
-    """The compiled noise, where its rows are numpy's up to the last bit."""
-    if library is None:
+class Filler(Protocol):
+    """A kernel that makes rows of log E in place."""
+
+    def fill(self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
+        """Write the noise of each pair of seed and position into its line of `table` [lines, vocabulary]."""
+        ...
+
+
+def _filler(device: torch.device, native: NativeLibrary | None) -> Filler | None:
+    """The kernel for this device, where there is one and its rows are numpy's up to the last bit."""
+    if device.type == "cpu":
+        return None if native is None else _trusted(NativeNoise(native), device)
+    if find_spec("triton") is None:
         return None
-    native, keys, vocabulary = NativeNoise(library), [(0, 0), ((1 << 64) - 1, 7), (12345, 1 << 20)], 333
-    table = torch.empty((len(keys), vocabulary))
-    native.fill(table, range(len(keys)), keys)
+    from ssd_serve.kernels.triton.noise import TritonNoise
+
+    return _trusted(TritonNoise(), device)
+
+
+def _trusted(filler: Filler, device: torch.device) -> Filler | None:
+    keys, vocabulary = [(0, 0), ((1 << 64) - 1, 7), (12345, 1 << 20)], 333
+    table = torch.full((len(keys), vocabulary), torch.nan, device=device)
+    filler.fill(table, range(len(keys)), keys)
     expected = log_exponential([seed for seed, _ in keys], [position for _, position in keys], vocabulary)
-    return native if np.allclose(table.numpy(), expected, rtol=2e-7, atol=1e-7) else None
+    return filler if np.allclose(table.cpu().numpy(), expected, rtol=2e-7, atol=1e-7) else None
 
 
 class NoiseRows:
     """The least recently used rows of log E, at most `capacity` of them (4 * vocabulary bytes each).
 
-    Rows live on `device`; on CPUs the compiled kernel makes them where `native` is given. A row of seed None
-    is zero: it stands for a choice without noise (temperature 0). Not safe for use by several threads.
+    Rows live on `device`, where a kernel makes them if there is one: on CPUs that in `native`, on GPUs
+    Triton's. A row of seed None is zero: it stands for a choice without noise (temperature 0). Not safe for
+    use by several threads.
     """
 
     def __init__(
@@ -219,7 +237,7 @@ class NoiseRows:
         self.table = torch.empty(capacity + 1, vocabulary, dtype=torch.float32, device=self.device)
         """[1 + capacity, vocabulary]; line 0 is zero, `lines` tells which others hold what."""
         self.table[0].zero_()
-        self._native = _trusted(native) if self.device.type == "cpu" else None
+        self._filler = _filler(self.device, native)
         self._where: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._last: tuple[list[tuple[int, int, int]], list[list[int]]] = [], []
         """The last call of `lines` and its answer: what was computed ahead is asked for next."""
@@ -282,8 +300,8 @@ class NoiseRows:
     def _compute(self, missing: "_Missing", wanted: int) -> None:
         """Fill the lines of missing rows, some of `wanted` ones."""
         try:
-            if self._native is not None:
-                self._native.fill(self.table, missing.lines, missing.keys)
+            if self._filler is not None:
+                self._filler.fill(self.table, missing.lines, missing.keys)
             else:
                 if wanted + BLOCK * len(missing.keys) <= self.capacity:  # nothing that is wanted now may go
                     self._add_neighbours(missing)

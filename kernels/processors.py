@@ -154,7 +154,7 @@ def edit(
     if parameters.allowed_token_ids is not None:
         row = keep_only(row, parameters.allowed_token_ids)
     if parameters.bad_words:
-        _mask(row, _completing(parameters, counts, path))
+        _mask(row, completing(parameters, counts, path))
     if parameters.logit_bias:
         _add_bias(row, parameters.logit_bias)
     if generated < parameters.min_tokens:
@@ -184,7 +184,7 @@ def _indices(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(ids[(ids >= 0) & (ids < len(row))]).to(row.device)
 
 
-def _completing(parameters: SamplingParameters, counts: TokenCounts | None, path: Sequence[int]) -> list[int]:
+def completing(parameters: SamplingParameters, counts: TokenCounts | None, path: Sequence[int]) -> list[int]:
     """The tokens that would complete a bad word: its last one, where the output ends with the rest.
 
     As in vLLM, a word that began in the prompt is not one that was generated.

@@ -20,7 +20,8 @@ from ssd_serve.kernels.batch import Int32Array
 from ssd_serve.kernels.native.choosing import NativeChoice
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise import Float32Array, NoiseRows
-from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing, process
+from ssd_serve.kernels.processing import process_rows
+from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing
 from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 
@@ -42,8 +43,8 @@ def sample(
 ) -> Sampled:
     """Choose a token for each row of `logits` [rows, vocabulary]; `noise` lives on the same device.
 
-    The choice of a row is the same alone and in any batch: rows are processed one by one, and what is done
-    for all together is elementwise or exact. On CPUs `native` chooses where it is given: the same tokens, but
+    The choice of a row is the same alone and in any batch: what is done is elementwise, exact, or a row's
+    own. On CPUs `native` chooses where it is given: the same tokens, but
     for a token at top-p's very edge, which `keep_top_p` describes.
     """
     if not requests:
@@ -119,18 +120,17 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torc
         for index, row in enumerate(rows)
         if id(row.parameters) in touched and needs_processing(row.parameters, row.generated)
     ]
+    if len(work) == len(rows):
+        return process_rows(logits, rows)
     by_key = {key: 1.0 if is_greedy(each) else each.temperature for key, each in distinct.items()}
+    scaled = logits
     if any(temperature != 1.0 for temperature in by_key.values()):
         temperatures = torch.tensor([by_key[id(row.parameters)] for row in rows], dtype=torch.float32)
         scaled = logits / temperatures.to(logits.device)[:, None]
-    elif work:
-        scaled = logits.clone()
-    else:
-        return logits
-    for index in work:
-        row = rows[index]
-        scaled[index] = process(logits[index], row.parameters, row.counts, row.path, row.generated, row.eos)
-    return scaled
+    if not work:
+        return scaled
+    index = torch.tensor(work).to(logits.device)
+    return scaled.index_copy(0, index, process_rows(logits.index_select(0, index), [rows[i] for i in work]))
 
 
 def _distinct(rows: Sequence[SamplingRows]) -> dict[int, SamplingParameters]:

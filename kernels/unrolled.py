@@ -5,14 +5,15 @@ add up the two in different orders. Unrolled, each row's prefix is the committed
 position, and its only tree slot is its own. Knows batches and backends; no model.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd_serve.kernels.attention import AttentionBackend, PlanT
+from ssd_serve.kernels.attention import AttentionBackend, PlanT, Recordable
 from ssd_serve.kernels.batch import Batch, Int64Array, offsets_of
 
 
@@ -115,3 +116,20 @@ class UnrolledAttention(Generic[PlanT]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
         return self._inner.run_with_lse(layer, queries, plan)
+
+
+class RecordableUnrolled(UnrolledAttention[PlanT]):
+    """The same over a backend that can be recorded."""
+
+    def __init__(self, inner: AttentionBackend[PlanT], recordable: Recordable) -> None:
+        super().__init__(inner)
+        self._recordable = recordable
+
+    def recorded_as(self, plan: Any) -> Hashable | None:
+        """See `Recordable`."""
+        return self._recordable.recorded_as(plan)
+
+
+def one_by_one(inner: AttentionBackend[PlanT]) -> UnrolledAttention[PlanT]:
+    """Rows come to `inner` one by one; what can be recorded stays so."""
+    return RecordableUnrolled(inner, inner) if isinstance(inner, Recordable) else UnrolledAttention(inner)

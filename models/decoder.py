@@ -48,6 +48,18 @@ class DecoderWeights:
     head: Linear  # hidden -> vocabulary
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One forward's rows, on the device."""
+
+    tokens: torch.Tensor  # [rows], int64
+    positions: torch.Tensor  # [rows], int64
+    plan: Any
+    """The attention's."""
+    wanted: torch.Tensor | None = None
+    """int64, the rows whose logits are wanted; None: all."""
+
+
 class Decoder:
     """`Model` over a `DecoderConfig`. `features` names layers whose outputs are returned: `layer.<index>`."""
 
@@ -93,21 +105,33 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
         """Run one ragged batch; see `Model.forward`."""
-        tokens = torch.from_numpy(batch.tokens).to(self._device)
-        positions = torch.from_numpy(batch.positions).to(self._device)
-        plan = self._attention.plan(batch)
-        rotations = self._rotations.index_select(0, positions)  # [rows, 1, head_dim / 2], complex64
-        hidden = self._weights.embedding.index_select(0, tokens)  # [rows, hidden]
+        wanted = len(batch.rows_wanted)
+        inputs = Inputs(
+            torch.from_numpy(batch.tokens).to(self._device),
+            torch.from_numpy(batch.positions).to(self._device),
+            self._attention.plan(batch),
+            None if wanted == batch.rows else torch.from_numpy(batch.rows_wanted).to(self._device),
+        )
+        logits, features = self.run(inputs)
+        return ForwardResult(logits, features, completion(self._device))
+
+    def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Logits of the wanted rows, float32 [wanted, vocabulary], and features, from what is on the device.
+
+        Nothing here depends on values: with a recordable attention it can be recorded and replayed.
+        """
+        rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2], complex64
+        hidden = self._weights.embedding.index_select(0, inputs.tokens)  # [rows, hidden]
         features: dict[str, torch.Tensor] = {}
         added: torch.Tensor | None = None  # what the last block adds to `hidden`: the next norm does it
         for index, layer in enumerate(self._weights.layers):
             rows = self._operations.norm(hidden, added, layer.input_norm)
-            added = self._attend(index, layer, rows, rotations, plan)
+            added = self._attend(index, layer, rows, rotations, inputs.plan)
             rows = self._operations.norm(hidden, added, layer.mlp_norm)
             added = layer.down(self._operations.gate(layer.gate_up(rows)))
             if index in self._features:
                 features[f"layer.{index}"] = hidden + added
-        return ForwardResult(self._logits(hidden, added, batch), features, completion(self._device))
+        return self._logits(hidden, added, inputs.wanted), features
 
     def _attend(
         self, index: int, layer: DecoderLayer, rows: torch.Tensor, rotations: torch.Tensor, plan: object
@@ -120,15 +144,15 @@ class Decoder:
         attended = self._attention.run(index, heads[:, : c.heads], plan)  # [rows, heads * head_dim]
         return layer.output(attended.to(rows.dtype))
 
-    def _logits(self, hidden: torch.Tensor, added: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    def _logits(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
         """Logits of the wanted rows: float32 [wanted, vocabulary]."""
-        wanted = len(batch.rows_wanted)
-        if wanted == 0:
-            return torch.empty((0, self._config.vocabulary), device=self._device)
-        if wanted < batch.rows:
-            index = torch.from_numpy(batch.rows_wanted).to(self._device)
-            hidden = hidden.index_select(0, index)
-            added = None if added is None else added.index_select(0, index)
+        if wanted is not None:
+            if not len(wanted):
+                return torch.empty((0, self._config.vocabulary), device=self._device)
+            hidden = hidden.index_select(0, wanted)
+            added = None if added is None else added.index_select(0, wanted)
         return self._weights.head(self._operations.norm(hidden, added, self._weights.norm)).float()
 
 

@@ -11,8 +11,10 @@ import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.backends import AttentionWish, attention_for
+from ssd_serve.kernels.attention import Recordable
+from ssd_serve.kernels.backends import DEVICE_SCRATCH_BYTES, AttentionWish, attention_for
 from ssd_serve.kernels.checked import Difference
+from ssd_serve.kernels.graphs import GraphRecorder
 from ssd_serve.kernels.int8 import can_multiply_int8
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
@@ -35,11 +37,14 @@ from ssd_serve.models.invariant import invariant_operations, invariant_weights
 from ssd_serve.models.linear import LinearFactory, Parallel, multiplied_format
 from ssd_serve.models.matrices import MatrixReader
 from ssd_serve.models.memory import available_memory, require_memory
+from ssd_serve.models.recorded import RecordedDecoder
 from ssd_serve.settings import Settings
 
 _INT8 = "int8"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, _INT8: torch.bfloat16}
 """What is computed in; weights of int8 are wider only where this machine has no product for them."""
+_PADDING_SLOTS = 1
+"""A KV slot that no request has: padding rows of recorded forwards write to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,7 @@ def load_model(
     wish: AttentionWish | None = None,
     batch_invariant: bool = False,
     features: tuple[int, ...] = (),
+    graphs: bool = False,
     progress: Callable[[int, int], None] | None = None,
     log: Logger | None = None,
 ) -> Model:
@@ -135,8 +141,8 @@ def load_model(
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
     on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `wish` says
     which tree attention; `batch_invariant`: a row's result is the same to the bit in any batch, at some cost;
-    `features` names layers whose outputs every forward returns. `progress` is told how many layers of how
-    many are loaded.
+    `features` names layers whose outputs every forward returns; `graphs` records forwards on GPUs, where the
+    attention can be recorded. `progress` is told how many layers of how many are loaded.
     Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
@@ -146,7 +152,7 @@ def load_model(
     # While a matrix is packed its dense copy exists too: as read, and as int8 where it becomes that.
     dense = _DTYPES[kind].itemsize if kind != _INT8 else torch.float32.itemsize + torch.int8.itemsize
     need = sizes.resident_bytes + largest_matrix(config) * dense
-    need += slots * sizes.kv_bytes_per_slot
+    need += slots * sizes.kv_bytes_per_slot + (0 if place == "cpu" else DEVICE_SCRATCH_BYTES)
     if batch_invariant and place == "cpu":  # a matrix of every shape is tried
         need += 2 * largest_matrix(config) * dense
     require_memory(model_name(path), need, available_memory(place))
@@ -165,7 +171,7 @@ def load_model(
         weights = read_weights(config, checkpoint, make, progress)
         if batch_invariant:
             weights = invariant_weights(config, weights, make)
-        cache = KVCache(layout, slots, place)
+        cache = KVCache(layout, slots + _PADDING_SLOTS if graphs else slots, place)
     wish = replace(wish or AttentionWish(), invariant=batch_invariant)
     chosen = attention_for(wish, cache, config.heads, native, log)
     facts = ModelFacts(
@@ -188,7 +194,13 @@ def load_model(
         operations = invariant_operations(config, weights, operations)
         if log is not None:
             log.info("batch invariant: no row depends on others", model=facts.name)
-    return Decoder(config, weights, chosen.backend, operations, facts=facts, slots=slots, features=features)
+    decoder = Decoder(
+        config, weights, chosen.backend, operations, facts=facts, slots=slots, features=features
+    )
+    if not graphs or place == "cpu" or not isinstance(chosen.backend, Recordable):
+        return decoder
+    recorder = GraphRecorder(torch.device(place))
+    return RecordedDecoder(decoder, chosen.backend, recorder, padding_slot=slots, log=log)
 
 
 def load_served(
@@ -214,6 +226,7 @@ def load_served(
         wish=AttentionWish(
             settings.tree_decode_backend, settings.cache_dir.expanduser(), settings.tree_decode_check, report
         ),
+        graphs=settings.graphs,
         batch_invariant=batch_invariant,
         log=log,
     )

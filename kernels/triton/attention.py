@@ -5,7 +5,9 @@ the batch, the order in which a row's context is added up does not: parts have a
 batch becomes indices on the device; the mathematics is in `kernel.py`.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +17,7 @@ import triton
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.batch import Batch, Int32Array
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
+from ssd_serve.kernels.triton.memory import BatchMemory, Room
 
 SPLIT = 512
 """Entries of the prefix that one program reads: enough programs for one long request, few merges."""
@@ -24,34 +27,66 @@ one order whatever else is in the batch."""
 TILES = (16, 32, 64)
 """Stacked rows of a program in half precision."""
 WARPS = 4
+SCRATCH_BYTES = 256 << 20
+"""Most memory for the results of parts; a batch that would need more is attended in several launches."""
+_FIXED_ROWS = 256
+_FIXED_WORDS = 128
+"""Ancestry words of 32 bits a row: trees of 4,096 nodes."""
+_SHARED = 4
+"""How often a slot may be in the prefixes of a batch, on average, that fits into fixed memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """One forward: the batch's arrays on the device, and the tiles of rows."""
+class _Launch:
+    """Tiles that one launch attends, and their rows."""
 
-    indices: tuple[torch.Tensor, ...]
-    """Tiles' requests, first rows and numbers of rows; positions; slots and offsets; ancestry."""
-    write_slots: torch.Tensor  # [rows], int64
-    row_parts: torch.Tensor  # [rows], int32
-    rows: int
+    first_tile: int
     tiles: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What launches are told beside addresses; a recorded forward repeats it for batches of this shape."""
+
+    rows: int
     tile: int
     """Stacked rows of a tile."""
     parts: int
     words: int
+    """Ancestry words of 32 bits a row."""
+    launches: tuple[_Launch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """One forward: how it is launched, and where the batch lies. Good until the next plan is made."""
+
+    shape: _Shape
+    memory: BatchMemory
+    write_slots: torch.Tensor  # [rows], int64
+    fixed: bool
+    """Whether it lies where every plan of this shape does."""
 
 
 class TritonAttention:
-    """`AttentionBackend` by Triton kernels. `heads` is the number of query heads; `widen` computes in float32
-    whatever the cache holds, as the interpreter must."""
+    """`AttentionBackend` by Triton kernels, which can be recorded. `heads` is the number of query heads;
+    `widen` computes in float32 whatever the cache holds, as the interpreter must."""
 
-    def __init__(self, cache: KVCache, heads: int, widen: bool = False) -> None:
+    def __init__(
+        self, cache: KVCache, heads: int, widen: bool = False, scratch_bytes: int = SCRATCH_BYTES
+    ) -> None:
         self._cache = cache
         self._device = cache.keys(0).device
         self._heads = heads
         self._widen = widen
+        self._scratch_bytes = scratch_bytes
         self._largest_group = max(heads // layer.heads for layer in cache.layout.layers)
+        self._largest_head = max(layer.head_dim for layer in cache.layout.layers)
+        room = Room(_FIXED_ROWS, _FIXED_ROWS * _FIXED_WORDS, cache.slots + _FIXED_ROWS, _SHARED * cache.slots)
+        self._memory = BatchMemory(room, self._device)
+        self._write_slots = torch.zeros(_FIXED_ROWS, dtype=torch.int64, device=self._device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,39 +94,40 @@ class TritonAttention:
         return self._cache.layout.dtype
 
     def plan(self, batch: Batch) -> TritonPlan:
-        """Cut every request's rows into tiles and copy the indices."""
+        """Cut every request's rows into tiles and copy the indices.
+
+        Counts of parts and words are rounded up to powers of two, so that few shapes are met.
+        """
         counts = np.diff(batch.request_offsets)  # [requests]
         tile = tile_of(int(counts.max()) * self._largest_group, self.dtype, self._largest_group)
-        most = max(1, tile // self._largest_group)
-        tiles = [
-            (request, first, min(most, int(count) - skipped))
-            for request, count in enumerate(counts)
-            for skipped in range(0, int(count), most)
-            for first in (int(batch.request_offsets[request]) + skipped,)
-        ]
-        prefixes = np.diff(batch.prefix_offsets)
-        parts: Int32Array = (1 + -(-prefixes // SPLIT)).astype(np.int32)  # [requests]
-        words = np.ascontiguousarray(batch.ancestry, dtype="<u8").view(np.int32)  # [rows, 2 * words]
-        indices = (
-            *np.asarray(tiles, dtype=np.int32).T,
-            batch.positions,
-            batch.prefix_slots,
-            batch.prefix_offsets,
-            batch.tree_slots,
-            batch.tree_offsets,
-            batch.tree_positions,
-            words,
+        tiles = _tiles(batch, max(1, tile // self._largest_group))
+        parts = 1 + -(-np.diff(batch.prefix_offsets) // SPLIT)  # [requests]
+        ancestry = _words(batch)  # [rows, words]
+        room = Room(batch.rows, ancestry.size, len(batch.tree_slots), len(batch.prefix_slots))
+        fixed = self._memory.room.holds(room)
+        memory = self._memory if fixed else BatchMemory(room, self._device)
+        empty = np.zeros(batch.rows - len(tiles), dtype=np.int32)  # a tile of no rows does nothing
+        memory.fill(
+            {
+                "tile_requests": np.concatenate((tiles[:, 0], empty)),
+                "tile_rows": np.concatenate((tiles[:, 1], empty)),
+                "tile_counts": np.concatenate((tiles[:, 2], empty)),
+                "row_parts": np.repeat(parts, counts),
+                "ancestry": ancestry,
+                **{name: getattr(batch, name) for name in _AS_THEY_ARE},
+            }
         )
-        return TritonPlan(
-            tuple(self._put(array) for array in indices),
-            self._put(batch.write_slots),
-            self._put(np.repeat(parts, counts)),
-            batch.rows,
-            len(tiles),
-            tile,
-            int(parts.max()),
-            words.shape[1],
-        )
+        most = 1 + _power_of_two(int(parts.max()) - 1)
+        launches = self._launches(tiles, most, batch.rows)
+        shape = _Shape(batch.rows, tile, most, ancestry.shape[1], launches)
+        write_slots = memory["write_slots"][: batch.rows]
+        if fixed:
+            write_slots = self._write_slots[: batch.rows].copy_(write_slots)
+        return TritonPlan(shape, memory, write_slots.long(), fixed and len(launches) == 1)
+
+    def recorded_as(self, plan: TritonPlan) -> Hashable | None:
+        """See `Recordable`."""
+        return plan.shape if plan.fixed else None
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: TritonPlan) -> None:
         """Store keys and values of all rows."""
@@ -105,47 +141,133 @@ class TritonAttention:
         self, layer: int, queries: torch.Tensor, plan: TritonPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        rows, heads, head_dim = queries.shape
-        shape = self._cache.layout.layers[layer]
-        partial = torch.empty((plan.parts, rows, heads, head_dim), device=self._device)
-        partial_lse = torch.empty((plan.parts, rows, heads), device=self._device)
-        out, lse = torch.empty_like(queries, memory_format=torch.contiguous_format), partial_lse[0].clone()
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        lse = torch.empty(queries.shape[:2], device=self._device)
+        for launch in plan.shape.launches:
+            self._attend(layer, queries, plan, launch, out, lse)
+        return out.flatten(1), lse
+
+    def _attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        plan: TritonPlan,
+        launch: _Launch,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        keys, values, memory = self._cache.keys(layer), self._cache.values(layer), plan.memory
+        _, heads, head_dim = queries.shape
+        shape, parts, rows = self._cache.layout.layers[layer], plan.shape.parts, launch.rows
+        partial = torch.empty((parts, rows, heads, head_dim), device=self._device)
+        partial_lse = torch.empty((parts, rows, heads), device=self._device)
         block_d = triton.next_power_of_2(head_dim)
         # Triton's own types know nothing of launches.
         attend, merge = cast(Any, attend_parts), cast(Any, merge_parts)
-        attend[plan.tiles, shape.heads, plan.parts](
+        attend[launch.tiles, shape.heads, parts](
             queries,
             keys,
             values,
             partial,
             partial_lse,
-            *plan.indices,
+            *(memory[name] for name in _ATTENDED),
             queries.stride(0),
             queries.stride(1),
             keys.stride(0),
             keys.stride(1),
+            launch.first_tile,
+            launch.first_row,
             rows,
             heads,
-            plan.words,
+            plan.shape.words,
             shape.window or 0,
             head_dim**-0.5,
             GROUP=heads // shape.heads,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            BLOCK_M=plan.tile,
+            BLOCK_M=plan.shape.tile,
             BLOCK_N=BLOCK_N,
             SPLIT=SPLIT,
             WIDEN=self._widen,
             num_warps=WARPS,
         )
         merge[rows, heads](
-            partial, partial_lse, out, lse, plan.row_parts, rows, heads, HEAD_DIM=head_dim, BLOCK_D=block_d
+            partial,
+            partial_lse,
+            out,
+            lse,
+            memory["row_parts"],
+            launch.first_row,
+            rows,
+            heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
         )
-        return out.flatten(1), lse
 
-    def _put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(array)).to(self._device)  # a copy: some are read-only
+    def _launches(self, tiles: Int32Array, parts: int, rows: int) -> tuple[_Launch, ...]:
+        """As many tiles together as scratch memory allows. A launch of all has a program for every row that a
+        tile might have, so that all batches of so many rows are launched alike."""
+        row_bytes = 4 * parts * self._heads * (self._largest_head + 1)
+        most = max(1, self._scratch_bytes // row_bytes)
+        if rows <= most:
+            return (_Launch(0, rows, 0, rows),)
+        launches: list[_Launch] = []
+        first = 0
+        while first < len(tiles):
+            start = int(tiles[first, 1])
+            ends = tiles[first:, 1] + tiles[first:, 2] - start
+            count = max(1, int(np.searchsorted(ends, most, side="right")))
+            launches.append(_Launch(first, count, start, int(ends[count - 1])))
+            first += count
+        return tuple(launches)
+
+
+_AS_THEY_ARE = (
+    "positions",
+    "write_slots",
+    "prefix_offsets",
+    "tree_offsets",
+    "tree_slots",
+    "tree_positions",
+    "prefix_slots",
+)
+"""A batch's arrays that go to the device unchanged."""
+_ATTENDED = (
+    "tile_requests",
+    "tile_rows",
+    "tile_counts",
+    "positions",
+    "prefix_slots",
+    "prefix_offsets",
+    "tree_slots",
+    "tree_offsets",
+    "tree_positions",
+    "ancestry",
+)
+"""Arrays that `attend_parts` takes, in its order."""
+
+
+def _tiles(batch: Batch, most: int) -> Int32Array:
+    """Request, first row and number of rows of each tile of at most `most` rows: int32 [tiles, 3]."""
+    return np.asarray(
+        [
+            (request, first, min(most, stop - first))
+            for request, (start, stop) in enumerate(pairwise(batch.request_offsets.tolist()))
+            for first in range(start, stop, most)
+        ],
+        dtype=np.int32,
+    )
+
+
+def _words(batch: Batch) -> Int32Array:
+    """The ancestry in words of 32 bits, a power of two of them a row: int32 [rows, words]."""
+    words = np.ascontiguousarray(batch.ancestry, dtype="<u8").view(np.int32)
+    return np.pad(words, ((0, 0), (0, _power_of_two(words.shape[1]) - words.shape[1])))
+
+
+def _power_of_two(count: int) -> int:
+    """The least that is not below `count`; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count else 0
 
 
 def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:

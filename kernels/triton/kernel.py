@@ -31,6 +31,8 @@ def attend_parts(
     query_head_stride,
     head_stride,
     slot_stride,
+    first_tile,
+    first_row,
     rows,
     heads,
     words,
@@ -46,15 +48,19 @@ def attend_parts(
 ):
     """Program (tile, KV head, part): part 0 is the tree, part i the prefix's i-th `SPLIT` entries.
 
+    Tiles from `first_tile` on, whose rows are `rows` from `first_row` on. A tile of no rows, and a part that
+    its request does not have, are left out.
+
     `queries` [rows, heads, HEAD_DIM], `keys` and `values` [kv_heads, slots, HEAD_DIM] with the given strides;
     `partial` float32 [parts, rows, heads, HEAD_DIM] and `partial_lse` float32
     [parts, rows, heads] (natural logarithm; -inf where a row sees nothing of a part). `ancestry` int32 [rows,
     words]; `window` 0: none. WIDEN computes in float32 whatever the cache holds.
     """
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head, part = first_tile + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_requests + tile)
     stacked = tl.arange(0, BLOCK_M)
-    live = stacked < tl.load(tile_counts + tile) * GROUP
+    count = tl.load(tile_counts + tile)
+    live = stacked < count * GROUP
     row = tl.load(tile_rows + tile) + stacked // GROUP
     head = kv_head * GROUP + stacked % GROUP
     dims = tl.arange(0, BLOCK_D)
@@ -70,6 +76,8 @@ def attend_parts(
         first = (part - 1) * SPLIT
         end = tl.minimum(first + SPLIT, tl.load(prefix_offsets + request + 1) - base)
         slots = prefix_slots + base
+    if (count == 0) | (first >= end):  # no such tile, or no such part of this request
+        return
 
     oldest = tl.load(positions + row, mask=live, other=0).to(tl.int32) - window
     if window > 0 and part > 0:  # what lies before every row's window is not read
@@ -116,7 +124,7 @@ def attend_parts(
     some = total > 0.0
     result = result / tl.where(some, total, 1.0)[:, None]
     lse = tl.where(some, (greatest + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    place = (part * rows + row).to(tl.int64) * heads + head
+    place = (part * rows + row - first_row).to(tl.int64) * heads + head
     tl.store(partial_lse + place, lse, mask=live)
     tl.store(
         partial + place[:, None] * HEAD_DIM + dims[None, :], result, mask=live[:, None] & inside[None, :]
@@ -130,24 +138,27 @@ def merge_parts(
     out,
     lse,
     row_parts,
+    first_row,
     rows,
     heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (row, head): weigh the parts of a row by their log-sum-exp, always in the same order.
+    """Program (row, head), rows from `first_row` on: weigh the parts of a row by their log-sum-exp, always in
+    the same order.
 
     `row_parts` int32 [rows]: how many parts the row's request has; `out` [rows, heads, HEAD_DIM]; `lse`
     float32 [rows, heads].
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    of_these, head = tl.program_id(0), tl.program_id(1)
+    row = first_row + of_these
     dims = tl.arange(0, BLOCK_D)
     inside = dims < HEAD_DIM
     greatest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     result = tl.zeros([BLOCK_D], tl.float32)
     for part in range(0, tl.load(row_parts + row)):
-        place = (part * rows + row).to(tl.int64) * heads + head
+        place = (part * rows + of_these).to(tl.int64) * heads + head
         its = tl.load(partial_lse + place)
         larger = tl.maximum(greatest, its)
         safe = tl.where(larger == float("-inf"), 0.0, larger)

@@ -153,6 +153,10 @@ class Settings(BaseSettings):
         default=True,
         description="compile kernels for this CPU once, where there is a C compiler, and use them",
     )
+    graphs: bool = Field(
+        default=True,
+        description="on GPUs record forwards as CUDA or HIP graphs and replay them; triton attention alone",
+    )
     tpot_target_ms: float | None = Field(
         default=None,
         gt=0,

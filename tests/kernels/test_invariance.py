@@ -85,7 +85,7 @@ def test_unrolled_rows_have_one_tile_whatever_the_batch() -> None:
         TritonAttention(KVCache(KVLayout((LayerKV(2, 16),), torch.bfloat16), 99, "cpu"), 12)
     )
     sizes = {
-        attention.plan(build_batch([rows_of(range(n), [], list(range(n)), list(range(n)), None)])).tile
+        attention.plan(build_batch([rows_of(range(n), [], list(range(n)), list(range(n)), None)])).shape.tile
         for n in (1, 2, 30)
     }
     assert len(sizes) == 1

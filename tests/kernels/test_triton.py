@@ -63,6 +63,38 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch() -> None:
     assert torch.equal(alone, together[:1])
 
 
+@pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 4 << 10])
+def test_what_does_not_fit_into_scratch_memory_is_attended_in_several_launches(scratch_bytes: int) -> None:
+    rng = random.Random(5)
+    slots = rng.sample(range(SLOTS), SLOTS)
+    batch = build_batch([random_request(rng, slots) for _ in range(3)])
+    queries = torch.randn((batch.rows, 4, 16), generator=torch.Generator().manual_seed(6))
+    cache = filled_cache([LayerKV(2, 16)], torch.float32, torch.Generator().manual_seed(7))
+    whole, parted = interpreted(cache, 4), TritonAttention(cache, 4, widen=True, scratch_bytes=scratch_bytes)
+    plan = parted.plan(batch)
+    assert len(plan.shape.launches) > 1
+    assert parted.recorded_as(plan) is None
+    for part, expected in zip(
+        parted.run_with_lse(0, queries, plan),
+        whole.run_with_lse(0, queries, whole.plan(batch)),
+        strict=True,
+    ):
+        assert torch.equal(part, expected)
+
+
+def test_a_batch_that_is_too_large_for_fixed_memory_gets_its_own() -> None:
+    rng = random.Random(8)
+    slots = rng.sample(range(SLOTS), SLOTS)
+    cache = filled_cache([LayerKV(1, 16)], torch.float32, torch.Generator().manual_seed(9))
+    attention = interpreted(cache, 1)
+    rows = rows_of(range(300), [], slots[:300], list(range(300)), None)
+    plan, again = attention.plan(build_batch([rows])), attention.plan(build_batch([rows]))
+    assert attention.recorded_as(plan) is None
+    assert plan.memory is not again.memory
+    small = attention.plan(build_batch([rows_of(range(2), slots[:9], slots[9:11], [9, 10], None)]))
+    assert attention.recorded_as(small) is not None
+
+
 def test_tiles_hold_whole_rows_of_a_group() -> None:
     half, whole = torch.bfloat16, torch.float32
     assert [tile_of(stacked, half) for stacked in (1, 16, 17, 64, 5000)] == [16, 16, 32, 64, TILES[-1]]
@@ -70,10 +102,12 @@ def test_tiles_hold_whole_rows_of_a_group() -> None:
     cache = KVCache(KVLayout((LayerKV(2, 16),), half), 64, "cpu")
     rows = rows_of(range(30), [], list(range(30)), list(range(30)), None)
     plan = TritonAttention(cache, 12).plan(build_batch([rows]))
-    requests, firsts, counts = (each.tolist() for each in plan.indices[:3])
-    assert (plan.tile, set(requests)) == (64, {0})
-    assert counts == [10, 10, 10]
-    assert firsts == list(np.cumsum([0, *counts[:-1]]))
+    requests, firsts, counts = (
+        plan.memory[name][:4].tolist() for name in ("tile_requests", "tile_rows", "tile_counts")
+    )
+    assert (plan.shape.tile, set(requests)) == (64, {0})
+    assert counts == [10, 10, 10, 0]
+    assert firsts[:3] == list(np.cumsum([0, *counts[:2]]))
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""Recording a GPU's work once and replaying it with one call: CUDA and HIP graphs, and for which row counts.
+
+A recording repeats the same kernels on the same addresses. Whoever records therefore reads and writes fixed
+memory, and decides nothing from values that change. Knows the device's queue and memory; not what is
+recorded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+
+MOST_ROWS = 256
+"""Forwards of more rows are busy enough to hide what launching their kernels costs."""
+_WARM_UPS = 2
+"""Runs before recording: kernels are compiled and libraries choose theirs, which cannot be recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Work that can be repeated, and the memory that it holds."""
+
+    replay: Callable[[], None]
+    bytes: int
+
+
+class Recorder(Protocol):
+    """Records what is started on one device."""
+
+    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
+        """Run `work` to warm up, then record it; its result is good after every replay, until the next.
+
+        Raises RuntimeError where something in it cannot be recorded.
+        """
+        ...
+
+
+class GraphRecorder:
+    """`Recorder` by CUDA graphs, which are HIP graphs on ROCm. Not yet run on any GPU.
+
+    All share one pool of memory: they never run at the same time, and what one leaves is read before the next
+    one runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = cast(Any, torch.cuda)  # torch does not type its graphs
+        self._pool: Any = None
+
+    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
+        """See `Recorder.record`."""
+        cuda = self._cuda
+        with cuda.device(self._device):
+            stream = cuda.Stream()
+            stream.wait_stream(cuda.current_stream())
+            with cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    work()
+            cuda.current_stream().wait_stream(stream)
+            cuda.synchronize()
+            before = cuda.memory_reserved()
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                result = work()
+            self._pool = graph.pool()
+            return Recording(graph.replay, max(0, cuda.memory_reserved() - before)), result
+
+
+def recorded_rows(rows: int) -> int | None:
+    """The row count whose recording serves a forward of `rows` rows; None: it is not recorded.
+
+    1, 2, 4 and multiples of 8, further apart as they grow: above 32 at most a fifth of the rows is padding.
+    """
+    if rows > MOST_ROWS:
+        return None
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = max(8, (1 << (rows - 1).bit_length()) // 8)
+    return -(-rows // step) * step

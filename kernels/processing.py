@@ -1,0 +1,172 @@
+"""`processors.process` for many rows at once, on any device: a few operators a batch and nothing read back.
+
+A row's result is that of `process`, to the bit where the device's softmax does not depend on how many rows
+it is given. Knows rows and parameters; nothing of noise or trees.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssd_serve.kernels.processors import (
+    TOP_P_UNITS,
+    completing,
+    is_greedy,
+    keep_only,
+    penalises,
+    smallest_share,
+    truncates,
+)
+from ssd_serve.kernels.sampling_rows import SamplingRows
+from ssd_serve.messages import SamplingParameters
+
+_TOGETHER = 4 << 20
+"""Most logits that are ordered together: each takes some 40 bytes meanwhile."""
+
+
+def process_rows(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:
+    """Processed logits of single rows: float32 [rows, vocabulary] -> the same, a new tensor."""
+    values = torch.where(torch.isnan(logits), -torch.inf, logits)
+    _edit(values, rows)
+    _penalise(values, rows)
+    parameters = [row.parameters for row in rows]
+    if not all(map(is_greedy, parameters)):
+        values = values / _column(values, [1.0 if is_greedy(p) else p.temperature for p in parameters])
+    if _which(parameters, lambda p: p.min_p > 0.0):
+        _keep_min_p(values, parameters)
+    together = max(1, _TOGETHER // values.shape[1])
+    for keep, wants in ((_keep_top_k, _limits_k(values.shape[1])), (_keep_top_p, _limits_p)):
+        limited = _which(parameters, wants)
+        for start in range(0, len(limited), together):
+            some = limited[start : start + together]
+            index = torch.tensor(some).to(values.device)
+            kept = keep(values.index_select(0, index), [parameters[row] for row in some])
+            values.index_copy_(0, index, kept)
+    return values
+
+
+def _which(
+    parameters: Sequence[SamplingParameters], wants: Callable[[SamplingParameters], bool]
+) -> list[int]:
+    """Rows that are drawn and that `wants` is true for."""
+    return [row for row, each in enumerate(parameters) if truncates(each) and wants(each)]
+
+
+def _limits_k(vocabulary: int) -> Callable[[SamplingParameters], bool]:
+    return lambda parameters: 0 < parameters.top_k < vocabulary
+
+
+def _limits_p(parameters: SamplingParameters) -> bool:
+    return parameters.top_p < 1.0
+
+
+def _column(like: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """float32 [rows, 1] on the same device."""
+    return torch.tensor(numbers, dtype=torch.float32).to(like.device)[:, None]
+
+
+def _edit(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
+    """Allowed tokens, bad words, biases, and the ends that `min_tokens` forbids, in place."""
+    masked: list[tuple[int, int]] = []
+    biased: list[tuple[int, int]] = []
+    biases: list[float] = []
+    for index, row in enumerate(rows):
+        parameters = row.parameters
+        if parameters.allowed_token_ids is not None:
+            values[index] = keep_only(values[index], parameters.allowed_token_ids)
+        if parameters.bad_words:
+            masked += [(index, token) for token in completing(parameters, row.counts, row.path)]
+        if row.generated < parameters.min_tokens:
+            masked += [(index, token) for token in (*row.eos, *parameters.stop_token_ids)]
+        for token, bias in parameters.logit_bias.items():
+            if 0 <= token < values.shape[1]:
+                biased.append((index, token))
+                biases.append(bias)
+    if biased:
+        at = _places(values, biased)
+        values[at] += torch.tensor(biases, dtype=torch.float32).to(values.device)
+    # A bias leaves a masked token masked, so that masks may come last.
+    known = [(row, token) for row, token in masked if 0 <= token < values.shape[1]]
+    if known:
+        values[_places(values, known)] = -torch.inf
+
+
+def _places(values: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs of row and token as an index."""
+    rows, tokens = torch.tensor(pairs, dtype=torch.int64).T.to(values.device)
+    return rows, tokens
+
+
+def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
+    """Penalties, in place, as `processors.process` says."""
+    tokens: list[np.ndarray[Any, Any]] = []
+    counts: list[np.ndarray[Any, Any]] = []
+    penalised: list[int] = []
+    for index, row in enumerate(rows):
+        if penalises(row.parameters):
+            if row.counts is None:
+                raise ValueError("penalties need the counts of prompt and output tokens")
+            its_tokens, its_counts = row.counts.with_path(row.path)
+            penalised.append(index)
+            tokens.append(its_tokens)
+            counts.append(its_counts)
+    if not penalised:
+        return
+    sizes = [len(each) for each in tokens]
+    own = [rows[index].parameters for index in penalised]
+
+    def spread(numbers: Sequence[float]) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(numbers, np.float32), sizes)).to(values.device)
+
+    at = (
+        torch.from_numpy(np.repeat(np.asarray(penalised, np.int64), sizes)).to(values.device),
+        torch.from_numpy(np.concatenate(tokens)).to(values.device),
+    )
+    times = torch.from_numpy(np.concatenate(counts)).to(values.device, torch.float32)
+    repetition = spread([each.repetition_penalty for each in own])
+    found = values[at]
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    found = found - spread([each.frequency_penalty for each in own]) * times
+    values[at] = found - spread([each.presence_penalty for each in own]) * (times > 0).to(torch.float32)
+
+
+def _keep_min_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> None:
+    """Mask tokens far below the most probable one, in place."""
+
+    def below(each: SamplingParameters) -> float:
+        wanted = each.min_p > 0.0 and truncates(each)
+        return math.log(min(each.min_p, 1.0)) if wanted else -math.inf
+
+    least = values.amax(dim=1, keepdim=True) + _column(values, [below(each) for each in parameters])
+    values.masked_fill_(values < least, -torch.inf)
+
+
+def _keep_top_k(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:
+    """All but the k largest of each row masked; of equal ones the lowest ids stay."""
+    counts = torch.tensor([each.top_k for each in parameters]).to(values.device)[:, None]
+    most = max(each.top_k for each in parameters)
+    threshold = torch.topk(values, most, dim=1).values.gather(1, counts - 1)
+    above, equal = values > threshold, values == threshold
+    room = counts - above.sum(dim=1, keepdim=True)
+    return torch.where(above | (equal & (torch.cumsum(equal, 1) <= room)), values, -torch.inf)
+
+
+def _keep_top_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:
+    """All but the most probable tokens of each row masked, which sum to top-p; see `keep_top_p`."""
+    vocabulary = values.shape[1]
+    limits = torch.tensor([int(each.top_p * TOP_P_UNITS) for each in parameters]).to(values.device)[:, None]
+    smallest = [smallest_share(each.top_p, vocabulary) for each in parameters]
+    least = torch.tensor(smallest, dtype=torch.float64).to(values.device)[:, None]
+    probabilities = torch.softmax(values.to(torch.float64), 1)
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices
+    ordered = probabilities.gather(1, order)
+    # Sums of integers are exact in any order of adding.
+    units = torch.where(ordered >= least, ordered * TOP_P_UNITS, 0.0).to(torch.int64)
+    inside = torch.cumsum(units, 1) - units < limits
+    inside[:, :1] = True
+    inside &= ordered >= least
+    stay = torch.zeros_like(inside).scatter_(1, order, inside)
+    return torch.where(stay, values, -torch.inf)

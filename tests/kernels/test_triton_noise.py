@@ -1,0 +1,34 @@
+"""The noise of GPUs under Triton's interpreter: numpy's integers, and its logarithms to the last bit but for
+very few."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_serve.kernels.noise import Float32Array, log_exponential
+from ssd_serve.kernels.triton.noise import TritonNoise
+from tests.kernels.test_native_noise import WORD_32, WORD_64, steps_apart
+
+
+def rows(seeds: list[int], positions: list[int], vocabulary: int, stream: int = 0) -> Float32Array:
+    table = torch.full((len(seeds) + 1, vocabulary), torch.nan)
+    keys = list(zip(seeds, positions, strict=True))
+    TritonNoise().fill(table, range(1, len(seeds) + 1), keys, stream)
+    assert bool(torch.isnan(table[0]).all()), "a line that was not asked for must not change"
+    return table[1:].numpy()
+
+
+@given(WORD_64, WORD_32, st.integers(1, 1100), st.integers(0, 3))
+@settings(max_examples=30)
+def test_any_row_is_the_definition(seed: int, position: int, vocabulary: int, stream: int) -> None:
+    """One wrong integer would be off by far more than one step."""
+    ours = rows([seed], [position], vocabulary, stream)
+    assert steps_apart(ours, log_exponential([seed], [position], vocabulary, stream)).max() <= 1
+
+
+def test_many_rows_differ_from_numpys_in_hardly_any_last_bit() -> None:
+    seeds, positions, vocabulary = [3, 3, 2**63 + 9, 2**64 - 1], [1, 2, 1, 2**32 - 1], 32001
+    apart = steps_apart(rows(seeds, positions, vocabulary), log_exponential(seeds, positions, vocabulary))
+    assert apart.max() <= 1
+    assert np.count_nonzero(apart) <= 1

@@ -1,0 +1,104 @@
+"""A recorder for machines without a GPU that keeps to a graph's rules: a replay runs the operators and
+kernels that ran at the recording, on the same tensors, and no Python in between."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from ssd_serve.kernels.graphs import Recording
+
+T = TypeVar("T")
+Step = Callable[[], object]
+
+
+def _is_view(operator: Any) -> bool:
+    """Whether its result is another look at its argument's memory, which a replay need not take again."""
+    returned = operator._schema.returns  # there is no public way to ask
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of every operator, with the tensors that it was given and those that it made."""
+
+    def __init__(self, note: Callable[[Step], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+
+        def step() -> None:
+            again = func(*args, **(kwargs or {}))
+            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        if not _is_view(func):
+            self._note(step)
+        return made
+
+
+@dataclass
+class Tape:
+    """`Recorder`. `runs`: how often work was run to be recorded; `replays`: how often tapes were played."""
+
+    refuses: str = ""
+    runs: int = 0
+    replays: int = 0
+    _steps: list[Step] | None = field(default=None, repr=False)
+
+    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
+        """See `Recorder.record`."""
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        self.runs += 1
+        work()
+        steps: list[Step] = []
+        self._steps = steps
+        try:
+            with _Operators(self._note):
+                result = work()
+        finally:
+            self._steps = None
+
+        def replay() -> None:
+            self.replays += 1
+            for step in steps:
+                step()
+
+        return Recording(replay, len(steps)), result
+
+    def launch(self, kernel: Step) -> None:
+        """Run a kernel of Triton's: one step, whatever operators it consists of here."""
+        steps, self._steps = self._steps, None
+        try:
+            kernel()
+        finally:
+            self._steps = steps
+        self._note(kernel)
+
+    def _note(self, step: Step) -> None:
+        if self._steps is not None:
+            self._steps.append(step)
+
+
+@contextmanager
+def recording_kernels(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    """Launches under Triton's interpreter are noted too."""
+    launch = GridExecutor.__call__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        tape.launch(lambda: launch(self, *args, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", noted)
+        yield

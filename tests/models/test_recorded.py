@@ -1,0 +1,133 @@
+"""Recorded forwards give what the decoder gives, for batches that share a recording and nothing else."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.batch import Batch, build_batch
+from ssd_serve.kernels.graphs import MOST_ROWS, recorded_rows
+from ssd_serve.kernels.rows import TorchRows
+from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.models.config import load_config
+from ssd_serve.models.decoder import Decoder, kv_layout, read_weights
+from ssd_serve.models.interface import ModelFacts
+from ssd_serve.models.linear import LinearFactory, Parallel
+from ssd_serve.models.recorded import RecordedDecoder
+from tests.kernels.test_attention import rows_of
+from tests.models import checkpoints
+from tests.models.tape import Tape, recording_kernels
+
+SLOTS = 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path_factory.mktemp("model"))
+
+
+def decoder(folder: Path) -> tuple[Decoder, TritonAttention]:
+    """With Triton's attention, one slot more than requests may have, and features of a layer."""
+    config = load_config(folder)
+    with torch.inference_mode(), Checkpoint(folder) as checkpoint:
+        make = LinearFactory(
+            checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False, int8=False
+        )
+        weights = read_weights(config, checkpoint, make)
+        cache = KVCache(kv_layout(config, torch.float32), SLOTS + 1, "cpu")
+    attention = TritonAttention(cache, config.heads, widen=True)
+    facts = ModelFacts(
+        "small", config.vocabulary, 128, config.layers, config.hidden, (2,), 0, 0, "cpu", "fp32"
+    )
+    operations = TorchRows(torch.float32)
+    return Decoder(config, weights, attention, operations, facts=facts, slots=SLOTS, features=(1,)), attention
+
+
+class Pair:
+    """The same model twice: plain and recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tape = Tape()
+        self.plain, _ = decoder(folder)
+        second, attention = decoder(folder)
+        self.recorded = RecordedDecoder(second, attention, self.tape, padding_slot=SLOTS)
+
+    def compare(self, batch: Batch) -> None:
+        """Forward both."""
+        expected, found = self.plain.forward(batch), self.recorded.forward(batch)
+        torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+        assert found.features.keys() == expected.features.keys() == {"layer.1"}
+        for name, values in expected.features.items():
+            torch.testing.assert_close(found.features[name], values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    both = Pair(folder)
+    with recording_kernels(both.tape, monkeypatch):
+        yield both
+
+
+def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
+    """Requests of (prefix, tree rows) in random slots; a tree is a random one. All logits wanted."""
+    rng = random.Random(seed)
+    slots = rng.sample(range(SLOTS), SLOTS)
+    parts = []
+    for prefix, rows in sizes:
+        own = [slots.pop() for _ in range(rows)]
+        paths = [[0]]
+        for node in range(1, rows):
+            paths.append([*paths[rng.randrange(node)], node])
+        positions = [prefix + len(path) - 1 for path in paths]
+        part = rows_of(range(rows), [slots.pop() for _ in range(prefix)], own, positions, paths)
+        parts.append(part._replace(tokens=rng.choices(range(199), k=rows), wanted=range(rows)))
+    return build_batch(parts)
+
+
+def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
+    """Other requests, trees, slots, prefixes, counts of requests: one is recorded, all are replayed."""
+    pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
+    pair.compare(batch_of(2, (14, 1), (30, 1), (3, 4)))
+    pair.compare(batch_of(3, (1, 5)))
+    assert (pair.tape.runs, pair.tape.replays) == (1, 3)
+    assert (pair.recorded.recordings, pair.recorded.recorded_bytes > 0) == (1, True)
+
+
+def test_every_shape_has_its_own_recording(pair: Pair) -> None:
+    pair.compare(batch_of(4, (9, 1)))
+    pair.compare(batch_of(5, (9, 9)))
+    pair.compare(batch_of(6, (0, 1)))  # no part of a prefix
+    pair.compare(batch_of(7, (8, 1)))
+    assert (pair.tape.runs, pair.tape.replays) == (3, 4)
+
+
+def test_rows_whose_logits_are_not_wanted(pair: Pair) -> None:
+    whole = batch_of(8, (5, 4), (2, 3))
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[0, 2, 3, 6]]))
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[6]]))  # a prompt: not recorded
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[:0]))
+    assert (pair.tape.runs, pair.tape.replays) == (1, 1)
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(pair: Pair) -> None:
+    pair.tape.refuses = "an operation is not permitted while a stream is captured"
+    pair.compare(batch_of(9, (9, 3)))
+    pair.tape.refuses = ""
+    pair.compare(batch_of(10, (9, 3)))
+    assert (pair.tape.runs, pair.recorded.recordings) == (0, 0)
+
+
+def test_row_counts_that_are_recorded() -> None:
+    sizes = [recorded_rows(rows) for rows in range(1, MOST_ROWS + 1)]
+    assert sorted({size for size in sizes if size is not None})[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
+    for rows, size in enumerate(sizes, 1):
+        assert size is not None
+        assert rows <= size <= MOST_ROWS
+        assert rows <= 32 or size - rows <= size / 5
+        assert recorded_rows(size) == size
+    assert recorded_rows(MOST_ROWS + 1) is None
