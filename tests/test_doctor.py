@@ -168,7 +168,7 @@ def test_settings_that_this_machine_cannot_serve_are_a_problem(
 ) -> None:
     """Of the device, of the dtype, or of the backend that checks the one that serves."""
 
-    def native_and_broken(*given: Any) -> list[Candidate]:
+    def native_and_broken(*given: Any, **named: Any) -> list[Candidate]:
         return [Candidate("native", "", SdpaAttention), Candidate("sdpa", "", Doubled)]
 
     monkeypatch.setattr(backends, "candidates", native_and_broken)

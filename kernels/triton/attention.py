@@ -96,7 +96,7 @@ class TritonAttention:
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut every request's rows into tiles and copy the indices.
 
-        Counts of parts and words are rounded up to powers of two, so that few shapes are met.
+        Counts of tiles, parts and words are rounded up to powers of two, so that few shapes are met.
         """
         counts = np.diff(batch.request_offsets)  # [requests]
         tile = tile_of(int(counts.max()) * self._largest_group, self.dtype, self._largest_group)
@@ -106,7 +106,8 @@ class TritonAttention:
         room = Room(batch.rows, ancestry.size, len(batch.tree_slots), len(batch.prefix_slots))
         fixed = self._memory.room.holds(room)
         memory = self._memory if fixed else BatchMemory(room, self._device)
-        empty = np.zeros(batch.rows - len(tiles), dtype=np.int32)  # a tile of no rows does nothing
+        programs = min(batch.rows, _power_of_two(len(tiles)))
+        empty = np.zeros(programs - len(tiles), dtype=np.int32)  # a tile of no rows does nothing
         memory.fill(
             {
                 "tile_requests": np.concatenate((tiles[:, 0], empty)),
@@ -118,7 +119,7 @@ class TritonAttention:
             }
         )
         most = 1 + _power_of_two(int(parts.max()) - 1)
-        launches = self._launches(tiles, most, batch.rows)
+        launches = self._launches(tiles, programs, most, batch.rows)
         shape = _Shape(batch.rows, tile, most, ancestry.shape[1], launches)
         write_slots = memory["write_slots"][: batch.rows]
         if fixed:
@@ -204,13 +205,12 @@ class TritonAttention:
             BLOCK_D=block_d,
         )
 
-    def _launches(self, tiles: Int32Array, parts: int, rows: int) -> tuple[_Launch, ...]:
-        """As many tiles together as scratch memory allows. A launch of all has a program for every row that a
-        tile might have, so that all batches of so many rows are launched alike."""
+    def _launches(self, tiles: Int32Array, programs: int, parts: int, rows: int) -> tuple[_Launch, ...]:
+        """As many tiles together as scratch memory allows; `programs` where that is all of them."""
         row_bytes = 4 * parts * self._heads * (self._largest_head + 1)
         most = max(1, self._scratch_bytes // row_bytes)
         if rows <= most:
-            return (_Launch(0, rows, 0, rows),)
+            return (_Launch(0, programs, 0, rows),)
         launches: list[_Launch] = []
         first = 0
         while first < len(tiles):

@@ -110,7 +110,9 @@ def _tried(candidate: Candidate, dtype: torch.dtype, device: str) -> Check:
 def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) -> Check:
     """What serves with these settings, and what watches it."""
     asked, second = settings.tree_decode_backend, settings.tree_decode_check
-    wish = AttentionWish(asked, settings.cache_dir, second, report=lambda _: None)
+    wish = AttentionWish(
+        asked, settings.cache_dir, second, report=lambda _: None, invariant=settings.batch_invariant
+    )
     try:
         chosen = attention_for(wish, cache, 16, native)
     except SsdError as error:

@@ -130,7 +130,16 @@ def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
         current.append(name)
         yield
 
-    def loaded(path: Path, *, device: str, dtype: str, slots: int, context: int, native: None) -> Model:
+    def loaded(
+        path: Path,
+        *,
+        device: str,
+        dtype: str,
+        slots: int,
+        context: int,
+        native: None,
+        batch_invariant: bool,
+    ) -> Model:
         current.append(f"loads on {device}")
         return load_model(path, device=gpu, dtype=dtype, slots=slots, context=context)
 

@@ -26,7 +26,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Submit, identifiers, tokens, parameters, names),
     st.builds(Committed, identifiers, tokens),
     st.builds(Outcome, identifiers, identifiers, identifiers, tokens, names),
-    st.builds(Open, identifiers, identifiers, tokens, tokens, parameters, names),
+    st.builds(Open, identifiers, identifiers, tokens, tokens, parameters, names, root=names),
     st.builds(Growth, identifiers, identifiers, identifiers, st.binary(), st.binary(), st.binary()),
 )
 

@@ -81,25 +81,21 @@ def test_trial_products_are_nothing_but_rounding(dtype: torch.dtype, shape: tupl
     assert torch.count_nonzero(found) > 0.2 * found.numel()
 
 
-@given(
-    count=st.integers(1, 40),
-    place=st.integers(0, 39),
-    shape=st.sampled_from([(48, 32), (512, 1408), (199, 64)]),
-)
-def test_a_product_in_the_settled_way_is_the_same_alone_and_anywhere(
-    count: int, place: int, shape: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("shape", [(48, 32), (512, 1408), (199, 64)])
+def test_a_product_in_the_settled_way_is_the_same_alone_and_anywhere(shape: tuple[int, int]) -> None:
     weight, rows = trial_product(16, *shape, torch.bfloat16)
 
     def product(x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight)
 
     way = settle(product, (rows,), WAYS, "it")
-    generator = torch.Generator().manual_seed(count)
-    batch = torch.randn((count, shape[1]), generator=generator).bfloat16()
-    row = batch[place % count].clone()
-    with threads(1 + place % 2):
-        assert torch.equal(way.run(product, batch)[place % count], way.run(product, row[None])[0])
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 41, 3):
+        batch = torch.randn((count, shape[1]), generator=generator).bfloat16()
+        place = (count * 2) // 3
+        alone = way.run(product, batch[place : place + 1].clone())
+        with threads(1 + count % 2):
+            assert torch.equal(way.run(product, batch)[place], alone[0])
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (96, 102), (512, 1408), (1030, 64)])

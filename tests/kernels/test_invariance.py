@@ -21,9 +21,9 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.kernels.sdpa_rows import SdpaRows
 from ssd_serve.kernels.self_test import Heads, Maker
-from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.kernels.triton.attention import SPLIT, TritonAttention
 from ssd_serve.kernels.unrolled import UnrolledAttention, single, unrolled
-from tests.kernels.test_attention import SLOTS, filled_cache, random_request, rows_of
+from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, random_request, rows_of
 
 SMALL = Heads(4, 2, 16, torch.float32)
 
@@ -61,8 +61,22 @@ def test_a_row_of_torchs_attention_is_its_own_to_the_bit(
 
 
 def test_a_row_of_the_triton_kernels_is_its_own_to_the_bit() -> None:
-    make = unrolling(partial(TritonAttention, widen=True))
-    assert not depends_on_batch(make, SMALL, "cpu")
+    rng = random.Random(2)
+    prefix = [rng.sample(range(100, SLOTS), size) for size in (SPLIT + 5, 20)]
+    paths = random_paths(rng, 9)
+    tree = rows_of(range(9), prefix[0], list(range(9)), [SPLIT + 4 + len(path) for path in paths], paths)
+    chunk = rows_of(range(5), prefix[1], list(range(20, 25)), list(range(20, 25)), None)
+    batch = build_batch([chunk, tree])
+    layers = [LayerKV(2, 16), LayerKV(2, 16, 7)]
+    cache = filled_cache(layers, torch.float32, torch.Generator().manual_seed(3))
+    attention = TritonAttention(cache, 4, widen=True)
+    queries = torch.randn((batch.rows, 4, 16), generator=torch.Generator().manual_seed(4))
+    rows = unrolled(batch)
+    for layer in range(len(layers)):
+        together = attention.run(layer, queries, attention.plan(rows))
+        for row in (0, 4, 5, 13):
+            alone = attention.run(layer, queries[row : row + 1], attention.plan(single(rows, row)))
+            assert torch.equal(alone[0], together[row])
 
 
 def test_without_unrolling_the_triton_kernels_add_up_a_tree_differently() -> None:

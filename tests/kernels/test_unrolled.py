@@ -14,7 +14,9 @@ from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.reference import visible_slots
-from ssd_serve.kernels.unrolled import single, unrolled
+from ssd_serve.kernels.sdpa_rows import SdpaRows
+from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.kernels.unrolled import UnrolledAttention, single, unrolled
 from tests.kernels.test_attention import SLOTS, filled_cache, random_request, rows_of
 
 
@@ -83,3 +85,12 @@ def test_the_compiled_kernel_needs_no_unrolling(native: NativeLibrary, seed: int
     for layer in range(len(layers)):
         rolled = attention.run(layer, queries, attention.plan(batch))
         assert torch.equal(rolled, attention.run(layer, queries, attention.plan(unrolled(batch))))
+
+
+def test_what_can_be_recorded_stays_so() -> None:
+    cache = filled_cache([LayerKV(2, 16)], torch.float32, torch.Generator().manual_seed(3))
+    triton = UnrolledAttention(TritonAttention(cache, 4, widen=True))
+    two, same = (triton.plan(some_batch(1, requests)) for requests in (1, 1))
+    assert triton.recorded_as(two) == triton.recorded_as(same) is not None
+    plain = UnrolledAttention(SdpaRows(cache, 4))
+    assert plain.recorded_as(plain.plan(some_batch(1, 1))) is None
