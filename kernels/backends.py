@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ssd_serve.kernels.flashinfer.adapter import Package
 
 AUTO = "auto"
-DEVICE_SCRATCH_BYTES = 384 << 20
+DEVICE_SCRATCH_BYTES = 512 << 20
 """Most memory of a GPU that any backend takes beside the cache, and what recorded forwards share."""
 _SPLIT_PAGES = 512
 """Where FlashInfer splits contexts so that results do not depend on the batch."""

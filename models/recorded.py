@@ -23,10 +23,9 @@ MOST_RECORDINGS = 128
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A recorded forward and its results, which every replay writes anew."""
+    """A recorded forward and its features, which every replay writes anew."""
 
     recording: Recording
-    logits: torch.Tensor  # [rows, vocabulary]
     features: Mapping[str, torch.Tensor]
 
 
@@ -48,6 +47,8 @@ class RecordedDecoder:
         self._log = log
         self._device = torch.device(decoder.facts.device)
         self._rows = torch.zeros((2, MOST_ROWS), dtype=torch.int64, device=self._device)  # tokens, positions
+        # One for all recordings: each would keep its own.
+        self._logits = torch.zeros((MOST_ROWS, decoder.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
         self._failed = False
 
@@ -84,9 +85,11 @@ class RecordedDecoder:
         if forward is None:
             return self._decoder.forward(batch)
         forward.recording.replay()
-        wanted = torch.from_numpy(batch.rows_wanted).to(self._device)
-        whole = len(wanted) == batch.rows
-        logits = forward.logits[: batch.rows] if whole else forward.logits.index_select(0, wanted)
+        logits = self._logits[: batch.rows]
+        if len(batch.rows_wanted) < batch.rows:
+            # Not blocking: the host would wait for the forward.
+            wanted = torch.from_numpy(batch.rows_wanted).to(self._device, non_blocking=True)
+            logits = logits.index_select(0, wanted)
         features = {name: values[: batch.rows] for name, values in forward.features.items()}
         return ForwardResult(logits, features, completion(self._device))
 
@@ -103,8 +106,14 @@ class RecordedDecoder:
         found = self._forwards.get(key)
         if found is not None or len(self._forwards) >= MOST_RECORDINGS:
             return found
+
+        def work() -> Mapping[str, torch.Tensor]:
+            logits, features = self._decoder.run(inputs)
+            self._logits[: len(logits)].copy_(logits)
+            return features
+
         try:
-            recording, (logits, features) = self._recorder.record(lambda: self._decoder.run(inputs))
+            recording, features = self._recorder.record(work)
         except RuntimeError as error:
             self._failed = True
             if self._log is not None:
@@ -113,7 +122,7 @@ class RecordedDecoder:
                     reason=str(error),
                 )
             return None
-        forward = self._forwards[key] = _Forward(recording, logits, features)
+        forward = self._forwards[key] = _Forward(recording, features)
         if self._log is not None:
             mib = self.recorded_bytes >> 20
             self._log.info("forward recorded", rows=key[0], recordings=len(self._forwards), mib=mib)

@@ -28,6 +28,7 @@ def test_compiled_kernel(native: NativeLibrary) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_triton_under_its_interpreter() -> None:
     assert wrong(lambda cache, heads: TritonAttention(cache, heads, widen=True), quick=True) == []
 
