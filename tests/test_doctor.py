@@ -11,6 +11,7 @@ import torch
 from ssd_serve import doctor, doctor_checks
 from ssd_serve.cache.kv import KVCache, KVLayout
 from ssd_serve.cli import main
+from ssd_serve.cluster.ray_view import RayView
 from ssd_serve.devices import Device, Machine, parse_device
 from ssd_serve.doctor import Check, State, examine
 from ssd_serve.doctor_commands import as_table
@@ -23,6 +24,12 @@ from ssd_serve.kernels.self_test import RATIOS, SMALL, Maker
 from ssd_serve.settings import Settings
 
 CPU = Settings()
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting one takes seconds."""
+    monkeypatch.setattr(doctor_checks, "ray_view", lambda: RayView(4, 0))
 
 
 def found(checks: list[Check], name: str) -> Check:

@@ -9,11 +9,18 @@ import pytest
 import torch
 
 from ssd_serve import doctor_checks
+from ssd_serve.cluster.ray_view import RayView
 from ssd_serve.doctor import Check, State, examine
 from ssd_serve.settings import Settings
 
 CPU = Settings()
 GPU = (Settings(target_device="cuda:0"), Settings(target_device="cpu", draft_device="cuda:0"))
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting one takes seconds."""
+    monkeypatch.setattr(doctor_checks, "ray_view", lambda: RayView(4, 0))
 
 
 def found(checks: list[Check], name: str) -> Check:
@@ -142,6 +149,34 @@ def test_a_gpu_without_flashinfer_is_told_which_package_fits(
 def test_a_cpu_lacks_no_package(installed: dict[str, str], files: Files) -> None:
     assert {check.state for check in doctor_checks.packages()} == {State.OK}
     assert found([*doctor_checks.packages()], "ray").found == "not installed (not used yet)"
+
+
+@pytest.mark.parametrize(
+    ("seen", "gpus", "state", "words"),
+    [
+        (RayView(4, 0), 0, State.OK, "sees 4 cores and 0 GPUs"),
+        (RayView(192, 8, ("AMD-Instinct-MI300X-OAM",)), 8, State.OK, "8 GPUs (AMD-Instinct-MI300X-OAM)"),
+        (RayView(192, 6), 8, State.NOTE, "6 GPUs"),
+        (RayView(failure="no answer within 60 s"), 0, State.NOTE, "does not start: no answer within 60 s"),
+    ],
+)
+def test_what_ray_sees_is_told(
+    installed: dict[str, str],
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: RayView,
+    gpus: int,
+    state: State,
+    words: str,
+) -> None:
+    installed["ray"] = "2.60.0"
+    monkeypatch.setattr(doctor_checks, "ray_view", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    told = found([*doctor_checks.packages()], "ray")
+    assert told.state is state
+    assert told.found.startswith("2.60.0")
+    assert words in told.found
+    assert bool(told.advice) == (state is State.NOTE)
 
 
 def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

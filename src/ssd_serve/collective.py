@@ -4,15 +4,14 @@ Such a library can hang where no exception ends it, so it is tried in a process 
 ended. Has not run on a GPU. Knows torch's process groups; not models, and not which devices serve.
 """
 
-import contextlib
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+from ssd_serve.trying import tried
+
 _TIMEOUT_S = 90.0
-_GRACE_S = 3.0
 _PROGRAM = (sys.executable, "-m", "ssd_serve.collective")
 
 
@@ -20,28 +19,7 @@ def failure(
     backend: str, device: str, timeout_s: float = _TIMEOUT_S, program: Sequence[str] = _PROGRAM
 ) -> str:
     """What is wrong with `backend` (torch's name of it) on `device` (torch's too); empty when nothing is."""
-    try:
-        process = subprocess.Popen(
-            [*program, backend, device],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        return f"it could not be tried: {error.strerror}"
-    try:
-        said = process.communicate(timeout=timeout_s)[1]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it even now
-            process.communicate(timeout=_GRACE_S)
-        return f"no answer within {timeout_s:g} s"
-    if process.returncode == 0:
-        return ""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else f"it ended with code {process.returncode}"
+    return tried((*program, backend, device), timeout_s).failure
 
 
 def all_reduce(backend: str, device: str) -> bool:

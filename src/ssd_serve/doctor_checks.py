@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ssd_serve.cluster.ray_view import ray_view
 from ssd_serve.collective import failure
 from ssd_serve.devices import parse_device, this_machine
 from ssd_serve.errors import SettingsError
@@ -169,7 +170,24 @@ def packages() -> Iterator[Check]:
             yield Check(name, State.OK, version or "not installed")
         else:
             yield Check(name, State.NOTE, "not installed", advice)
-    yield Check("ray", State.OK, f"{_version('ray') or 'not installed'} (not used yet)")
+    yield _ray()
+
+
+def _ray() -> Check:
+    """Ray, and what it sees. It places nothing yet, so that nothing about it is a problem."""
+    version = _version("ray")
+    if not version:
+        return Check("ray", State.OK, "not installed (not used yet)")
+    seen, gpus = ray_view(), torch.cuda.device_count()
+    if seen.failure:
+        advice = "`python -m ssd_serve.cluster.ray_view` shows where it stops"
+        return Check("ray", State.NOTE, f"{version}, but it does not start: {seen.failure}", advice)
+    kinds = f" ({', '.join(seen.kinds)})" if seen.kinds else ""
+    found = f"{version} (not used yet), sees {seen.cores} cores and {seen.gpus} GPUs{kinds}"
+    if seen.gpus < gpus:
+        advice = f"torch sees {gpus}: unset variables such as ROCR_VISIBLE_DEVICES, or name them to Ray"
+        return Check("ray", State.NOTE, found, advice)
+    return Check("ray", State.OK, found)
 
 
 def _version(package: str) -> str:

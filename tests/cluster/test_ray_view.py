@@ -1,0 +1,42 @@
+"""What Ray counts, and every way in which it may not answer."""
+
+import json
+import sys
+
+import pytest
+
+from ssd_serve.cluster.ray_view import RayView, ray_view
+from ssd_serve.devices import this_machine
+
+
+def answering(text: str) -> RayView:
+    return ray_view(30.0, (sys.executable, "-c", f"print({text!r})"))
+
+
+def test_gpus_and_their_kinds_are_told() -> None:
+    resources = {"CPU": 192.0, "GPU": 8.0, "accelerator_type:AMD-Instinct-MI300X-OAM": 1.0, "memory": 1e12}
+    found = answering(f"a line of Ray's\n{json.dumps(resources)}")
+    assert found == RayView(192, 8, ("AMD-Instinct-MI300X-OAM",))
+    assert answering("{}") == RayView()
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "[1]", '{"CPU": "many"}'])
+def test_an_answer_that_is_none(text: str) -> None:
+    assert "an answer that is none" in answering(text).failure
+
+
+def test_a_ray_that_fails_or_hangs() -> None:
+    assert ray_view(30.0, (sys.executable, "-c", "raise SystemExit('no cluster')")).failure == "no cluster"
+    assert (
+        ray_view(0.2, (sys.executable, "-c", "import time; time.sleep(60)")).failure
+        == "no answer within 0.2 s"
+    )
+    assert "could not be tried" in ray_view(1.0, ("/nowhere/python",)).failure
+
+
+@pytest.mark.slow
+def test_a_real_ray_counts_this_machine() -> None:
+    found = ray_view()
+    assert found.failure == ""
+    assert found.cores >= len(this_machine().cores)
+    assert found.gpus == this_machine().gpus
