@@ -2,18 +2,16 @@
 
 Both are imported as `flashinfer`: `flashinfer-python` is for CUDA, `amd-flashinfer` for ROCm. Their
 signatures are recorded in the tests of this module: upstream 0.7.2.post1, the port 0.5.3+amd.2, and the
-port's main branch at 05005763. Compiled kernels and their folders are the business of `compiled.py`.
+port's main branch at 05005763. Which package to use is the business of
+`versions.py`, compiled kernels and their folders that of `compiled.py`.
 
 Not yet run on any GPU: the packages' Python was read and their signatures are tested against, their kernels
 never ran. Knows no batch and no model.
 """
 
 import importlib
-import importlib.metadata
 import inspect
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -24,12 +22,7 @@ import torch
 from ssd_serve.cache.kv import LayerKV
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Int32Array
-
-UPSTREAM = "flashinfer-python"
-PORT = "amd-flashinfer"
-
-_OLDEST_UPSTREAM = (0, 7, 2)  # the oldest that was read
-_OLDEST_PORT = (0, 5, 3, 2)  # 0.5.3+amd.2, the first with both corrections (AMD's pull request 214)
+from ssd_serve.kernels.flashinfer.versions import PORT
 
 _PLAN_ARGUMENTS = frozenset(
     {"causal", "custom_mask", "sm_scale", "window_left", "q_data_type", "kv_data_type"}
@@ -161,40 +154,6 @@ def natural(lse: torch.Tensor) -> torch.Tensor:
     return lse * math.log(2.0)
 
 
-def installed_versions() -> dict[str, str]:
-    """Those of the two packages that are installed, by name, and their versions."""
-    found = {name: installed_version(name) for name in (UPSTREAM, PORT)}
-    return {name: version for name, version in found.items() if version is not None}
-
-
-def installed_version(name: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def choose(versions: Mapping[str, str], *, rocm: bool) -> tuple[str, str]:
-    """The name and version of the package to use with a torch for ROCm, or for CUDA.
-
-    Raises UserError where it is missing, too old, or mixed with the other one.
-    """
-    wanted = PORT if rocm else UPSTREAM
-    if len(versions) > 1:
-        raise UserError(
-            f"{UPSTREAM} and {PORT} are both installed and overwrite each other's files: "
-            f"uninstall both, then install {wanted} alone"
-        )
-    if wanted not in versions:
-        raise UserError(
-            _missing(rocm) + (" (what is installed is for the other kind of GPU)" if versions else "")
-        )
-    version = versions[wanted]
-    _refuse_old(wanted, version)
-    return wanted, version
-
-
 def describe(name: str, version: str, make: MakeWrapper) -> Package:
     """What a package with this wrapper can do. Raises UserError where it lacks an argument that is needed."""
     known = inspect.signature(cast(Any, make).plan).parameters
@@ -226,31 +185,3 @@ def import_package(name: str, version: str) -> Package:
             f"{name} {version} is installed but cannot be imported: {error}; install it with its dependencies"
         ) from error
     return describe(name, version, cast(MakeWrapper, module.BatchPrefillWithPagedKVCacheWrapper))
-
-
-def _missing(rocm: bool) -> str:
-    if rocm:
-        return "FlashInfer attention on ROCm needs the package amd-flashinfer: install 0.5.3+amd.2 or later"
-    return "FlashInfer attention needs the package flashinfer-python: pip install 'ssd-serve[flashinfer]'"
-
-
-def _refuse_old(name: str, version: str) -> None:
-    """Raise UserError for versions that are known to be wrong, or too old to be known.
-
-    A port built from a commit between its releases may name no `amd` number; whether such a one is right
-    is for a numeric self-test to say.
-    """
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    release = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
-    if name == UPSTREAM:
-        if release < _OLDEST_UPSTREAM:
-            raise UserError(f"{name} {version} is too old: pip install --upgrade 'flashinfer-python>=0.7.2'")
-        return
-    amd = re.search(r"\+amd\.(\d+)(rc)?", version)
-    number = int(amd[1]) - bool(amd[2]) if amd else 0
-    unnumbered = amd is None and ".post" in version and release >= _OLDEST_PORT[:3]
-    if (*release, number) < _OLDEST_PORT and not unnumbered:
-        raise UserError(
-            f"{name} {version} computes wrong attention (in bfloat16, softmax sums are 1.875 times too "
-            "large, and masks hit the wrong heads of grouped queries): install 0.5.3+amd.2 or later"
-        )
