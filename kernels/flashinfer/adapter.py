@@ -2,8 +2,8 @@
 
 Both are imported as `flashinfer`: `flashinfer-python` is for CUDA, `amd-flashinfer` for ROCm. Their
 signatures are recorded in the tests of this module: upstream 0.7.2.post1, the port 0.5.3+amd.2, and the
-port's main branch at 05005763. Which package to use is the business of
-`versions.py`, compiled kernels and their folders that of `compiled.py`.
+port's main branch at 05005763. Which package to use is the business of `versions.py`, compiled kernels and
+their folders that of `compiled.py`.
 
 Not yet run on any GPU: the packages' Python was read and their signatures are tested against, their kernels
 never ran. Knows no batch and no model.
@@ -76,7 +76,11 @@ class Tables:
     pages: Int32Array  # [sum of page counts]
     last_page_lengths: Int32Array  # [requests]
     mask: npt.NDArray[np.bool_] | None
-    """Flat, a request's [rows, context] after another's, true where a row attends; None: causal."""
+    """Flat, a request's [rows, context] after another's, true where a row attends."""
+    causal: bool = False
+    """Whether rows are the newest of their context, and see what is before them; else, where there is no
+    mask, they see all of it."""
+    page_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +115,24 @@ class Package:
         *,
         heads: int,
         layer: LayerKV,
-        page_size: int,
         dtype: torch.dtype,
         device: torch.device,
         split_pages: int | None,
     ) -> None:
         """Plan one forward of all layers like `layer`.
 
-        A mask says everything itself; without one, rows are the newest of their context and see a causal
-        window. Both leave every row its own position: the port weighs masked scores with -50000 instead of
-        minus infinity, so that a row that saw nothing would get an average of foreign values (upstream
-        0.7.2.post1 has minus infinity).
+        A mask says everything itself; causal rows see a window. Every row must see something: the port
+        weighs masked scores with -50000 instead of minus infinity, so that a row that saw nothing would get
+        an average of foreign values (upstream 0.7.2.post1 has minus infinity).
         """
         place = device if self.indices_on_device else torch.device("cpu")
         named: dict[str, Any] = {
-            "causal": tables.mask is None,
+            "causal": tables.causal,
             # The bools, not packed bits: packed ones are read at wrong offsets where there are several
             # requests. That is so until flashinfer's pull request 2201 is in both packages.
             "custom_mask": None if tables.mask is None else torch.from_numpy(tables.mask).to(device),
             "sm_scale": layer.head_dim**-0.5,
-            "window_left": layer.window - 1 if tables.mask is None and layer.window is not None else -1,
+            "window_left": layer.window - 1 if tables.causal and layer.window is not None else -1,
             "q_data_type": dtype,  # the default is float16, whatever is passed to run
             "kv_data_type": dtype,
         }
@@ -144,7 +146,7 @@ class Package:
             heads,
             layer.heads,
             layer.head_dim,
-            page_size,
+            tables.page_size,
             **named,
         )
 

@@ -41,9 +41,11 @@ class Doubles:
         dtypes = frozenset({torch.float32, torch.float16, torch.bfloat16})
         return replace(package, dtypes=dtypes, head_dims=frozenset(range(1, 257)))
 
-    def attention(self, cache: KVCache, heads: int) -> FlashInferAttention:
+    def attention(self, cache: KVCache, heads: int, page_size: int = 1) -> FlashInferAttention:
         """Attention through doubles, over a copy of the cache in which slots come first."""
-        return FlashInferAttention(slots_first(cache), heads, self.package(), workspace_bytes=WORKSPACE)
+        return FlashInferAttention(
+            slots_first(cache), heads, self.package(), workspace_bytes=WORKSPACE, page_size=page_size
+        )
 
     def planned(self, *, masked: bool) -> list[dict[str, Any]]:
         """What the wrappers with a mask, or those without, were last planned with."""
