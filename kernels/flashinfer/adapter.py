@@ -48,6 +48,12 @@ class Wrapper(Protocol):
         """Schedule one forward's work; waits for the device."""
         ...
 
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Use these from the next plan on; the second holds what plans schedule."""
+        ...
+
     def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads, head_dim]."""
         ...
@@ -62,7 +68,9 @@ class Wrapper(Protocol):
 class MakeWrapper(Protocol):
     """The wrapper's class."""
 
-    def __call__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str) -> Wrapper:
+    def __call__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str, **named: Any
+    ) -> Wrapper:
         """A wrapper on the device of the workspace."""
         ...
 
@@ -81,6 +89,25 @@ class Tables:
     """Whether rows are the newest of their context, and see what is before them; else, where there is no
     mask, they see all of it."""
     page_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBuffers:
+    """Where a wrapper that can be recorded keeps its plan, on the device; int32 where nothing else is said.
+
+    Its number of requests never changes, nor whether it has a mask.
+    """
+
+    query_offsets: torch.Tensor  # [requests + 1]
+    page_offsets: torch.Tensor  # [requests + 1]
+    pages: torch.Tensor  # [as many as a plan may have]
+    last_page_lengths: torch.Tensor  # [requests]
+    schedule: torch.Tensor
+    """uint8: how the work is split. 13 bytes for each tile of rows and piece of context that a GPU computes
+    at a time, and 4 for each row and request."""
+    mask: torch.Tensor | None
+    """uint8, bits; each request's begin at a byte of their own. None: without a mask."""
+    mask_offsets: torch.Tensor | None  # [requests + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +134,28 @@ class Package:
         `auto` chooses changes between versions.
         """
         return self.make(workspace, "NHD", backend="fa2")
+
+    def recordable_wrapper(self, workspace: torch.Tensor, buffers: FixedBuffers) -> Wrapper:
+        """A wrapper whose `run` reads no other indices than these buffers, which `plan` fills.
+
+        Its first plan fixes the number of rows that it can have at most; all its plans must agree in heads,
+        causality, window and page size, which launches are told.
+        """
+        wrapper = self.make(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=buffers.query_offsets,
+            paged_kv_indptr_buf=buffers.page_offsets,
+            paged_kv_indices_buf=buffers.pages,
+            paged_kv_last_page_len_buf=buffers.last_page_lengths,
+            custom_mask_buf=buffers.mask,
+            mask_indptr_buf=buffers.mask_offsets,
+            backend="fa2",
+        )
+        # A wrapper makes a schedule of 8 MiB for itself, and copies it from pinned memory of the same size.
+        wrapper.reset_workspace_buffer(workspace, buffers.schedule)
+        return wrapper
 
     def plan(
         self,

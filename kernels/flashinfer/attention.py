@@ -9,7 +9,7 @@ Not yet run on any GPU: tested on CPUs with doubles that compute what both packa
 cascades over prefixes that requests share. Knows no model and no request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from ssd_serve.cache.kv import KVCache, LayerKV
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Batch, Int64Array
 from ssd_serve.kernels.flashinfer.adapter import Package, Tables, Wrapper, natural
+from ssd_serve.kernels.flashinfer.recorded import MOST_ROWS, RecordedWrappers
 from ssd_serve.kernels.flashinfer.tables import (
     causal_requests,
     leading_pages,
@@ -55,6 +56,8 @@ class FlashInferPlan:
     """Each row is in one of them."""
     paged: Part | None
     """Rows whose context has more, in pages; only in layers without a window."""
+    recorded_as: Hashable | None = None
+    """See `Recordable`."""
 
 
 class FlashInferAttention:
@@ -67,7 +70,8 @@ class FlashInferAttention:
     offers it (UserError). Pages then have one slot: where a prefix lies would show in a row's result.
 
     Allocates `workspace_bytes` once and 8 MiB, and 8 MiB of pinned memory, for each wrapper: up to three for
-    each kind of layer.
+    each kind of layer. Forwards can be recorded, unless splits are fixed: what that takes is told in
+    `recorded.py`, where a page is one slot.
     """
 
     def __init__(
@@ -95,6 +99,8 @@ class FlashInferAttention:
         # Wrappers run one after the other and keep nothing in it.
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self._device)
         self._wrappers: dict[_Key, Wrapper] = {}
+        self._recorded = RecordedWrappers(cache, heads, package, self._workspace)
+        self._write_slots = torch.zeros(MOST_ROWS, dtype=torch.int64, device=self._device)
         self._planned = 0
 
     @property
@@ -114,6 +120,20 @@ class FlashInferAttention:
                 parts.append(self._plan_rest(batch, requests, self._page_size * counts, masked=masked))
         paged = self._plan_pages(batch, counts) if counts.any() else None
         return FlashInferPlan(self._planned, self._place(batch.write_slots), tuple(parts), paged)
+
+    def plan_fixed(self, batch: Batch) -> FlashInferPlan | None:
+        """See `Recordable`."""
+        found = None if self._split_pages is not None else self._recorded.plan(batch)
+        if found is None:
+            return None
+        self._planned += 1
+        write_slots = self._write_slots[: batch.rows].copy_(torch.from_numpy(batch.write_slots))
+        part = Part(found.wrappers, None)
+        return FlashInferPlan(self._planned, write_slots, (part,), None, "mask" if found.masked else "causal")
+
+    def recorded_as(self, plan: FlashInferPlan) -> Hashable | None:
+        """See `Recordable`."""
+        return plan.recorded_as
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: FlashInferPlan) -> None:
         """Store keys and values of all rows."""

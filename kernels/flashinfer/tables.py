@@ -5,6 +5,8 @@ device. A page is one slot, but for the beginnings of prefixes that lie in slots
 was generated is scattered.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,7 +49,8 @@ def leading_pages(batch: Batch, page_size: int) -> Int64Array:
     breaks = np.append(np.flatnonzero(~fits), len(slots))
     starts, ends = batch.prefix_offsets[:-1], batch.prefix_offsets[1:]
     first = breaks[np.searchsorted(breaks, starts)]  # [requests], the first that does not fit, or behind all
-    return ((np.minimum(first, ends) - starts) // page_size).astype(np.int64)
+    counts: Int64Array = ((np.minimum(first, ends) - starts) // page_size).astype(np.int64)
+    return counts
 
 
 def make_page_tables(batch: Batch, requests: Int64Array, counts: Int64Array, page_size: int) -> Tables:
@@ -104,6 +107,18 @@ def make_tables(
         last_page_lengths=np.ones(len(requests), dtype=np.int32),
         mask=np.concatenate(masks) if bits is not None else None,
         causal=not masked,
+    )
+
+
+def with_empty_requests(tables: Tables, requests: int) -> Tables:
+    """The same with requests that have neither rows nor context at the end, so many in all."""
+    more = (0, requests - len(tables.last_page_lengths))
+    return replace(
+        tables,
+        query_offsets=np.pad(tables.query_offsets, more, mode="edge"),
+        page_offsets=np.pad(tables.page_offsets, more, mode="edge"),
+        # A context is (pages - 1) * page_size + the last page's length: none.
+        last_page_lengths=np.pad(tables.last_page_lengths, more, constant_values=tables.page_size),
     )
 
 

@@ -13,7 +13,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.kernels.flashinfer.adapter import MakeWrapper, describe, import_package, natural
 from ssd_serve.kernels.flashinfer.versions import installed_versions
 from tests.kernels.flashinfer_double import Doubles
-from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded, signature
+from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, RESET, UPSTREAM, Recorded, signature
 
 RECORDED = pytest.mark.parametrize("recorded", ALL, ids=str)
 
@@ -80,7 +80,12 @@ def test_the_installed_package_is_as_recorded() -> None:
     if known is None:
         pytest.skip(f"{name} {version} is not recorded; `describe` found all it needs")
     make: Any = package.make
-    for method, text in (("__init__", known.init), ("plan", known.plan), ("run", known.run)):
+    for method, text in (
+        ("__init__", known.init),
+        ("plan", known.plan),
+        ("run", known.run),
+        ("reset_workspace_buffer", RESET),
+    ):
         found = inspect.signature(getattr(make, method)).parameters.values()
         assert [(each.name, each.default) for each in found] == [
             (each.name, each.default) for each in signature(text).parameters.values()

@@ -1,9 +1,10 @@
 """Recorded forwards give what the decoder gives, for batches that share a recording and nothing else."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -31,16 +32,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path_factory.mktemp("model"))
 
 
-def decoder(folder: Path) -> tuple[Decoder, TritonAttention]:
-    """With Triton's attention, one slot more than requests may have, and features of a layer."""
+def triton_attention(cache: KVCache, heads: int) -> Any:
+    """Under the interpreter."""
+    return TritonAttention(cache, heads, widen=True)
+
+
+def decoder(
+    folder: Path, make_attention: Callable[[KVCache, int], Any], order: Literal["heads", "slots"] = "heads"
+) -> tuple[Decoder, Any]:
+    """With one slot more than requests may have, and features of a layer."""
     config = load_config(folder)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         make = LinearFactory(
             checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False, int8=False
         )
         weights = read_weights(config, checkpoint, make)
-        cache = KVCache(kv_layout(config, torch.float32), SLOTS + 1, "cpu")
-    attention = TritonAttention(cache, config.heads, widen=True)
+        layout = replace(kv_layout(config, torch.float32), order=order)
+        cache = KVCache(layout, SLOTS + 1, "cpu")
+    attention = make_attention(cache, config.heads)
     facts = ModelFacts(
         "small", config.vocabulary, 128, config.layers, config.hidden, (2,), 0, 0, "cpu", "fp32"
     )
@@ -51,10 +60,16 @@ def decoder(folder: Path) -> tuple[Decoder, TritonAttention]:
 class Pair:
     """The same model twice: plain and recorded."""
 
-    def __init__(self, folder: Path) -> None:
-        self.tape = Tape()
-        self.plain, _ = decoder(folder)
-        second, attention = decoder(folder)
+    def __init__(
+        self,
+        folder: Path,
+        tape: Tape,
+        make_attention: Callable[[KVCache, int], Any] = triton_attention,
+        order: Literal["heads", "slots"] = "heads",
+    ) -> None:
+        self.tape = tape
+        self.plain, _ = decoder(folder, triton_attention)
+        second, attention = decoder(folder, make_attention, order)
         self.recorded = RecordedDecoder(second, attention, self.tape, padding_slot=SLOTS)
 
     def compare(self, batch: Batch) -> None:
@@ -68,7 +83,7 @@ class Pair:
 
 @pytest.fixture
 def pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    both = Pair(folder)
+    both = Pair(folder, Tape())
     with recording_kernels(both.tape, monkeypatch):
         yield both
 
