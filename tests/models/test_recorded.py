@@ -66,9 +66,10 @@ class Pair:
         tape: Tape,
         make_attention: Callable[[KVCache, int], Any] = triton_attention,
         order: Literal["heads", "slots"] = "heads",
+        plain: Callable[[KVCache, int], Any] = triton_attention,
     ) -> None:
         self.tape = tape
-        self.plain, _ = decoder(folder, triton_attention)
+        self.plain, _ = decoder(folder, plain)
         second, attention = decoder(folder, make_attention, order)
         self.recorded = RecordedDecoder(second, attention, self.tape, padding_slot=SLOTS)
 

@@ -8,6 +8,7 @@ import pytest
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
+from ssd_serve.kernels.sdpa import SdpaAttention
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, Recorded
 from tests.models import checkpoints
@@ -28,7 +29,7 @@ def attention(doubles: Doubles, cache: KVCache, heads: int) -> FlashInferAttenti
 def pair(folder: Path, request: pytest.FixtureRequest) -> Pair:
     recorded: Recorded = request.param
     tape = Tape()
-    return Pair(folder, tape, partial(attention, Doubles(recorded, tape)), "slots")
+    return Pair(folder, tape, partial(attention, Doubles(recorded, tape)), "slots", SdpaAttention)
 
 
 def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
