@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
+from ssd_serve.kernels import self_test
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
 from ssd_serve.kernels.reference import visible_slots
@@ -260,3 +261,33 @@ def test_a_layout_with_heads_first_is_refused() -> None:
     cache = KVCache(KVLayout((LayerKV(2, 64),), torch.bfloat16), 8, "cpu")
     with pytest.raises(ValueError, match='order "slots"'):
         FlashInferAttention(cache, 4, Doubles(UPSTREAM).package(), workspace_bytes=8)
+
+
+@PACKAGES
+def test_the_self_test_tries_masks_pages_and_what_is_recorded(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the backend serves: with wrappers of every way, and none is wrong."""
+    doubles = Doubles(recorded)
+    monkeypatch.setattr(self_test, "layout_order", lambda device: "slots")
+
+    def make(cache: KVCache, heads: int) -> FlashInferAttention:
+        return FlashInferAttention(cache, heads, doubles.package(), workspace_bytes=WORKSPACE, page_size=16)
+
+    assert self_test.first_failure(make, torch.float32, 64, "cpu", ((4, 2),)) == ""
+    ways = {
+        (
+            double.fixed is not None,
+            double.mask is not None,
+            double.planned["causal"],
+            double.planned["page_size"],
+        )
+        for double in doubles.made
+    }
+    assert ways == {
+        (True, True, False, 1),  # recorded: trees
+        (True, False, True, 1),  # recorded: single rows
+        (False, True, False, 1),
+        (False, False, True, 1),
+        (False, False, False, 16),
+    }
