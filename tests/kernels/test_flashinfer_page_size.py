@@ -2,17 +2,22 @@
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.kernels.backends import candidates
+from ssd_serve.kernels.batch import build_batch
+from ssd_serve.kernels.flashinfer import loading, page_size
 from ssd_serve.kernels.flashinfer.page_size import PAGE_SIZES, UNMEASURED, fastest_page_size, long_batch
 from ssd_serve.kernels.flashinfer.tables import leading_pages
 from ssd_serve.logs import Logger
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles, WrapperDouble
 from tests.kernels.flashinfer_signatures import UPSTREAM
+from tests.kernels.test_flashinfer import chunk
 
 LONG = 8 * 256 + 64  # slots of the shortest batch that is measured
 
@@ -139,3 +144,15 @@ def test_what_is_measured_is_long_in_order_and_inside_the_cache(slots: int, leng
     used = np.concatenate((batch.prefix_slots, batch.write_slots))
     assert len(set(used.tolist())) == len(used)
     assert used.max() < slots
+
+
+def test_the_backend_that_serves_reads_pages_of_that_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubles = Doubles(UPSTREAM)
+    monkeypatch.setattr(loading, "load_package", lambda *given: doubles.package())
+    cache = KVCache(KVLayout((LayerKV(2, 16),), torch.float32, order="slots"), 640, "cpu")
+    [candidate] = [each for each in candidates(cache, None, tmp_path) if each.name == "flashinfer"]
+    monkeypatch.setattr(page_size, "UNMEASURED", 8)
+    candidate.make(cache, 4).plan(build_batch([chunk(range(16), [70])]))
+    assert [plan["page_size"] for plan in doubles.planned(masked=False)] == [1, 8]
