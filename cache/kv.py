@@ -2,10 +2,7 @@
 
 Knows how keys and values lie in memory (the layout that an architecture declares, in the order that the
 attention backend reads best). Knows nothing of requests, prefixes, reference counts or who may use which
-slot: slots are numbers here. Nothing outside `cache/` and `kernels/` knows the page size.
-
-Not built: slots that are handed out a page at a time. The allocator gives single slots in any order, so
-attention over pages of more than one slot cannot find a request's pages, and backends refuse it.
+slot: slots are numbers here. Pages are a way to look at slots: nobody hands them out.
 """
 
 from dataclasses import dataclass
@@ -37,8 +34,6 @@ class KVLayout:
 
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype
-    page_size: int = 1
-    """Slots of a page: slot s lies in page s // page_size."""
     order: Literal["heads", "slots"] = "heads"
     """What comes first in memory. `heads`: a head's slots lie together, as CPUs read them best. `slots`: all
     heads of a slot lie together, and pages of slots can be handed to kernels for GPUs."""
@@ -52,13 +47,10 @@ class KVLayout:
 class KVCache:
     """Keys and values of all slots of all layers, on one device.
 
-    Initialised to zero, so that a masked slot that nobody wrote holds finite numbers. Raises ValueError where
-    `slots` is no whole number of pages.
+    Initialised to zero, so that a masked slot that nobody wrote holds finite numbers.
     """
 
     def __init__(self, layout: KVLayout, slots: int, device: str) -> None:
-        if slots % layout.page_size:
-            raise ValueError(f"{slots} slots are no whole number of pages of {layout.page_size}")
         self.layout = layout
         self.slots = slots
         self._slot_axis = 1 if layout.order == "heads" else 0
@@ -84,15 +76,17 @@ class KVCache:
         """All values of a layer: [kv_heads, slots, head_dim]; a strided view where slots come first."""
         return self._values[layer]
 
-    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pages(self, layer: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer as two views [pages, page_size, kv_heads, head_dim] of equal strides.
 
-        Kernels' libraries call this order NHD. Raises ValueError unless slots come first in the layout.
+        Slot s lies in page s // page_size; slots behind the last whole page are in none. Kernels' libraries
+        call this order NHD. Raises ValueError unless slots come first in the layout.
         """
         if self.layout.order != "slots":
             raise ValueError('only a layout with order "slots" has pages')
         heads, head_dim = self.layout.layers[layer].heads, self.layout.layers[layer].head_dim
-        data = self._layers[layer].view(-1, self.layout.page_size, 2 * heads, head_dim)
+        whole = self.slots - self.slots % page_size
+        data = self._layers[layer][:whole].view(-1, page_size, 2 * heads, head_dim)
         return data[:, :, :heads], data[:, :, heads:]
 
     def _shape(self, layer: LayerKV) -> tuple[int, int, int]:

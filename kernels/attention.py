@@ -56,11 +56,18 @@ class AttentionBackend(Protocol[PlanT]):
 
 @runtime_checkable
 class Recordable(Protocol):
-    """A backend whose part of a forward can be recorded and replayed: plans lie in fixed memory."""
+    """A backend whose part of a forward can be recorded and replayed."""
+
+    def plan_fixed(self, batch: Batch) -> Any:
+        """As `plan`, in fixed memory: where plans are recorded as the same, the newest one is replayed.
+
+        None: a forward of this batch cannot be recorded. Plans are made outside the recording.
+        """
+        ...
 
     def recorded_as(self, plan: Any) -> Hashable | None:
         """What a recording fixes beside the number of rows: it serves every later plan of the same value.
 
-        None: a forward of this plan cannot be recorded. Plans are made outside the recording.
+        None: a forward of this plan cannot be recorded.
         """
         ...

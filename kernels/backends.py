@@ -232,10 +232,14 @@ class _FlashInferMaker:
     def __call__(self, cache: KVCache, heads: int) -> AttentionBackend[Any]:
         from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
         from ssd_serve.kernels.flashinfer.loading import load_package
+        from ssd_serve.kernels.flashinfer.page_size import fastest_page_size
 
         if self._package is None:
             self._package = load_package(cache.keys(0).device, self._folder / "flashinfer", self._log)
-        return FlashInferAttention(cache, heads, self._package, split_pages=self._split_pages)
+        if self._split_pages is not None:
+            return FlashInferAttention(cache, heads, self._package, split_pages=self._split_pages)
+        page_size = fastest_page_size(cache, heads, self._package, self._log)
+        return FlashInferAttention(cache, heads, self._package, page_size=page_size)
 
 
 def _unrolling(make: Maker) -> Maker:

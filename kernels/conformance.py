@@ -20,9 +20,9 @@ BATCHES: dict[str, tuple[Asked, ...]] = {
     "parts of a long prefix": (Asked(1100, 6), Asked(513, 1), Asked(512, 2)),
     "one row, nothing before it": (Asked(0, 1),),
     "a root without nodes beside a deep tree": (Asked(300, 1), Asked(40, 17, depth=16)),
-    "128 nodes": (Asked(200, 128),),
+    "128 nodes": (Asked(200, 128, in_order=True),),
     "a crowd": tuple(Asked(7 * index, 1 + index % 4) for index in range(64)),
-    "prompts": (Asked(0, 128, depth=0), Asked(130, 65, depth=0), Asked(31, 12)),
+    "prompts": (Asked(0, 128, depth=0), Asked(130, 65, depth=0, in_order=True), Asked(31, 12)),
     "8,192 tokens": (Asked(8192 - 16, 16), Asked(3, 4)),
     "padding rows": (Asked(90, 8), *(Asked(0, 1),) * 7),
 }

@@ -15,9 +15,10 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import in_a_line
-from ssd_serve.kernels.attention import AttentionBackend
-from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.attention import AttentionBackend, Recordable
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch, padded
 from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.graphs import recorded_rows
 from ssd_serve.kernels.reference import ReferenceAttention
 from ssd_serve.kernels.sdpa import SdpaAttention
 
@@ -36,17 +37,18 @@ to the obvious reference below that, stands in for it."""
 
 class Asked(NamedTuple):
     """One request of a batch: `prefix` committed tokens, `rows` rows, a random tree no deeper than `depth`;
-    depth 0: a causal chunk."""
+    depth 0: a causal chunk. `in_order`: the prefix lies in slots one after the other, as prompts do."""
 
     prefix: int
     rows: int
     depth: int = 16
+    in_order: bool = False
 
 
 SMALL = (
     (Asked(37, 24), Asked(0, 9, depth=0), Asked(1, 3), Asked(70, 1)),
     (Asked(0, 1), Asked(5, 1), Asked(64, 1)),
-    (Asked(1100, 1), Asked(3, 70)),
+    (Asked(1100, 1, in_order=True), Asked(3, 70)),
 )
 """Trees beside a chunk; single rows, as in plain decoding; more context than a kernel reads at once, and more
 nodes than a word has bits."""
@@ -101,26 +103,32 @@ def first_failure(
 
 
 def largest_error(make: Maker, form: Heads, asked: Sequence[Asked], device: str) -> float:
-    """Run one batch through a layer without a window and one with, and compare outputs and log-sum-exps."""
+    """Run one batch through a layer without a window and one with, and compare outputs and log-sum-exps.
+
+    Where forwards can be recorded, the batch is padded and planned as for a recording.
+    """
     slots = 64 + sum(each.prefix + each.rows for each in asked)
     layers = (LayerKV(form.kv_heads, form.head_dim), LayerKV(form.kv_heads, form.head_dim, _WINDOW))
     generator = torch.Generator().manual_seed(form.heads)
-    ours = KVCache(KVLayout(layers, form.dtype, order=layout_order(device)), slots, device)
-    theirs = KVCache(KVLayout(layers, torch.float32), slots, "cpu")
+    ours = KVCache(KVLayout(layers, form.dtype, order=layout_order(device)), slots + 1, device)
+    theirs = KVCache(KVLayout(layers, torch.float32), slots + 1, "cpu")
     batch = random_batch(random.Random(slots), slots, asked)
     entries = sum(each.rows * (each.prefix + each.rows) for each in asked)
     obvious = entries * form.heads < _OBVIOUS
     right: Any = ReferenceAttention(theirs) if obvious else SdpaAttention(theirs, form.heads)
     tried = make(ours, form.heads)
-    plans: tuple[Any, Any] = tried.plan(batch), right.plan(batch)
+    rows = recorded_rows(batch.rows)
+    if isinstance(tried, Recordable) and rows is not None:
+        batch = padded(batch, rows, slots)
+    plans: tuple[Any, Any] = _plan_of(tried, batch), right.plan(batch)
     worst = 0.0
     for layer in range(len(layers)):
         filled = torch.randn((slots, 2 * form.kv_heads, form.head_dim), generator=generator).to(form.dtype)
         ours.write(layer, torch.arange(slots, device=device), filled.to(device))
         theirs.write(layer, torch.arange(slots), filled.float())
-        rows = torch.randn((batch.rows, form.heads + 2 * form.kv_heads, form.head_dim), generator=generator)
-        rows = rows.to(form.dtype)
-        queries, new = rows[:, : form.heads], rows[:, form.heads :]
+        given = torch.randn((batch.rows, form.heads + 2 * form.kv_heads, form.head_dim), generator=generator)
+        given = given.to(form.dtype)
+        queries, new = given[:, : form.heads], given[:, form.heads :]
         tried.write(layer, new.to(device), plans[0])
         right.write(layer, new.float(), plans[1])
         found = tried.run_with_lse(layer, queries.to(device), plans[0])
@@ -128,6 +136,12 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[Asked], device: str)
         found = (tried.run(layer, queries.to(device), plans[0]), found[1])  # what serves is what is tried
         worst = max(worst, *map(_difference, found, expected))
     return worst
+
+
+def _plan_of(backend: AttentionBackend[Any], batch: Batch) -> Any:
+    """As it is planned to be recorded, where it can be."""
+    fixed = backend.plan_fixed(batch) if isinstance(backend, Recordable) else None
+    return backend.plan(batch) if fixed is None else fixed
 
 
 def layout_order(device: str) -> Literal["heads", "slots"]:
@@ -141,14 +155,16 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def random_batch(chance: random.Random, slots: int, asked: Sequence[Asked], scattered: bool = True) -> Batch:
-    """The requests with random trees, in scattered slots or one after the other."""
-    free = iter(chance.sample(range(slots), slots) if scattered else range(slots))
-    return build_batch([_request(chance, each, free) for each in asked])
+    """The requests with random trees, in scattered slots (but `in_order`), or one after the other."""
+    first = sum(each.prefix for each in asked if each.in_order) if scattered else slots
+    ordered = iter(range(first))
+    free = iter(chance.sample(range(first, slots), slots - first)) if scattered else ordered
+    return build_batch([_request(chance, each, free, ordered if each.in_order else free) for each in asked])
 
 
-def _request(chance: random.Random, asked: Asked, free: Iterator[int]) -> RequestRows:
-    """A chunk, or a random tree: each row below a random earlier one."""
-    prefix = np.array([next(free) for _ in range(asked.prefix)], dtype=np.int32)
+def _request(chance: random.Random, asked: Asked, free: Iterator[int], before: Iterator[int]) -> RequestRows:
+    """A chunk, or a random tree, each row below a random earlier one; the prefix in slots from `before`."""
+    prefix = np.array([next(before) for _ in range(asked.prefix)], dtype=np.int32)
     own = [next(free) for _ in range(asked.rows)]
     ancestry, depths = [1], [0]
     for index in range(1, asked.rows):

@@ -103,6 +103,13 @@ class UnrolledAttention(Generic[PlanT]):
         """Plan the unrolled batch."""
         return self._inner.plan(unrolled(batch))
 
+    def plan_fixed(self, batch: Batch) -> PlanT | None:
+        """See `Recordable`: as `inner` does it, if it does."""
+        plan: PlanT | None = None
+        if isinstance(self._inner, Recordable):
+            plan = self._inner.plan_fixed(unrolled(batch))
+        return plan
+
     def recorded_as(self, plan: PlanT) -> Hashable | None:
         """See `Recordable`: as `inner` does it, if it does."""
         return self._inner.recorded_as(plan) if isinstance(self._inner, Recordable) else None

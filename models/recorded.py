@@ -80,7 +80,7 @@ class RecordedDecoder:
         if rows is None or self._failed or 2 * len(batch.rows_wanted) < batch.rows:
             return self._decoder.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
-        shape = self._recordable.recorded_as(inputs.plan)
+        shape = None if inputs.plan is None else self._recordable.recorded_as(inputs.plan)
         forward = None if shape is None else self._recorded(inputs, shape)
         if forward is None:
             return self._decoder.forward(batch)
@@ -94,11 +94,11 @@ class RecordedDecoder:
         return ForwardResult(logits, features, completion(self._device))
 
     def _inputs(self, batch: Batch) -> Inputs:
-        """The batch in fixed memory, all logits wanted."""
+        """The batch in fixed memory, all logits wanted; without a plan where it cannot be recorded."""
         tokens, positions = self._rows[:, : batch.rows]
         tokens.copy_(torch.from_numpy(batch.tokens))
         positions.copy_(torch.from_numpy(batch.positions))
-        return Inputs(tokens, positions, self._decoder.attention.plan(batch))
+        return Inputs(tokens, positions, self._recordable.plan_fixed(batch))
 
     def _recorded(self, inputs: Inputs, shape: Hashable) -> _Forward | None:
         """The recording for forwards like this one, made now if there is none; None: there can be none."""

@@ -2,18 +2,16 @@
 
 Both are imported as `flashinfer`: `flashinfer-python` is for CUDA, `amd-flashinfer` for ROCm. Their
 signatures are recorded in the tests of this module: upstream 0.7.2.post1, the port 0.5.3+amd.2, and the
-port's main branch at 05005763. Compiled kernels and their folders are the business of `compiled.py`.
+port's main branch at 05005763. Which package to use is the business of `versions.py`, compiled kernels and
+their folders that of `compiled.py`.
 
 Not yet run on any GPU: the packages' Python was read and their signatures are tested against, their kernels
 never ran. Knows no batch and no model.
 """
 
 import importlib
-import importlib.metadata
 import inspect
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -24,12 +22,7 @@ import torch
 from ssd_serve.cache.kv import LayerKV
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Int32Array
-
-UPSTREAM = "flashinfer-python"
-PORT = "amd-flashinfer"
-
-_OLDEST_UPSTREAM = (0, 7, 2)  # the oldest that was read
-_OLDEST_PORT = (0, 5, 3, 2)  # 0.5.3+amd.2, the first with both corrections (AMD's pull request 214)
+from ssd_serve.kernels.flashinfer.versions import PORT
 
 _PLAN_ARGUMENTS = frozenset(
     {"causal", "custom_mask", "sm_scale", "window_left", "q_data_type", "kv_data_type"}
@@ -55,6 +48,12 @@ class Wrapper(Protocol):
         """Schedule one forward's work; waits for the device."""
         ...
 
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Use these from the next plan on; the second holds what plans schedule."""
+        ...
+
     def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads, head_dim]."""
         ...
@@ -69,7 +68,9 @@ class Wrapper(Protocol):
 class MakeWrapper(Protocol):
     """The wrapper's class."""
 
-    def __call__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str) -> Wrapper:
+    def __call__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str, **named: Any
+    ) -> Wrapper:
         """A wrapper on the device of the workspace."""
         ...
 
@@ -83,7 +84,30 @@ class Tables:
     pages: Int32Array  # [sum of page counts]
     last_page_lengths: Int32Array  # [requests]
     mask: npt.NDArray[np.bool_] | None
-    """Flat, a request's [rows, context] after another's, true where a row attends; None: causal."""
+    """Flat, a request's [rows, context] after another's, true where a row attends."""
+    causal: bool = False
+    """Whether rows are the newest of their context, and see what is before them; else, where there is no
+    mask, they see all of it."""
+    page_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBuffers:
+    """Where a wrapper that can be recorded keeps its plan, on the device; int32 where nothing else is said.
+
+    Its number of requests never changes, nor whether it has a mask.
+    """
+
+    query_offsets: torch.Tensor  # [requests + 1]
+    page_offsets: torch.Tensor  # [requests + 1]
+    pages: torch.Tensor  # [as many as a plan may have]
+    last_page_lengths: torch.Tensor  # [requests]
+    schedule: torch.Tensor
+    """uint8: how the work is split. 13 bytes for each tile of rows and piece of context that a GPU computes
+    at a time, and 4 for each row and request."""
+    mask: torch.Tensor | None
+    """uint8, bits; each request's begin at a byte of their own. None: without a mask."""
+    mask_offsets: torch.Tensor | None  # [requests + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +135,28 @@ class Package:
         """
         return self.make(workspace, "NHD", backend="fa2")
 
+    def recordable_wrapper(self, workspace: torch.Tensor, buffers: FixedBuffers) -> Wrapper:
+        """A wrapper whose `run` reads no other indices than these buffers, which `plan` fills.
+
+        Its first plan fixes the number of rows that it can have at most; all its plans must agree in heads,
+        causality, window and page size, which launches are told.
+        """
+        wrapper = self.make(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=buffers.query_offsets,
+            paged_kv_indptr_buf=buffers.page_offsets,
+            paged_kv_indices_buf=buffers.pages,
+            paged_kv_last_page_len_buf=buffers.last_page_lengths,
+            custom_mask_buf=buffers.mask,
+            mask_indptr_buf=buffers.mask_offsets,
+            backend="fa2",
+        )
+        # A wrapper makes a schedule of 8 MiB for itself, and copies it from pinned memory of the same size.
+        wrapper.reset_workspace_buffer(workspace, buffers.schedule)
+        return wrapper
+
     def plan(
         self,
         wrapper: Wrapper,
@@ -118,26 +164,24 @@ class Package:
         *,
         heads: int,
         layer: LayerKV,
-        page_size: int,
         dtype: torch.dtype,
         device: torch.device,
         split_pages: int | None,
     ) -> None:
         """Plan one forward of all layers like `layer`.
 
-        A mask says everything itself; without one, rows are the newest of their context and see a causal
-        window. Both leave every row its own position: the port weighs masked scores with -50000 instead of
-        minus infinity, so that a row that saw nothing would get an average of foreign values (upstream
-        0.7.2.post1 has minus infinity).
+        A mask says everything itself; causal rows see a window. Every row must see something: the port
+        weighs masked scores with -50000 instead of minus infinity, so that a row that saw nothing would get
+        an average of foreign values (upstream 0.7.2.post1 has minus infinity).
         """
         place = device if self.indices_on_device else torch.device("cpu")
         named: dict[str, Any] = {
-            "causal": tables.mask is None,
+            "causal": tables.causal,
             # The bools, not packed bits: packed ones are read at wrong offsets where there are several
             # requests. That is so until flashinfer's pull request 2201 is in both packages.
             "custom_mask": None if tables.mask is None else torch.from_numpy(tables.mask).to(device),
             "sm_scale": layer.head_dim**-0.5,
-            "window_left": layer.window - 1 if tables.mask is None and layer.window is not None else -1,
+            "window_left": layer.window - 1 if tables.causal and layer.window is not None else -1,
             "q_data_type": dtype,  # the default is float16, whatever is passed to run
             "kv_data_type": dtype,
         }
@@ -151,7 +195,7 @@ class Package:
             heads,
             layer.heads,
             layer.head_dim,
-            page_size,
+            tables.page_size,
             **named,
         )
 
@@ -159,40 +203,6 @@ class Package:
 def natural(lse: torch.Tensor) -> torch.Tensor:
     """Logarithms to base 2 as natural ones. (Upstream 0.7.2.post1 could give them; the port cannot yet.)"""
     return lse * math.log(2.0)
-
-
-def installed_versions() -> dict[str, str]:
-    """Those of the two packages that are installed, by name, and their versions."""
-    found = {name: installed_version(name) for name in (UPSTREAM, PORT)}
-    return {name: version for name, version in found.items() if version is not None}
-
-
-def installed_version(name: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def choose(versions: Mapping[str, str], *, rocm: bool) -> tuple[str, str]:
-    """The name and version of the package to use with a torch for ROCm, or for CUDA.
-
-    Raises UserError where it is missing, too old, or mixed with the other one.
-    """
-    wanted = PORT if rocm else UPSTREAM
-    if len(versions) > 1:
-        raise UserError(
-            f"{UPSTREAM} and {PORT} are both installed and overwrite each other's files: "
-            f"uninstall both, then install {wanted} alone"
-        )
-    if wanted not in versions:
-        raise UserError(
-            _missing(rocm) + (" (what is installed is for the other kind of GPU)" if versions else "")
-        )
-    version = versions[wanted]
-    _refuse_old(wanted, version)
-    return wanted, version
 
 
 def describe(name: str, version: str, make: MakeWrapper) -> Package:
@@ -226,31 +236,3 @@ def import_package(name: str, version: str) -> Package:
             f"{name} {version} is installed but cannot be imported: {error}; install it with its dependencies"
         ) from error
     return describe(name, version, cast(MakeWrapper, module.BatchPrefillWithPagedKVCacheWrapper))
-
-
-def _missing(rocm: bool) -> str:
-    if rocm:
-        return "FlashInfer attention on ROCm needs the package amd-flashinfer: install 0.5.3+amd.2 or later"
-    return "FlashInfer attention needs the package flashinfer-python: pip install 'ssd-serve[flashinfer]'"
-
-
-def _refuse_old(name: str, version: str) -> None:
-    """Raise UserError for versions that are known to be wrong, or too old to be known.
-
-    A port built from a commit between its releases may name no `amd` number; whether such a one is right
-    is for a numeric self-test to say.
-    """
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    release = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
-    if name == UPSTREAM:
-        if release < _OLDEST_UPSTREAM:
-            raise UserError(f"{name} {version} is too old: pip install --upgrade 'flashinfer-python>=0.7.2'")
-        return
-    amd = re.search(r"\+amd\.(\d+)(rc)?", version)
-    number = int(amd[1]) - bool(amd[2]) if amd else 0
-    unnumbered = amd is None and ".post" in version and release >= _OLDEST_PORT[:3]
-    if (*release, number) < _OLDEST_PORT and not unnumbered:
-        raise UserError(
-            f"{name} {version} computes wrong attention (in bfloat16, softmax sums are 1.875 times too "
-            "large, and masks hit the wrong heads of grouped queries): install 0.5.3+amd.2 or later"
-        )

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ssd_serve.errors import PermissionProblemError, UserError
-from ssd_serve.kernels.flashinfer.adapter import PORT, installed_version
+from ssd_serve.kernels.flashinfer.versions import PORT, installed_version
 
 _PREBUILT_PORT = "amd-flashinfer-jit-cache"
 _PORT_ARCHITECTURES = ("gfx942", "gfx950")

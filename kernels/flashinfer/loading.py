@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.flashinfer.adapter import Package, choose, import_package, installed_versions
+from ssd_serve.kernels.flashinfer.adapter import Package, import_package
 from ssd_serve.kernels.flashinfer.compiled import Build, architecture, package_folder, use_folder
+from ssd_serve.kernels.flashinfer.versions import choose, installed_versions
 from ssd_serve.logs import Logger
 
 

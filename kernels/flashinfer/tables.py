@@ -1,8 +1,11 @@
 """Index tables and masks of a batch, as FlashInfer's wrappers take them. Host side, numpy only.
 
 Knows batches and the order of a request's context (its prefix, then its tree slots). Knows no wrapper and no
-device. A page is one slot: requests' slots are scattered, and pages of several slots are not built.
+device. A page is one slot, but for the beginnings of prefixes that lie in slots in order, as prompts do; what
+was generated is scattered.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +41,43 @@ def rows_of(batch: Batch, requests: Int64Array) -> Int64Array:
     return np.flatnonzero(np.isin(owners, requests))
 
 
-def make_tables(batch: Batch, requests: Int64Array, window: int | None, *, masked: bool) -> Tables:
-    """Tables of these requests, in order; at least one. What no row's window reaches is left out.
+def leading_pages(batch: Batch, page_size: int) -> Int64Array:
+    """With how many whole pages each prefix begins, slots k * page_size and on in order: [requests]."""
+    slots, places = batch.prefix_slots, _places(batch.prefix_offsets)
+    fits = slots % page_size == places % page_size
+    fits[1:] &= (slots[1:] == slots[:-1] + 1) | (places[1:] % page_size == 0)
+    breaks = np.append(np.flatnonzero(~fits), len(slots))
+    starts, ends = batch.prefix_offsets[:-1], batch.prefix_offsets[1:]
+    first = breaks[np.searchsorted(breaks, starts)]  # [requests], the first that does not fit, or behind all
+    counts: Int64Array = ((np.minimum(first, ends) - starts) // page_size).astype(np.int64)
+    return counts
+
+
+def make_page_tables(batch: Batch, requests: Int64Array, counts: Int64Array, page_size: int) -> Tables:
+    """Tables of the first `counts` [requests of the batch] pages of these requests; each has at least one."""
+    starts = batch.prefix_offsets[:-1][requests]
+    ends = starts + page_size * counts[requests]
+    pages = [batch.prefix_slots[start:end:page_size] for start, end in zip(starts, ends, strict=True)]
+    return Tables(
+        query_offsets=offsets_of(np.diff(batch.request_offsets)[requests]),
+        page_offsets=offsets_of(counts[requests]),
+        pages=np.concatenate(pages) // np.int32(page_size),
+        last_page_lengths=np.full(len(requests), page_size, dtype=np.int32),
+        mask=None,
+        page_size=page_size,
+    )
+
+
+def make_tables(
+    batch: Batch,
+    requests: Int64Array,
+    window: int | None,
+    *,
+    masked: bool,
+    skipped: Int64Array | None = None,
+) -> Tables:
+    """Tables of these requests, in order; at least one. What no row's window reaches is left out, and where
+    there is no window the first `skipped` [requests of the batch] positions, which are attended elsewhere.
 
     `masked`: with a mask that holds ancestry and window; else all these requests must be causal.
     """
@@ -53,6 +91,8 @@ def make_tables(batch: Batch, requests: Int64Array, window: int | None, *, maske
         # The last position out of each row's window.
         oldest = batch.positions[rows] - window if window is not None else np.full(rows.stop - rows.start, -1)
         first = min(max(0, int(oldest.min()) + 1), len(prefix))
+        if window is None and skipped is not None:
+            first = int(skipped[request])
         contexts += [prefix[first:], batch.tree_slots[tree]]
         if bits is not None:
             before = np.arange(first, len(prefix)) > oldest[:, None]  # [rows, prefix]
@@ -66,6 +106,19 @@ def make_tables(batch: Batch, requests: Int64Array, window: int | None, *, maske
         pages=np.concatenate(contexts).astype(np.int32, copy=False),
         last_page_lengths=np.ones(len(requests), dtype=np.int32),
         mask=np.concatenate(masks) if bits is not None else None,
+        causal=not masked,
+    )
+
+
+def with_empty_requests(tables: Tables, requests: int) -> Tables:
+    """The same with requests that have neither rows nor context at the end, so many in all."""
+    more = (0, requests - len(tables.last_page_lengths))
+    return replace(
+        tables,
+        query_offsets=np.pad(tables.query_offsets, more, mode="edge"),
+        page_offsets=np.pad(tables.page_offsets, more, mode="edge"),
+        # A context is (pages - 1) * page_size + the last page's length: none.
+        last_page_lengths=np.pad(tables.last_page_lengths, more, constant_values=tables.page_size),
     )
 
 

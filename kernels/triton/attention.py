@@ -126,6 +126,11 @@ class TritonAttention:
             write_slots = self._write_slots[: batch.rows].copy_(write_slots)
         return TritonPlan(shape, memory, write_slots.long(), fixed and len(launches) == 1)
 
+    def plan_fixed(self, batch: Batch) -> TritonPlan | None:
+        """See `Recordable`. All plans that fit lie in fixed memory."""
+        plan = self.plan(batch)
+        return plan if plan.fixed else None
+
     def recorded_as(self, plan: TritonPlan) -> Hashable | None:
         """See `Recordable`."""
         return plan.shape if plan.fixed else None

@@ -155,7 +155,8 @@ class Settings(BaseSettings):
     )
     graphs: bool = Field(
         default=True,
-        description="on GPUs record forwards as CUDA or HIP graphs and replay them; triton attention alone",
+        description="on GPUs record forwards as CUDA or HIP graphs and replay them; "
+        "with flashinfer or triton attention",
     )
     tpot_target_ms: float | None = Field(
         default=None,

@@ -2,37 +2,72 @@
 
 They have the recorded signatures and the habits of the packages: index buffers of the port are on the device
 already, its masked scores are -50000, logarithms are to base 2, and a wrapper that once had a mask never
-works without one (so it is in graph mode). What kernels would read as garbage raises here. They capture no
-graphs.
+works without one (so it is in graph mode). What kernels would read as garbage raises here. In graph mode what
+is launched reads the buffers of that moment, and tells the stand-in of a device, which may record it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout
 from ssd_serve.kernels.flashinfer.adapter import MakeWrapper, Package, describe
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
-from tests.kernels.flashinfer_signatures import PORT, Recorded, signature
+from tests.kernels.flashinfer_buffers import (
+    FIXED,
+    INDICES,
+    LAUNCHED,
+    allowed_places,
+    check_tensors,
+    fixed_buffers,
+    packed_mask,
+    summary_of,
+)
+from tests.kernels.flashinfer_signatures import PORT, RESET, Recorded, signature
 
-INDICES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 WORKSPACE = 64
+
+
+class Device(Protocol):
+    """What a wrapper launches its work on."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether launches are recorded just now."""
+        ...
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Run it, and again at every replay of what is recorded."""
+        ...
+
+
+class NoRecorder:
+    """`Device` that records nothing."""
+
+    recording = False
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Run it."""
+        kernel()
 
 
 class Doubles:
     """Stands in for the wrapper's class, and keeps what it made."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: Recorded, device: Device | None = None) -> None:
         self.recorded = recorded
+        self.device = device or NoRecorder()
         self.made: list[WrapperDouble] = []
         self.plan = _signed(recorded.plan)
 
     def __call__(self, *positional: Any, **named: Any) -> "WrapperDouble":
         bound = signature(self.recorded.init).bind(None, *positional, **named)
         bound.apply_defaults()
-        self.made.append(WrapperDouble(self.recorded, bound.arguments))
+        self.made.append(WrapperDouble(self.recorded, bound.arguments, self.device))
         return self.made[-1]
 
     def package(self) -> Package:
@@ -41,9 +76,11 @@ class Doubles:
         dtypes = frozenset({torch.float32, torch.float16, torch.bfloat16})
         return replace(package, dtypes=dtypes, head_dims=frozenset(range(1, 257)))
 
-    def attention(self, cache: KVCache, heads: int) -> FlashInferAttention:
+    def attention(self, cache: KVCache, heads: int, page_size: int = 1) -> FlashInferAttention:
         """Attention through doubles, over a copy of the cache in which slots come first."""
-        return FlashInferAttention(slots_first(cache), heads, self.package(), workspace_bytes=WORKSPACE)
+        return FlashInferAttention(
+            slots_first(cache), heads, self.package(), workspace_bytes=WORKSPACE, page_size=page_size
+        )
 
     def planned(self, *, masked: bool) -> list[dict[str, Any]]:
         """What the wrappers with a mask, or those without, were last planned with."""
@@ -53,24 +90,69 @@ class Doubles:
 class WrapperDouble:
     """One wrapper."""
 
-    def __init__(self, recorded: Recorded, made_with: dict[str, Any]) -> None:
-        if made_with["kv_layout"] != "NHD" or made_with["backend"] != "fa2" or made_with["use_cuda_graph"]:
-            raise NotImplementedError("the double computes NHD pages as fa2 does, without graphs")
+    def __init__(self, recorded: Recorded, made_with: dict[str, Any], device: Device) -> None:
+        if made_with["kv_layout"] != "NHD" or made_with["backend"] != "fa2":
+            raise NotImplementedError("the double computes NHD pages as fa2 does")
         self._recorded = recorded
         self._port = recorded.name == PORT.name
+        self._launches = device
         self._device = made_with["float_workspace_buffer"].device
+        self._schedule = torch.zeros(8 * len(INDICES), dtype=torch.uint8)
+        self.fixed: dict[str, torch.Tensor] | None = None
+        if made_with["use_cuda_graph"]:
+            self.fixed = fixed_buffers(made_with)
         self.planned: dict[str, Any] = {}
         self.plans = 0
         self.mask: torch.Tensor | None = None
 
+    def reset_workspace_buffer(self, *positional: Any, **named: Any) -> None:
+        """Keep schedules elsewhere."""
+        bound = signature(RESET).bind(self, *positional, **named)
+        self._schedule = bound.arguments["int_workspace_buffer"]
+        if self._schedule.dtype != torch.uint8 or self._schedule.device != self._device:
+            raise TypeError("the workspace must be uint8, and on the device")
+
     def plan(self, *positional: Any, **named: Any) -> None:
-        """Keep a copy of all buffers."""
+        """Keep a copy of all buffers, or fill those that are fixed."""
+        if self._launches.recording:
+            raise RuntimeError("planning waits for the device and cannot be recorded")
         bound = signature(self._recorded.plan).bind(self, *positional, **named)
         for name in self._recorded.refused:
             if name in bound.arguments:
                 raise NotImplementedError(f"{name} is not supported on ROCm")
         bound.apply_defaults()
         planned = {name: _copied(value) for name, value in bound.arguments.items() if name != "self"}
+        self._check_plan(planned)
+        if self.fixed is not None:
+            self._fill(self.fixed, planned)
+        self.planned, self.mask = planned, planned["custom_mask"]
+        self.plans += 1
+        summary = summary_of(*(planned[name] for name in INDICES)).view(torch.uint8)
+        self._schedule[: len(summary)].copy_(summary)
+
+    def run(self, *positional: Any, **named: Any) -> Any:
+        """Attend as planned."""
+        if self._launches.recording and self.fixed is None:
+            raise RuntimeError("only a wrapper in graph mode can be recorded")
+        bound = signature(self._recorded.run).bind(self, *positional, **named)
+        bound.apply_defaults()
+        queries, planned = bound.arguments["q"], self.planned
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        lse = torch.empty(queries.shape[:2], device=queries.device)
+
+        def kernel() -> None:
+            result, sums = self._attend(planned, queries, *bound.arguments["paged_kv_cache"])
+            out.copy_(result)
+            lse.copy_(sums)
+
+        self._launches.launch(kernel)
+        return (out, lse) if bound.arguments["return_lse"] else out
+
+    def run_return_lse(self, *positional: Any, **named: Any) -> Any:
+        """Attend as planned, with logarithms to base 2."""
+        return self.run(*positional, **named, return_lse=True)
+
+    def _check_plan(self, planned: dict[str, Any]) -> None:
         if planned["packed_custom_mask"] is not None:
             raise NotImplementedError("packed masks are read at wrong offsets")
         for name in INDICES:
@@ -79,90 +161,105 @@ class WrapperDouble:
             if self._port and planned[name].device != self._device:
                 raise RuntimeError(f"{name} must be on {self._device}")
         mask = planned["custom_mask"]
-        if mask is None and self.mask is not None:
+        if mask is None and (self.mask is not None or "custom_mask_buf" in (self.fixed or {})):
             raise RuntimeError("a wrapper that had a mask stays in that mode")
         if mask is not None and (mask.dtype != torch.bool or mask.ndim != 1 or mask.device != self._device):
             raise TypeError("the mask must be bool, flat, and on the device")
-        self.planned, self.mask = planned, mask
-        self.plans += 1
 
-    def run(self, *positional: Any, **named: Any) -> Any:
-        """Attend as planned."""
-        bound = signature(self._recorded.run).bind(self, *positional, **named)
-        bound.apply_defaults()
-        out, lse = self._attend(bound.arguments["q"], *bound.arguments["paged_kv_cache"])
-        return (out, lse) if bound.arguments["return_lse"] else out
-
-    def run_return_lse(self, *positional: Any, **named: Any) -> Any:
-        """Attend as planned, with logarithms to base 2."""
-        return self.run(*positional, **named, return_lse=True)
+    def _fill(self, fixed: dict[str, torch.Tensor], planned: dict[str, Any]) -> None:
+        """In graph mode: what launches were told must stay, all else goes into the buffers."""
+        requests = len(planned["qo_indptr"]) - 1
+        if requests != len(fixed["qo_indptr_buf"]) - 1:
+            raise ValueError(f"the buffers are not made for {requests} requests")
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", *LAUNCHED):
+            if self.planned and planned[name] != self.planned[name]:
+                raise ValueError(f"{name} was told to launches that may be recorded")
+        if planned.get("fixed_split_size") is not None:
+            raise RuntimeError("fixed splits need more work than what is recorded launches")
+        rows = int(planned["qo_indptr"][-1])
+        if self.planned and rows > int(self.planned["qo_indptr"][-1]):
+            raise ValueError("the number of rows exceeds that of the first plan")
+        buffers = dict(zip(INDICES, (fixed[name] for name in FIXED), strict=True))
+        mask = planned["custom_mask"]
+        if mask is not None:
+            if "custom_mask_buf" not in fixed:
+                raise ValueError("custom_mask_buf must be given in graph mode")
+            bits, offsets = packed_mask(planned)
+            planned = planned | {"bits": bits, "offsets": offsets}
+            buffers |= {"bits": fixed["custom_mask_buf"], "offsets": fixed["mask_indptr_buf"]}
+        for name, buffer in buffers.items():
+            given = planned[name]
+            whole = name not in ("paged_kv_indices", "bits")
+            if len(given) != len(buffer) if whole else len(given) > len(buffer):
+                raise ValueError(f"{name} has {len(given)} entries, its fixed buffer {len(buffer)}")
+            buffer[: len(given)].copy_(given)
 
     def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, planned: dict[str, Any], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check(queries, keys, values)
-        rows, pages = (self.planned[name].tolist() for name in INDICES[:2])
-        lengths = self.planned["paged_kv_last_page_len"].tolist()
-        page_size, masks_read = self.planned["page_size"], 0
+        # It computes on the CPU, wherever its tensors lie.
+        found = (planned[name] if self.fixed is None else self.fixed[name] for name in self._names())
+        indices = [each.cpu() for each in found]
+        queries, keys, values = queries.cpu(), keys.cpu(), values.cpu()
+        used = int(indices[1][-1])
+        summary = summary_of(indices[0], indices[1], indices[2][:used], indices[3]).view(torch.uint8)
+        if not torch.equal(self._schedule[: len(summary)].cpu(), summary):
+            raise RuntimeError("what is scheduled is not what the buffers say: plan again")
+        check_tensors(planned, queries, keys, values)
+        (rows, pages), lengths = (each.tolist() for each in indices[:2]), indices[3].tolist()
+        page_size, masks_read = planned["page_size"], 0
         outs: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         for request, last in enumerate(lengths):
-            indices = self.planned["paged_kv_indices"][pages[request] : pages[request + 1]].long()
-            context = (len(indices) - 1) * page_size + last
+            own = indices[2][pages[request] : pages[request + 1]].long()
+            context = (len(own) - 1) * page_size + last
             count = rows[request + 1] - rows[request]
-            allowed = self._allowed(count, context, masks_read)
+            if count == 0:
+                continue
+            seen = self._seen(planned, request, masks_read, count * context)
+            allowed = allowed_places(planned, count, context, seen)
             masks_read += count * context
-            k, v = (pool[indices].flatten(0, 1)[:context].float() for pool in (keys, values))
-            out, lse = self._softmax(queries[rows[request] : rows[request + 1]].float(), k, v, allowed)
+            k, v = (pool[own].flatten(0, 1)[:context].float() for pool in (keys, values))
+            out, lse = self._softmax(
+                planned, queries[rows[request] : rows[request + 1]].float(), k, v, allowed
+            )
             outs.append(out)
             sums.append(lse)
-        if self.mask is not None and masks_read != len(self.mask):
+        if self.fixed is None and self.mask is not None and masks_read != len(self.mask):
             raise ValueError(f"the mask has {len(self.mask)} entries, rows and contexts {masks_read}")
         return torch.cat(outs).to(queries.dtype), torch.cat(sums)
 
-    def _allowed(self, count: int, context: int, masks_read: int) -> torch.Tensor:
-        """Which of the context each of a request's rows sees: [count, context]."""
-        window = self.planned["window_left"]
-        places = torch.arange(context, device=self._device)[None, :]
-        own = places[0, context - count :, None]  # a row's place in the context, if it is causal
-        allowed = torch.ones((count, context), dtype=torch.bool, device=self._device)
-        if self.mask is not None:  # causal is ignored then
-            allowed = self.mask[masks_read : masks_read + count * context].reshape(count, context)
-        elif self.planned["causal"]:
-            allowed = places <= own
-        if window >= 0:
-            allowed = allowed & (places >= own - window)
-        if not allowed.any(dim=1).all():
-            raise ValueError("a row sees nothing: kernels would return an average of foreign values")
-        return allowed
+    def _names(self) -> tuple[str, ...]:
+        return INDICES if self.fixed is None else FIXED
+
+    def _seen(self, planned: dict[str, Any], request: int, start: int, size: int) -> torch.Tensor | None:
+        """A request's part of the mask, flat."""
+        if self.fixed is None:
+            mask = planned["custom_mask"]
+            return None if mask is None else mask[start : start + size].cpu()
+        if "custom_mask_buf" not in self.fixed:
+            return None
+        first = int(self.fixed["mask_indptr_buf"][request])
+        packed = self.fixed["custom_mask_buf"][first : first + -(-size // 8)].cpu().numpy()
+        return torch.from_numpy(np.unpackbits(packed, bitorder="little")[:size].astype(np.bool_))
 
     def _softmax(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor
+        self,
+        planned: dict[str, Any],
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        allowed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[count, heads, head_dim] and [count, heads] of one request."""
         group = queries.shape[1] // keys.shape[1]
         keys, values = (rows.repeat_interleave(group, dim=1) for rows in (keys, values))
         scores = torch.einsum("qhd,chd->qhc", queries, keys)
         scores = scores.masked_fill(~allowed[:, None], -5e4 if self._port else -math.inf)
-        scale = self.planned["sm_scale"]
+        scale = planned["sm_scale"]
         scores = scores * (queries.shape[2] ** -0.5 if scale is None else scale)
         out = torch.einsum("qhc,chd->qhd", torch.softmax(scores, 2), values)
         return out, torch.logsumexp(scores, 2) / math.log(2.0)
-
-    def _check(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """What kernels assume, and do not all check."""
-        planned = self.planned
-        kv_dtype = planned["kv_data_type"] or planned["q_data_type"]
-        if queries.dtype != planned["q_data_type"] or keys.dtype != kv_dtype or values.dtype != kv_dtype:
-            raise TypeError("dtypes are not those that were planned")
-        if queries.shape != (planned["qo_indptr"][-1], planned["num_qo_heads"], planned["head_dim_qk"]):
-            raise ValueError(f"queries {tuple(queries.shape)} are not those that were planned")
-        if keys.shape[1:] != (planned["page_size"], planned["num_kv_heads"], planned["head_dim_qk"]):
-            raise ValueError(f"pages {tuple(keys.shape)} are not those that were planned")
-        if keys.shape != values.shape or keys.stride() != values.stride():
-            raise ValueError("keys and values must have the same strides")
-        if queries.stride(-1) != 1 or keys.stride(-1) != 1:
-            raise ValueError("a head must lie in one piece")
 
 
 def slots_first(cache: KVCache) -> KVCache:

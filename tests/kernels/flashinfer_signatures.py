@@ -23,6 +23,8 @@ _RUN_START = (
     "self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, "
     "return_lse=False"
 )
+RESET = "self, float_workspace_buffer, int_workspace_buffer"
+"""`reset_workspace_buffer`, the same in all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
+from ssd_serve.kernels import self_test
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
 from ssd_serve.kernels.invariance import depends_on_batch
@@ -283,10 +284,37 @@ def test_what_kernels_cannot_do_is_refused(layout: KVLayout, text: str) -> None:
         FlashInferAttention(KVCache(layout, 8, "cpu"), 4, package, workspace_bytes=8)
 
 
-@pytest.mark.parametrize(("page_size", "order"), [(4, "slots"), (1, "heads")])
-def test_layouts_that_are_not_built_are_refused(page_size: int, order: str) -> None:
-    layout = KVLayout((LayerKV(2, 64),), torch.bfloat16, page_size)
-    if order == "slots":
-        layout = replace(layout, order="slots")
-    with pytest.raises(ValueError, match="one slot a page"):
-        FlashInferAttention(KVCache(layout, 8, "cpu"), 4, Doubles(UPSTREAM).package(), workspace_bytes=8)
+def test_a_layout_with_heads_first_is_refused() -> None:
+    cache = KVCache(KVLayout((LayerKV(2, 64),), torch.bfloat16), 8, "cpu")
+    with pytest.raises(ValueError, match='order "slots"'):
+        FlashInferAttention(cache, 4, Doubles(UPSTREAM).package(), workspace_bytes=8)
+
+
+@PACKAGES
+def test_the_self_test_tries_masks_pages_and_what_is_recorded(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the backend serves: with wrappers of every way, and none is wrong."""
+    doubles = Doubles(recorded)
+    monkeypatch.setattr(self_test, "layout_order", lambda device: "slots")
+
+    def make(cache: KVCache, heads: int) -> FlashInferAttention:
+        return FlashInferAttention(cache, heads, doubles.package(), workspace_bytes=WORKSPACE, page_size=16)
+
+    assert self_test.first_failure(make, torch.float32, 64, "cpu", ((4, 2),)) == ""
+    ways = {
+        (
+            double.fixed is not None,
+            double.mask is not None,
+            double.planned["causal"],
+            double.planned["page_size"],
+        )
+        for double in doubles.made
+    }
+    assert ways == {
+        (True, True, False, 1),  # recorded: trees
+        (True, False, True, 1),  # recorded: single rows
+        (False, True, False, 1),
+        (False, False, True, 1),
+        (False, False, False, 16),
+    }

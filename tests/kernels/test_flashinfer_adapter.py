@@ -1,6 +1,5 @@
-"""Upstream's FlashInfer and AMD's port, told apart: which to use, what each takes, which to refuse."""
+"""Upstream's FlashInfer and AMD's port, told apart: what each takes."""
 
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -11,75 +10,12 @@ import pytest
 import torch
 
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.flashinfer import adapter
-from ssd_serve.kernels.flashinfer.adapter import MakeWrapper, choose, describe, import_package, natural
+from ssd_serve.kernels.flashinfer.adapter import MakeWrapper, describe, import_package, natural
+from ssd_serve.kernels.flashinfer.versions import installed_versions
 from tests.kernels.flashinfer_double import Doubles
-from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded, signature
+from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, RESET, UPSTREAM, Recorded, signature
 
 RECORDED = pytest.mark.parametrize("recorded", ALL, ids=str)
-
-
-@RECORDED
-def test_the_package_that_fits_torch_is_chosen(recorded: Recorded) -> None:
-    rocm = recorded.name == PORT.name
-    assert choose({recorded.name: recorded.version}, rocm=rocm) == (recorded.name, recorded.version)
-
-
-def test_what_to_install_is_said() -> None:
-    with pytest.raises(UserError, match=r"pip install 'ssd-serve\[flashinfer\]'$"):
-        choose({}, rocm=False)
-    with pytest.raises(UserError, match=r"amd-flashinfer: install 0\.5\.3\+amd\.2 or later$"):
-        choose({}, rocm=True)
-
-
-def test_the_other_package_does_not_do() -> None:
-    with pytest.raises(UserError, match=r"needs the package amd-flashinfer.*is for the other kind of GPU"):
-        choose({"flashinfer-python": "0.7.2"}, rocm=True)
-    with pytest.raises(UserError, match=r"needs the package flashinfer-python.*is for the other kind of GPU"):
-        choose({"amd-flashinfer": "0.5.3+amd.2"}, rocm=False)
-
-
-@pytest.mark.parametrize(("rocm", "wanted"), [(True, "amd-flashinfer"), (False, "flashinfer-python")])
-def test_both_packages_overwrite_each_other(rocm: bool, wanted: str) -> None:
-    both = {"flashinfer-python": "0.7.2", "amd-flashinfer": "0.5.3+amd.2"}
-    with pytest.raises(UserError, match=f"uninstall both, then install {wanted} alone"):
-        choose(both, rocm=rocm)
-
-
-@pytest.mark.parametrize(
-    "version",
-    [
-        "0.5.3+amd.1",
-        "0.5.3+amd.1rc1",
-        "0.5.3+amd.2rc1",
-        "0.3.1+amd.1",
-        "0.2.5+amd.2",
-        "0.2.5+rocm.1",
-        "0.5.2.post9",
-    ],
-)
-def test_ports_with_wrong_kernels_are_refused_by_name(version: str) -> None:
-    with pytest.raises(
-        UserError, match=r"amd-flashinfer \S+ computes wrong attention.*1\.875.*wrong heads"
-    ) as refused:
-        choose({"amd-flashinfer": version}, rocm=True)
-    assert version in str(refused.value)
-    assert str(refused.value).endswith("install 0.5.3+amd.2 or later")
-
-
-@pytest.mark.parametrize(
-    "version",
-    ["0.5.3+amd.2", "0.5.3+amd.3rc1", "0.5.3+amd.10", "0.5.3+amd.2.dev7", "0.6.0+amd.1", "0.5.3.post1.dev40"],
-)
-def test_later_ports_are_accepted(version: str) -> None:
-    assert choose({"amd-flashinfer": version}, rocm=True) == ("amd-flashinfer", version)
-
-
-@pytest.mark.parametrize("version", ["0.7.1", "0.6.15.post2", "0.2.0", "unknown"])
-def test_upstream_that_nobody_read_is_refused(version: str) -> None:
-    with pytest.raises(UserError, match="is too old"):
-        choose({"flashinfer-python": version}, rocm=False)
-    assert choose({"flashinfer-python": "0.10.0"}, rocm=False)[1] == "0.10.0"
 
 
 @RECORDED
@@ -117,16 +53,6 @@ def test_logarithms_to_base_2_become_natural() -> None:
     assert torch.allclose(natural(torch.tensor([0.0, 1.0, 10.0])), torch.tensor([1.0, 2.0, 1024.0]).log())
 
 
-def test_installed_packages_are_found_by_their_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name != "flashinfer-python":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return "1.2.3"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert adapter.installed_versions() == {"flashinfer-python": "1.2.3"}
-
-
 def test_import_takes_the_wrapper_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     doubles = Doubles(PORT)
     module: Any = ModuleType("flashinfer")
@@ -148,13 +74,18 @@ def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed here")
 @pytest.mark.filterwarnings("ignore")
 def test_the_installed_package_is_as_recorded() -> None:
-    name, version = next(iter(adapter.installed_versions().items()))
+    name, version = next(iter(installed_versions().items()))
     package = import_package(name, version)
     known = {str(recorded): recorded for recorded in ALL}.get(f"{name} {version}")
     if known is None:
         pytest.skip(f"{name} {version} is not recorded; `describe` found all it needs")
     make: Any = package.make
-    for method, text in (("__init__", known.init), ("plan", known.plan), ("run", known.run)):
+    for method, text in (
+        ("__init__", known.init),
+        ("plan", known.plan),
+        ("run", known.run),
+        ("reset_workspace_buffer", RESET),
+    ):
         found = inspect.signature(getattr(make, method)).parameters.values()
         assert [(each.name, each.default) for each in found] == [
             (each.name, each.default) for each in signature(text).parameters.values()

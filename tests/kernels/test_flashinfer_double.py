@@ -1,11 +1,13 @@
 """The doubles refuse what the packages refuse, and what kernels would read as garbage."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.flashinfer_double import INDICES, Doubles, WrapperDouble
+from tests.kernels.flashinfer_buffers import FIXED, INDICES
+from tests.kernels.flashinfer_double import Doubles, WrapperDouble
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded
 
 
@@ -117,7 +119,121 @@ def test_tensors_that_do_not_fit(changed: dict[str, torch.Tensor]) -> None:
         attend(double, **changed)
 
 
-@pytest.mark.parametrize("named", [{"backend": "auto"}, {"backend": "fa2", "use_cuda_graph": True}], ids=str)
-def test_other_backends_and_graphs_are_not_doubled(named: dict[str, Any]) -> None:
+def test_other_backends_are_not_doubled() -> None:
     with pytest.raises(NotImplementedError):
-        Doubles(UPSTREAM)(torch.zeros(1), "NHD", **named)
+        Doubles(UPSTREAM)(torch.zeros(1), "NHD", backend="auto")
+
+
+class Recording:
+    """A device that keeps what was launched."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.launched: list[Callable[[], object]] = []
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Keep it, and run it."""
+        self.launched.append(kernel)
+        kernel()
+
+
+def fixed(requests: int, *, masked: bool, **changed: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Buffers for so many requests, with room for four pages and 16 masked places."""
+    sizes = (requests + 1, requests + 1, 4, requests)
+    buffers: dict[str, torch.Tensor | None] = {
+        name: torch.zeros(size, dtype=torch.int32) for name, size in zip(FIXED, sizes, strict=True)
+    }
+    if masked:
+        buffers["custom_mask_buf"] = torch.zeros(2, dtype=torch.uint8)
+        buffers["mask_indptr_buf"] = torch.zeros(requests + 1, dtype=torch.int32)
+    return buffers | changed
+
+
+def recordable(recorded: Recorded, requests: int, device: Recording, *, masked: bool) -> WrapperDouble:
+    double = Doubles(recorded, device)(
+        torch.zeros(8, dtype=torch.uint8),
+        "NHD",
+        use_cuda_graph=True,
+        backend="fa2",
+        **fixed(requests, masked=masked),
+    )
+    double.reset_workspace_buffer(torch.zeros(8), torch.zeros(64, dtype=torch.uint8))
+    return double
+
+
+@pytest.mark.parametrize("recorded", ALL, ids=str)
+def test_what_is_launched_in_graph_mode_reads_what_the_buffers_hold_then(recorded: Recorded) -> None:
+    """Two rows of one request and an empty one; then a row each. Keys of 0, values that name their slot."""
+    mask, device = [True, False, False, False, False, False, True, True, False, True], Recording()
+    double = recordable(recorded, 2, device, masked=True)
+    numbers = ([0, 2, 2], [0, 3, 3], [4, 0, 2], [1, 2])
+    indices = {
+        name: torch.tensor(each, dtype=torch.int32) for name, each in zip(INDICES, numbers, strict=True)
+    }
+    double.plan(**(arguments(mask) | indices))
+    device.recording = True
+    out, _ = attend(double)
+    device.recording = False
+    assert out[:, 0, 0].tolist() == pytest.approx([8.0, (9 + 0 + 4) / 3])
+    [kernel] = device.launched
+    numbers = ([0, 1, 2], [0, 1, 3], [3, 1, 4], [2, 1])
+    indices = {
+        name: torch.tensor(each, dtype=torch.int32) for name, each in zip(INDICES, numbers, strict=True)
+    }
+    double.plan(**(arguments([False, True, True, False, True]) | indices))
+    kernel()
+    assert out[:, 0, 0].tolist() == pytest.approx([7.0, (2 + 8) / 2])
+
+
+def test_what_graph_mode_demands() -> None:
+    device = Recording()
+    double, eager = recordable(UPSTREAM, 1, device, masked=True), wrapper(UPSTREAM)
+    mask = [True] * 10
+    double.plan(**arguments(mask))
+    for text, changed in (
+        ("stays in that mode", {"custom_mask": None}),
+        ("was told to launches", {"causal": True}),
+        ("was told to launches", {"window_left": 3}),
+        ("fixed splits", {"fixed_split_size": 2}),
+        ("exceeds that of the first", {"qo_indptr": torch.tensor([0, 3], dtype=torch.int32)}),
+        ("its fixed buffer", {"paged_kv_indices": torch.zeros(5, dtype=torch.int32)}),
+        ("not made for 3 requests", {name: arguments(None)[name].repeat(2) for name in INDICES}),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            double.plan(**(arguments(mask) | changed))
+    with pytest.raises(ValueError, match="custom_mask_buf must be given"):
+        recordable(UPSTREAM, 1, device, masked=False).plan(**arguments(mask))
+    eager.plan(**arguments(mask))
+    device.recording = True
+    with pytest.raises(RuntimeError, match="cannot be recorded"):
+        double.plan(**arguments(mask))
+    eager = Doubles(UPSTREAM, device)(torch.zeros(8), "NHD", backend="fa2")
+    with pytest.raises(RuntimeError, match="only a wrapper in graph mode"):
+        attend(eager)
+
+
+def test_a_schedule_of_other_requests_is_found_out() -> None:
+    """Wrappers that share buffers must be planned before each run."""
+    double = recordable(UPSTREAM, 1, Recording(), masked=False)
+    double.plan(**arguments(None))
+    attend(double)
+    assert double.fixed is not None
+    double.fixed["paged_kv_indices_buf"][0] = 3
+    with pytest.raises(RuntimeError, match="plan again"):
+        attend(double)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"qo_indptr_buf": None}, "must be a tensor"),
+        ({"paged_kv_indices_buf": torch.zeros(4, dtype=torch.int64)}, "must be torch.int32"),
+        ({"custom_mask_buf": torch.zeros(9, dtype=torch.bool)}, "must be torch.uint8"),
+        ({"mask_indptr_buf": None}, "must be a tensor"),
+        ({"paged_kv_last_page_len_buf": torch.zeros(3, dtype=torch.int32)}, "not made for 2 requests"),
+    ],
+)
+def test_buffers_that_kernels_would_misread(changed: dict[str, torch.Tensor | None], text: str) -> None:
+    buffers = fixed(2, masked=True, **changed)
+    with pytest.raises((TypeError, ValueError), match=text):
+        Doubles(UPSTREAM)(torch.zeros(8), "NHD", use_cuda_graph=True, backend="fa2", **buffers)

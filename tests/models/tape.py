@@ -56,6 +56,11 @@ class Tape:
     replays: int = 0
     _steps: list[Step] | None = field(default=None, repr=False)
 
+    @property
+    def recording(self) -> bool:
+        """Whether what is started just now is recorded."""
+        return self._steps is not None
+
     def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
         """See `Recorder.record`."""
         if self.refuses:
@@ -78,7 +83,7 @@ class Tape:
         return Recording(replay, len(steps)), result
 
     def launch(self, kernel: Step) -> None:
-        """Run a kernel of Triton's: one step, whatever operators it consists of here."""
+        """Run a kernel: one step, whatever operators it consists of here."""
         steps, self._steps = self._steps, None
         try:
             kernel()

@@ -1,9 +1,10 @@
 """Recorded forwards give what the decoder gives, for batches that share a recording and nothing else."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.graphs import MOST_ROWS, recorded_rows
 from ssd_serve.kernels.rows import TorchRows
-from ssd_serve.kernels.triton.attention import TritonAttention, TritonPlan
+from ssd_serve.kernels.triton.attention import TritonAttention
 from ssd_serve.kernels.unrolled import UnrolledAttention
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import load_config
@@ -32,21 +33,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path_factory.mktemp("model"))
 
 
-Attention = TritonAttention | UnrolledAttention[TritonPlan]
+def triton_attention(cache: KVCache, heads: int) -> Any:
+    """Under the interpreter."""
+    return TritonAttention(cache, heads, widen=True)
 
 
-def decoder(folder: Path, unrolled: bool) -> tuple[Decoder, Attention]:
-    """With Triton's attention, one slot more than requests may have, and features of a layer."""
+def unrolled_attention(cache: KVCache, heads: int) -> Any:
+    """The same, every row as a request of its own, as batch invariance wants it."""
+    return UnrolledAttention(triton_attention(cache, heads))
+
+
+def decoder(
+    folder: Path, make_attention: Callable[[KVCache, int], Any], order: Literal["heads", "slots"] = "heads"
+) -> tuple[Decoder, Any]:
+    """With one slot more than requests may have, and features of a layer."""
     config = load_config(folder)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         make = LinearFactory(
             checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False, int8=False
         )
         weights = read_weights(config, checkpoint, make)
-        cache = KVCache(kv_layout(config, torch.float32), SLOTS + 1, "cpu")
-    attention: Attention = TritonAttention(cache, config.heads, widen=True)
-    if unrolled:
-        attention = UnrolledAttention(attention)
+        layout = replace(kv_layout(config, torch.float32), order=order)
+        cache = KVCache(layout, SLOTS + 1, "cpu")
+    attention = make_attention(cache, config.heads)
     facts = ModelFacts(
         "small", config.vocabulary, 128, config.layers, config.hidden, (2,), 0, 0, "cpu", "fp32"
     )
@@ -57,10 +66,17 @@ def decoder(folder: Path, unrolled: bool) -> tuple[Decoder, Attention]:
 class Pair:
     """The same model twice: plain and recorded."""
 
-    def __init__(self, folder: Path, unrolled: bool) -> None:
-        self.tape = Tape()
-        self.plain, _ = decoder(folder, unrolled)
-        second, attention = decoder(folder, unrolled)
+    def __init__(
+        self,
+        folder: Path,
+        tape: Tape,
+        make_attention: Callable[[KVCache, int], Any] = triton_attention,
+        order: Literal["heads", "slots"] = "heads",
+        plain: Callable[[KVCache, int], Any] = triton_attention,
+    ) -> None:
+        self.tape = tape
+        self.plain, _ = decoder(folder, plain)
+        second, attention = decoder(folder, make_attention, order)
         self.recorded = RecordedDecoder(second, attention, self.tape, padding_slot=SLOTS)
 
     def compare(self, batch: Batch) -> None:
@@ -73,14 +89,16 @@ class Pair:
 
 
 @pytest.fixture
-def unrolled() -> bool:
-    """Whether every row is a request of its own, as batch invariance wants it."""
-    return False
+def make_attention() -> Callable[[KVCache, int], Any]:
+    """What is recorded."""
+    return triton_attention
 
 
 @pytest.fixture
-def pair(folder: Path, unrolled: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    both = Pair(folder, unrolled)
+def pair(
+    folder: Path, make_attention: Callable[[KVCache, int], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    both = Pair(folder, Tape(), make_attention)
     with recording_kernels(both.tape, monkeypatch):
         yield both
 
@@ -101,7 +119,7 @@ def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
     return build_batch(parts)
 
 
-@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("make_attention", [triton_attention, unrolled_attention])
 def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
     """Other requests, trees, slots, prefixes, counts of requests: one is recorded, all are replayed."""
     pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
