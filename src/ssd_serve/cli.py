@@ -31,8 +31,9 @@ from ssd_serve.recipes.commands import add_commands as add_recipe_commands
 from ssd_serve.settings import Origin, flag_name, origins, resolve, suggestion
 
 INTERRUPTED = 130
+TERMINATED = 143
 EXIT_CODES: tuple[tuple[int, str], ...] = (
-    (0, "done"),
+    (0, "done; a server ended as it was told to, also where SSD_DRAIN_SECONDS cut requests off"),
     (SsdError.exit_code, "an error that has no code of its own"),
     (SettingsError.exit_code, "a setting, flag, variable or argument is wrong"),
     (PortInUseError.exit_code, "the HTTP port is taken by another process"),
@@ -44,6 +45,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (EngineDeadError.exit_code, "the verifier process died"),
     (ProtocolError.exit_code, "a process received a message that does not fit the protocol"),
     (INTERRUPTED, "interrupted with Ctrl-C"),
+    (TERMINATED, "ended by SIGTERM before the HTTP server ran"),
 )
 
 
