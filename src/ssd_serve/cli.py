@@ -140,6 +140,7 @@ def _add_settings(commands: Commands) -> None:
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="as JSON")
     style.add_argument("--markdown", action="store_true", help="the values as a Markdown table")
+    style.add_argument("--env", action="store_true", help="as a .env file, for containers")
     add_settings_flags(parser)
     parser.set_defaults(run=_run_settings)
 
@@ -186,12 +187,12 @@ def _run_generate(args: argparse.Namespace) -> int:
 
 
 def _run_settings(args: argparse.Namespace) -> int:
-    from ssd_serve.settings_table import as_json, as_markdown, as_table
+    from ssd_serve.settings_table import as_env, as_json, as_markdown, as_table
 
     flags = given_flags(args)
     rows: list[Origin] = origins(resolve(flags), flags)
-    style = as_json if args.json else as_markdown if args.markdown else as_table
-    print(style(rows))
+    chosen = ((args.json, as_json), (args.markdown, as_markdown), (args.env, as_env), (True, as_table))
+    print(next(style for wanted, style in chosen if wanted)(rows))
     return 0
 
 
