@@ -38,7 +38,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Status], float]]] = {
     "num_requests_running": ("requests that decode", lambda s: s.running),
     "num_requests_waiting": ("requests in the queue", lambda s: s.waiting),
     "kv_cache_usage_perc": ("share of KV slots in use, 0 to 1", lambda s: s.slots_used / max(1, s.slots)),
-    "drafters_alive": ("drafters that answer", lambda s: s.drafters_alive),
+    "drafters_alive": ("drafters with a device of their own that answer", lambda s: s.drafters_alive),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
