@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# usage: ./setup_rocm.sh [--check | --dry-run | --help]
+# usage: ./setup_rocm.sh [--check | --dry-run | --image | --help]
 #
 # Prepares a ROCm image of PyTorch, or a host with ROCm and AMD's torch, for ssd. The installed torch stays as it is.
 # It may be run again: what is in place is left alone. Tested against stand-ins only, not on a ROCm machine.
 #
 #   --check     say what is wrong or not there yet, change nothing
 #   --dry-run   check, then print what would be done, change nothing
+#   --image     install where an image is built, without a GPU: neither look for one, nor import FlashInfer, nor
+#               write rocm.env, nor run ssd doctor; run `ssd doctor` in the container
 #
 # variables (for this command only, do not export them: ssd refuses SSD_ variables that it does not know):
 #   PYTHON                 the Python that has torch (python3)
@@ -41,7 +43,7 @@ readonly WHEELS=https://repo.radeon.com/rocm/manylinux
 readonly UNREACHABLE='ConnectionError|NameResolutionError|TimeoutError|ProxyError|SSLError|Could not resolve host'
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
-MODE=install EXIT_CODE=0 ARCHITECTURE=unknown
+MODE=install IMAGE="" EXIT_CODE=0 ARCHITECTURE=unknown
 declare -A FACT=()
 
 say() { printf '%s\n' "$*"; }
@@ -70,6 +72,7 @@ read_arguments() {
     case $argument in
       --check) MODE=check ;;
       --dry-run) MODE=dry-run ;;
+      --image) IMAGE=yes ;;
       -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$HERE/setup_rocm.sh" && exit 0 ;;
       *) problem 2 "the option '$argument' is unknown" "./setup_rocm.sh --help lists the options" && exit 2 ;;
     esac
@@ -218,14 +221,18 @@ store_environment() { # folder of compiled kernels, text
   problem 2 "$ENVIRONMENT cannot be written" "set SSD_CACHE_DIR to a folder of yours"
 }
 
-verify() {
+verify_versions() {
   read_facts
   if [[ $TORCH_NOW != "$TORCH_BEFORE" ]]; then
     problem 17 "torch was $TORCH_BEFORE, and is now $TORCH_NOW" \
       "start again from the image, or reinstall AMD's torch from $WHEELS"
   elif [[ ${FACT[flashinfer_state]} != ok ]]; then
     problem 18 "FlashInfer is ${FACT[flashinfer]:-missing} after installing $SPEC" "set SSD_FLASHINFER_SPEC: see --help"
-  elif ! (. "$ENVIRONMENT" && "$PYTHON" -c 'import flashinfer, triton'); then
+  fi
+}
+
+verify_imports() {
+  if ! (. "$ENVIRONMENT" && "$PYTHON" -c 'import flashinfer, triton'); then
     problem 18 "FlashInfer or Triton cannot be imported; the message is above" "see SSD_FLASHINFER_SPEC in --help"
   fi
 }
@@ -243,16 +250,21 @@ run_doctor() {
 
 main() {
   read_arguments "$@"
-  check_gpu
+  if [[ -z $IMAGE ]]; then check_gpu; fi
   if ! check_python; then exit "$EXIT_CODE"; fi
   if [[ $MODE == install ]]; then
     SCRATCH=$(mktemp -d)
     trap 'rm -rf "$SCRATCH"' EXIT
   fi
   install_packages
+  if [[ -n $IMAGE ]]; then
+    if [[ $MODE == install ]]; then verify_versions; fi
+    exit "$EXIT_CODE"
+  fi
   write_environment
   if [[ $MODE == install ]]; then
-    verify
+    verify_versions
+    verify_imports
     run_doctor
     say "done. Before ssd, in each shell:  . $(printf %q "$ENVIRONMENT")"
   elif [[ $MODE == dry-run ]]; then

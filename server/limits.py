@@ -29,8 +29,6 @@ class Limits:
     """Longer texts are tokenised off the event loop."""
     tokenising_at_once: int = 2
     """Threads that tokenise at the same time."""
-    shutdown_s: float = 5.0
-    """How long running requests may go on after a signal to stop."""
     keep_alive_s: int = 75
     """Idle connections stay open for so long: more than the 60 s of usual proxies, so that they end them."""
     ping_s: float = 15.0

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ssd_serve.messages import Health, Status
+from ssd_serve.messages import Health, Ready, Status
 
 SECONDS = (
     0.001,
@@ -38,7 +38,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Status], float]]] = {
     "num_requests_running": ("requests that decode", lambda s: s.running),
     "num_requests_waiting": ("requests in the queue", lambda s: s.waiting),
     "kv_cache_usage_perc": ("share of KV slots in use, 0 to 1", lambda s: s.slots_used / max(1, s.slots)),
-    "drafters_alive": ("drafters that answer", lambda s: s.drafters_alive),
+    "drafters_alive": ("drafters with a device of their own that answer", lambda s: s.drafters_alive),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
@@ -66,15 +66,23 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
 
 
 class EngineCollector(Collector):
-    """Reads the engine's latest status when scraped."""
+    """Reads what the engine said last when scraped."""
 
-    def __init__(self, status: Callable[[], Status | None], up: Callable[[], bool]) -> None:
+    def __init__(
+        self, ready: Callable[[], Ready | None], status: Callable[[], Status | None], up: Callable[[], bool]
+    ) -> None:
+        self._ready = ready
         self._status = status
         self._up = up
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges and counters; only `engine_up` before the first status."""
+        """Gauges and counters; only `engine_up` before the engine has said anything."""
         yield GaugeMetricFamily("ssd_engine_up", "1 when tokens can be generated", value=float(self._up()))
+        ready = self._ready()
+        if ready is not None:
+            mode = GaugeMetricFamily("ssd_mode", "1 for the mode; ssd has a drafter", labels=["mode"])
+            mode.add_metric([ready.mode], 1.0)
+            yield mode
         status = self._status()
         if status is None:
             return
@@ -116,9 +124,11 @@ def _layouts(status: Status) -> Iterator[Metric]:
 class Metrics:
     """The registry and the server's own histograms."""
 
-    def __init__(self, status: Callable[[], Status | None], up: Callable[[], bool]) -> None:
+    def __init__(
+        self, ready: Callable[[], Ready | None], status: Callable[[], Status | None], up: Callable[[], bool]
+    ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(status, up))
+        self.registry.register(EngineCollector(ready, status, up))
         self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)
         self.between = self._histogram(
             "inter_token_latency_seconds", "between tokens, a round's shared out", SECONDS

@@ -4,7 +4,6 @@ Knows uvicorn and signals; the application is built elsewhere.
 """
 
 import asyncio
-import math
 import signal
 import socket
 import time
@@ -24,7 +23,7 @@ from ssd_serve.settings import Settings
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 2
-"""Time for clients to take the answer that their requests were ended with."""
+"""Seconds for clients to take the answer that their requests were ended with."""
 SAME_SIGNAL_S = 1.0
 """A signal to a process group arrives twice where a parent in the group (make, a shell) passes it on."""
 
@@ -32,44 +31,43 @@ SAME_SIGNAL_S = 1.0
 class HttpServer(uvicorn.Server):
     """uvicorn, except that a handled signal is not raised again: the caller still has to tidy up."""
 
-    def __init__(
-        self, config: uvicorn.Config, gate: Gate, end: Callable[[], None], patience_s: float
-    ) -> None:
-        """`end` ends all requests with an error; it is called when they had `patience_s` to end well."""
+    def __init__(self, config: uvicorn.Config, gate: Gate, end: Callable[[], None], drain_s: float) -> None:
+        """`end` ends all requests with an error; it is called when they had `drain_s` to end well."""
         super().__init__(config)
         self._gate = gate
         self._end = end
-        self._patience_s = patience_s
+        self._drain_s = drain_s
         self._told_at = 0.0
         self._hurry = False
 
     def stop(self) -> None:
         """Take no more requests, let running ones end within the time limit, then return from `serve`."""
+        if not self.should_exit:
+            self._told_at = time.monotonic()
         self._gate.closed = True
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A later second signal does not wait any longer."""
         del sig, frame
-        now = time.monotonic()
-        if not self.should_exit:
-            self._told_at = now
-        elif now - self._told_at > SAME_SIGNAL_S:
+        if self.should_exit and time.monotonic() - self._told_at > SAME_SIGNAL_S:
             self._hurry = True
         self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end, then end them with an answer; uvicorn would only cut them off."""
-        ending = asyncio.create_task(self._end_what_runs())
-        await super().shutdown(sockets)
-        ending.cancel()
-        await asyncio.gather(ending, return_exceptions=True)
-
-    async def _end_what_runs(self) -> None:
-        deadline = time.monotonic() + self._patience_s
-        while time.monotonic() < deadline and not self._hurry:
-            await asyncio.sleep(_LOOK_EVERY_S)
+        """Let requests end, end the others with an answer, and close the port last: as long as requests
+        run, new ones are told that this server ends. uvicorn would close it first and only cut off."""
+        await self._drain()
         self._end()
+        await super().shutdown(sockets)
+
+    async def _drain(self) -> None:
+        """Wait for what ran when the signal came; what comes later is refused at once."""
+        ran = set(self.server_state.tasks)
+        while ran & self.server_state.tasks and not self._hurry:
+            if time.monotonic() - self._told_at >= self._drain_s:
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -105,9 +103,9 @@ def build_server(
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         timeout_keep_alive=limits.keep_alive_s,
-        timeout_graceful_shutdown=math.ceil(limits.shutdown_s) + _LAST_WORDS_S,
+        timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    return HttpServer(config, gate, engine_client.stop, limits.shutdown_s)
+    return HttpServer(config, gate, engine_client.stop, settings.drain_seconds)
 
 
 def serve(

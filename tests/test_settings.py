@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import EMBEDDED, Mode, Settings, origins, resolve
+from ssd_serve.settings_table import as_env
 
 
 def test_a_flag_beats_a_variable_beats_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,17 @@ def test_origins_and_masked_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows["api_key"].origin, rows["api_key"].shown) == ("variable", "****")
     assert (rows["mode"].origin, rows["mode"].shown) == ("variable", "sd")
     assert (rows["draft"].origin, rows["draft"].shown) == ("default", "-")
+
+
+def test_a_env_file_has_what_is_in_force_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", "sesame")
+    flags = {"port": "1", "served_model_name": "my model"}
+    lines = as_env(origins(resolve(flags), flags)).splitlines()
+    assert [line for line in lines if line.startswith("SSD_")] == [
+        "SSD_PORT=1",
+        "SSD_SERVED_MODEL_NAME='my model'",
+    ]
+    assert {"#SSD_API_KEY=", "#SSD_MODE=auto"} <= set(lines)
 
 
 def test_the_hub_token_has_two_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,17 @@ class Drafters:
         self._beat_at = 0.0
         self._layout: Layout | None = None
         self.joins = 0
+        """Of drafters with a device of their own, again and again."""
 
     @property
     def alive(self) -> int:
         """Number of drafters that have joined."""
         return sum(link.joined for link in self._links)
+
+    @property
+    def beside(self) -> int:
+        """Those of them that have a device of their own: a process that can die and come back."""
+        return sum(link.joined and not link.synchronous for link in self._links)
 
     @property
     def working(self) -> bool:
@@ -152,7 +158,7 @@ class Drafters:
         if isinstance(message, Hello):
             check_hello(self._hello, message)
             link.join(self._hello, message, requests)
-            self.joins += 1
+            self.joins += not link.synchronous
             self._log.info("drafter joined", name=message.name, step_ms=round(message.step_ms, 2))
         elif isinstance(message, Resync):
             request = requests.get(message.request)

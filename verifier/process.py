@@ -194,7 +194,7 @@ def _status(engine: Engine) -> Status:
         prompt_tokens=engine.totals.prompt_tokens,
         generation_tokens=engine.totals.figures.tokens,
         preemptions=scheduler.preemptions,
-        drafters_alive=engine.drafters.alive,
+        drafters_alive=engine.drafters.beside,
         drafter_restarts=max(0, engine.drafters.joins - 1),
         totals=copy(engine.totals.figures),
         forward_s=clocked.forward_s,

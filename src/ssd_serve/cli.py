@@ -31,8 +31,9 @@ from ssd_serve.recipes.commands import add_commands as add_recipe_commands
 from ssd_serve.settings import Origin, flag_name, origins, resolve, suggestion
 
 INTERRUPTED = 130
+TERMINATED = 143
 EXIT_CODES: tuple[tuple[int, str], ...] = (
-    (0, "done"),
+    (0, "done; a server ended as it was told to, also where SSD_DRAIN_SECONDS cut requests off"),
     (SsdError.exit_code, "an error that has no code of its own"),
     (SettingsError.exit_code, "a setting, flag, variable or argument is wrong"),
     (PortInUseError.exit_code, "the HTTP port is taken by another process"),
@@ -44,6 +45,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (EngineDeadError.exit_code, "the verifier process died"),
     (ProtocolError.exit_code, "a process received a message that does not fit the protocol"),
     (INTERRUPTED, "interrupted with Ctrl-C"),
+    (TERMINATED, "ended by SIGTERM before the HTTP server ran"),
 )
 
 
@@ -138,6 +140,7 @@ def _add_settings(commands: Commands) -> None:
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="as JSON")
     style.add_argument("--markdown", action="store_true", help="the values as a Markdown table")
+    style.add_argument("--env", action="store_true", help="as a .env file, for containers")
     add_settings_flags(parser)
     parser.set_defaults(run=_run_settings)
 
@@ -184,12 +187,12 @@ def _run_generate(args: argparse.Namespace) -> int:
 
 
 def _run_settings(args: argparse.Namespace) -> int:
-    from ssd_serve.settings_table import as_json, as_markdown, as_table
+    from ssd_serve.settings_table import as_env, as_json, as_markdown, as_table
 
     flags = given_flags(args)
     rows: list[Origin] = origins(resolve(flags), flags)
-    style = as_json if args.json else as_markdown if args.markdown else as_table
-    print(style(rows))
+    chosen = ((args.json, as_json), (args.markdown, as_markdown), (args.env, as_env), (True, as_table))
+    print(next(style for wanted, style in chosen if wanted)(rows))
     return 0
 
 

@@ -160,6 +160,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     generation_tokens: int
     preemptions: int
     drafters_alive: int
+    """Drafters with a device of their own, as `drafter_restarts`."""
     drafter_restarts: int
     totals: Figures
     forward_s: float

@@ -130,6 +130,11 @@ class Settings(BaseSettings):
     draft_kv_memory_mb: int = Field(default=256, ge=1, description="memory for the drafter's KV cache in MiB")
     max_running: int = Field(default=32, ge=1, le=1024, description="requests that decode at the same time")
     max_waiting: int = Field(default=256, ge=0, description="requests that may queue; more are answered 429")
+    drain_seconds: int = Field(
+        default=30,
+        ge=0,
+        description="seconds for running requests to end after SIGTERM or Ctrl-C; 0: do not wait",
+    )
     prefill_chunk: int = Field(
         default=256, ge=16, description="prompt tokens of one round, over all requests"
     )

@@ -1,14 +1,15 @@
-"""How `ssd settings` prints: a table for people, Markdown for documents, JSON for machines.
+"""How `ssd settings` prints: a table for people, Markdown for documents, JSON and .env files for machines.
 
 Secrets arrive here masked already.
 """
 
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 
-from ssd_serve.settings import Origin
+from ssd_serve.settings import SECRETS, Origin
 
 _NARROWEST_MEANING = 30
 
@@ -28,6 +29,17 @@ def as_markdown(rows: Sequence[Origin]) -> str:
     for row in rows:
         default = "" if row.shown == "-" else f"`{row.shown}`"
         lines.append(f"| `{row.variable}` | `{row.flag}` | {default} | {row.meaning} |")
+    return "\n".join(lines)
+
+
+def as_env(rows: Sequence[Origin]) -> str:
+    """A .env file with every setting; defaults, and secrets, are comments."""
+    lines = ["# Made by `ssd settings --env`. To change a setting, take away its #. Keep secrets out of git."]
+    for row in rows:
+        value = "" if row.shown == "-" or row.name in SECRETS else row.shown
+        quoted = value if re.fullmatch(r"[\w./:*,~+-]*", value) else f"'{value}'"
+        in_force = row.origin != "default" and row.name not in SECRETS
+        lines += ["", f"# {row.meaning}", f"{'' if in_force else '#'}{row.variable}={quoted}"]
     return "\n".join(lines)
 
 

@@ -22,8 +22,6 @@ from ssd_serve.server.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
 from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, Playwright, channel_pair
 
-QUICK = Limits(shutdown_s=1.0)
-
 
 @dataclass(frozen=True)
 class House:
@@ -40,7 +38,7 @@ class House:
 async def open_house(
     playwright: Playwright,
     settings: Settings | None = None,
-    limits: Limits = QUICK,
+    limits: Limits | None = None,
     *,
     ready: bool = True,
     tokenizer: TextTokenizer | None = None,
@@ -74,7 +72,7 @@ class Address:
 
 @contextmanager
 def open_server(
-    playwright: Playwright, settings: Settings | None = None, limits: Limits = QUICK
+    playwright: Playwright, settings: Settings | None = None, limits: Limits | None = None
 ) -> Generator[Address, None, None]:
     """uvicorn in a thread, on a socket of this machine."""
     ours, theirs = channel_pair()
@@ -84,7 +82,7 @@ def open_server(
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     port: int = sock.getsockname()[1]
-    settings = settings or Settings()
+    settings = settings or Settings(drain_seconds=1)
     server = build_server(settings, EngineClient(ours), ByteTokenizer(), limits)
     stopped = threading.Event()
 

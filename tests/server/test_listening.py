@@ -108,7 +108,7 @@ def test_the_official_client_sees_an_engine_that_dies_in_a_stream() -> None:
 
 
 def test_a_stream_that_has_to_wait_is_kept_open() -> None:
-    limits = Limits(shutdown_s=1.0, ping_s=0.05)
+    limits = Limits(ping_s=0.05)
     script = say("abcdef", hold_after=1)
     with open_server(lambda _: script, limits=limits) as address, official(address) as client:
         with client.completions.create(model="ssd-embedded", prompt="x", stream=True) as stream:
@@ -196,7 +196,6 @@ import socket
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.serving import serve
 from ssd_serve.settings import Settings
-from ssd_serve.server.limits import Limits
 from tests.server.fakes import READY, ByteTokenizer, FakeEngine, channel_pair, say
 
 ours, theirs = channel_pair()
@@ -205,7 +204,7 @@ engine.tell(READY)
 engine.start()
 with socket.create_server(("127.0.0.1", 0)) as sock:
     print(sock.getsockname()[1], flush=True)
-    serve(Settings(), EngineClient(ours), ByteTokenizer(), sock, Limits(shutdown_s=60.0))
+    serve(Settings(drain_seconds=60), EngineClient(ours), ByteTokenizer(), sock)
 print("tidied up", flush=True)
 """
 
@@ -215,7 +214,7 @@ def served(script: str) -> Generator[tuple["subprocess.Popen[str]", str]]:
     """A process that serves an engine of this script, and its address once it answers."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", SERVING.replace('say("hi")', script)]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=root, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None

@@ -149,6 +149,7 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
         "ssd_speculation_ready_depth_total 400.0",
         "ssd_engine_forward_seconds_total 9.0",
         "ssd_drafters_alive 1.0",
+        'ssd_mode{mode="ssd"} 1.0',
         'ssd_layout{layout="beside"} 1.0',
         'ssd_layout_gain{layout="beside",requests="1"} 1.5',
         'ssd_tree_decode_backend{backend="triton"} 1.0',

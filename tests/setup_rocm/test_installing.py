@@ -220,3 +220,14 @@ def test_a_doctor_is_asked_where_there_is_one(machine: Machine) -> None:
     assert "SSD_" not in seen
     machine.give_ssd(doctor=True, code=1)
     assert machine.run().code == 19
+
+
+def test_an_image_is_made_without_a_gpu_and_without_rocm_env(machine: Machine) -> None:
+    machine.give_ssd(doctor=True, code=1)
+    (machine.place / "kfd").unlink()
+    assert machine.run().code == 10
+    outcome = machine.run("--image")
+    assert outcome.code == 0, outcome
+    assert {"amd-flashinfer", "ssd-serve", "ninja"} <= set(versions(machine))
+    assert not machine.environment_file.exists()
+    assert not (machine.place / "doctor").exists()

@@ -85,6 +85,18 @@ def test_who_joins_is_told_of_every_running_request() -> None:
     assert house.drafters.step_s == pytest.approx(HELLO.step_ms / 1e3)
 
 
+def test_a_drafter_inline_does_not_hide_that_the_other_has_left() -> None:
+    house = House()
+    house.join(synchronous=True)
+    its = house.join()
+    assert (house.drafters.alive, house.drafters.beside, house.drafters.joins) == (2, 1, 1)
+    its.close()
+    house.drain()
+    assert (house.drafters.alive, house.drafters.beside) == (1, 0)
+    house.join()
+    assert (house.drafters.beside, house.drafters.joins) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

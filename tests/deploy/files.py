@@ -1,0 +1,78 @@
+"""What is in deploy/: compose.yaml, Dockerfiles as lists of instructions, expressions of Prometheus."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KINDS = ("cpu", "rocm", "cuda")
+
+
+def read_yaml(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+
+
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = read_yaml("compose.yaml")["services"]
+    return found
+
+
+def environment(service: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of a service when neither the shell nor .env sets any; `NAME:` passes nothing on then."""
+    given: dict[str, str | None] = service.get("environment", {})
+    return {name: by_default(value) for name, value in given.items() if value is not None}
+
+
+def by_default(text: str) -> str:
+    """`${NAME:-value}` where NAME is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+@dataclass(frozen=True)
+class Dockerfile:
+    """Instructions in order: the word, and what follows on one line."""
+
+    instructions: tuple[tuple[str, str], ...]
+
+    def all(self, word: str) -> list[str]:
+        return [rest for each, rest in self.instructions if each == word]
+
+    def of_the_image(self) -> "Dockerfile":
+        """The last stage."""
+        starts = [index for index, (word, _) in enumerate(self.instructions) if word == "FROM"]
+        return Dockerfile(self.instructions[starts[-1] :])
+
+    def environment(self) -> dict[str, str]:
+        return dict(pair.split("=", 1) for line in self.all("ENV") for pair in line.split())
+
+    def command(self) -> list[str]:
+        (entrypoint,), (arguments,) = self.all("ENTRYPOINT"), self.all("CMD")
+        return [*json.loads(entrypoint), *json.loads(arguments)]
+
+    def healthcheck(self) -> list[str]:
+        (line,) = self.all("HEALTHCHECK")
+        found: list[str] = json.loads(line.partition(" CMD ")[2])
+        return found
+
+
+def read_dockerfile(kind: str) -> Dockerfile:
+    text = (DEPLOY / f"{kind}.Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    words = [line.partition(" ") for line in lines if line]
+    return Dockerfile(tuple((word, rest) for word, _, rest in words))
+
+
+def alert_expressions() -> list[str]:
+    return [rule["expr"] for group in read_yaml("alerts.yaml")["groups"] for rule in group["rules"]]
+
+
+def dashboard_panels() -> list[dict[str, Any]]:
+    """Panels that show something."""
+    text = (DEPLOY / "grafana/dashboards/ssd-serve.json").read_text(encoding="utf-8")
+    return [panel for panel in json.loads(text)["panels"] if panel["type"] != "row"]

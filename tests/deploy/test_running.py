@@ -1,0 +1,126 @@
+"""The cpu profile as processes: the image's command with its variables, its healthcheck, and its metrics."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ssd_serve.settings import origins, resolve
+from ssd_serve.settings_table import as_env
+from tests.deploy.files import (
+    DEPLOY,
+    ROOT,
+    alert_expressions,
+    dashboard_panels,
+    environment,
+    read_dockerfile,
+    services,
+)
+from tests.end_to_end.test_serve import await_health, free_port
+
+IMAGE = read_dockerfile("cpu").of_the_image()
+ADDED_BY_PROMETHEUS = {"instance"}
+
+
+@dataclass(frozen=True)
+class Container:
+    """What would run in it."""
+
+    process: "subprocess.Popen[bytes]"
+    variables: dict[str, str]
+    url: str
+
+    def healthcheck(self) -> int:
+        copied = dict(line.split() for line in IMAGE.all("COPY") if "--" not in line)
+        inside = {target: str(ROOT / source) for source, target in copied.items()}
+        command = [inside.get(word, word) for word in IMAGE.healthcheck()]
+        return subprocess.run(command, env=self.variables, check=False).returncode
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory) -> Generator[Container]:
+    """With the port and the folder of the volume changed to what is free here."""
+    port = free_port()
+    cache = str(tmp_path_factory.mktemp("cache"))
+    given = {**IMAGE.environment(), **environment(services()["ssd-cpu"]), "SSD_PORT": str(port)}
+    variables = {name: value.replace("/cache/", f"{cache}/") for name, value in given.items()}
+    variables = {**os.environ, **variables, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    process = subprocess.Popen(IMAGE.command(), env=variables, start_new_session=True)
+    try:
+        yield Container(process, variables, f"http://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def page(container: Container) -> str:
+    """The metrics after a request, with a report of the engine."""
+    await_health(container.url, 240.0)
+    body = {"prompt": "def f(", "max_tokens": 8}
+    httpx.post(f"{container.url}/v1/completions", json=body, timeout=60.0).raise_for_status()
+    deadline = time.monotonic() + 30
+    while "ssd_layout{" not in (text := httpx.get(f"{container.url}/metrics").text):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return text
+
+
+def missing(expressions: list[str], page: str) -> list[str]:
+    """Metrics that no line of the page begins with, and labels that their lines do not have."""
+    found: list[str] = []
+    for expression in expressions:
+        text = ""
+        for name in set(re.findall(r"ssd_\w+", expression)):
+            lines = re.findall(rf"^{name}[{{ ].*$", page, re.MULTILINE)
+            text += "\n".join(lines)
+            found += [] if lines else [name]
+        grouped = " ".join(re.findall(r"by \(([\w, ]+)\)", expression))
+        labels = set(re.findall(r"\w+", grouped)) | set(re.findall(r"ssd_\w+\{(\w+)=", expression))
+        labels |= set(re.findall(r"\{\{(\w+)\}\}", expression))
+        found += [label for label in labels - ADDED_BY_PROMETHEUS if f'{label}="' not in text]
+    return found
+
+
+def test_every_metric_of_the_alerts_exists(page: str) -> None:
+    expressions = alert_expressions()
+    assert len(expressions) >= 6
+    assert missing(expressions, page) == []
+
+
+def test_every_metric_of_the_dashboard_exists(page: str) -> None:
+    targets = [target for panel in dashboard_panels() for target in panel["targets"]]
+    assert len(targets) > 20
+    # A legend names labels of its own series.
+    assert missing([f"{target['expr']} {target['legendFormat']}" for target in targets], page) == []
+
+
+def test_a_metric_or_label_that_is_not_there_is_found(page: str) -> None:
+    assert missing(["ssd_num_requests_dreaming > 0"], page) == ["ssd_num_requests_dreaming"]
+    assert missing(["sum by (colour) (ssd_layout)"], page) == ["colour"]
+
+
+def test_the_healthcheck_follows_the_server_and_a_stop_is_tidy(container: Container) -> None:
+    await_health(container.url, 240.0)
+    assert container.healthcheck() == 0
+    container.process.send_signal(signal.SIGTERM)
+    assert container.process.wait(30) == 0
+    assert container.healthcheck() == 1
+
+
+def test_the_volume_keeps_what_later_starts_use_again(container: Container) -> None:
+    assert any(Path(container.variables["SSD_CACHE_DIR"]).iterdir())
+
+
+def test_the_example_of_env_is_what_the_command_prints() -> None:
+    """Where this fails: `ssd settings --env > deploy/.env.example`."""
+    expected = as_env(origins(resolve({}), {})) + "\n"
+    assert (DEPLOY / ".env.example").read_text(encoding="utf-8") == expected
