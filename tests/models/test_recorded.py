@@ -17,7 +17,8 @@ from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import load_config
 from ssd_serve.models.decoder import Decoder, kv_layout, read_weights
 from ssd_serve.models.interface import ModelFacts
-from ssd_serve.models.linear import LinearFactory, Parallel
+from ssd_serve.models.linear import LinearFactory
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.recorded import RecordedDecoder
 from tests.kernels.test_attention import rows_of
 from tests.models import checkpoints
