@@ -19,6 +19,9 @@ from ssd_serve.settings import Settings
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that workers ignore: whoever started them says when they leave."""
 
+ORPHANED = 75
+"""Exit code of a worker whose parent, or whose rank 0, went away or let it go."""
+
 _STDERR = 2
 
 
@@ -72,9 +75,11 @@ def worker_environment() -> dict[str, str]:
 
     Huge pages for weights: 5-25 % more bandwidth for one row. A heap that keeps what was freed: the results
     of operators are taken from memory that is mapped already, instead of being mapped page by page every
-    time. Both are read when a process starts, so that they cannot be settings of the worker's.
+    time. Both are read when a process starts, so that they cannot be settings of the worker's. Ranks on GPUs
+    meet on loopback, unless the user names another network.
     """
     return {
+        "NCCL_SOCKET_IFNAME": "lo",
         **os.environ,
         "THP_MEM_ALLOC_ENABLE": "1",
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),

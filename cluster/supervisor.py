@@ -1,4 +1,5 @@
-"""Watches worker processes: restarts drafters with back-off, reports the end of a vital worker once.
+"""Watches worker processes: restarts drafters with back-off, reports the end of a vital worker once, and ends
+one that hangs where it says so by falling silent.
 
 Knows processes and exit codes, not messages: peers notice a death sooner by their closed channel.
 """
@@ -9,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.cluster.process import WorkerProcess, start_worker
-from ssd_serve.errors import EngineDeadError, ProtocolError, SsdError
+from ssd_serve.cluster.process import ORPHANED, WorkerProcess, start_worker
+from ssd_serve.cluster.pulse import LONGEST_SILENCE_S, PulseWatch
+from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
@@ -20,14 +22,15 @@ _LONG_LIFE_S = 60.0
 """A worker that lived this long died of something new: back-off starts afresh."""
 _USER_ERRORS = range(2, 10)
 """Exit codes of mistakes that a restart cannot mend (see `errors.py`)."""
+_LEFT_BEHIND = (ORPHANED, RankLostError.exit_code)
 _TELLING = (*_USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code)
 
 
 class WorkerDiedError(EngineDeadError):
     """A process that nothing works without has ended. `exit_code` is the worker's where it tells a reason."""
 
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"the {name} process {describe_exit(code)}")
+    def __init__(self, name: str, code: int, how: str = "") -> None:
+        super().__init__(f"the {name} process {how or describe_exit(code)}")
         self.worker_code = code
         self.exit_code = code if code in _TELLING else EngineDeadError.exit_code
 
@@ -70,6 +73,8 @@ class _Watched:
     quick_deaths: int = 0
     due: float = 0.0
     given_up: bool = False
+    left_behind: bool = False
+    """Has ended because another one has: that one is looked at first, for it is the cause."""
 
 
 class Supervisor:
@@ -81,8 +86,11 @@ class Supervisor:
         settings: Settings,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+        pulses: PulseWatch | None = None,
     ) -> None:
+        """`pulses`: where workers that send signs of life are heard; silent ones are killed."""
         self._plans = plans
+        self._pulses = pulses
         self._settings = settings
         self._log = log
         self._on_failure = on_failure
@@ -145,7 +153,8 @@ class Supervisor:
             finally:
                 self._started.set()
             while not self._stopping.wait(_LOOK_EVERY_S):
-                for watched in self._watched:
+                self._listen()
+                for watched in sorted(self._watched, key=lambda each: each.left_behind):
                     self._look_at(watched)
         finally:
             self._end_all()
@@ -154,6 +163,18 @@ class Supervisor:
         process = start_worker(plan.name, plan.command, self._settings)
         self._log.debug("process started", name=plan.name, pid=process.pid)
         return process
+
+    def _listen(self) -> None:
+        """Kill a worker that has fallen silent: it hangs, and others wait for it."""
+        silent = set(self._pulses.silent()) if self._pulses is not None else set[str]()
+        for watched in self._watched:
+            if watched.process is None or watched.plan.name not in silent or self._failure is not None:
+                continue
+            watched.process.popen.kill()
+            code = watched.process.stop()
+            watched.process = None
+            how = f"has given no sign of life for {LONGEST_SILENCE_S:.0f} s, and was killed"
+            self._fail(WorkerDiedError(watched.plan.name, code, how))
 
     def _look_at(self, watched: _Watched) -> None:
         if self._ending.is_set() or self._failure is not None:
@@ -164,6 +185,9 @@ class Supervisor:
             return
         code = watched.process.exit_code
         if code is None:
+            return
+        if code in _LEFT_BEHIND and not watched.left_behind:
+            watched.left_behind = True
             return
         process, watched.process = watched.process, None
         process.release()
@@ -208,3 +232,5 @@ class Supervisor:
             process.release()
         for process in running:
             process.stop()
+        if self._pulses is not None:
+            self._pulses.close()

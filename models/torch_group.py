@@ -12,15 +12,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ssd_serve.errors import EngineDeadError
+from ssd_serve.errors import RankLostError
 from ssd_serve.models.parallel import Parallel
 
 PATIENCE_S = 30.0
 """Ranks do the same work at the same time: one that comes this much later than the others hangs."""
-
-
-class RankLostError(EngineDeadError):
-    """Another rank has died, or has not come in time: this one can do nothing without it."""
 
 
 class TorchGroup:

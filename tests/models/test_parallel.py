@@ -9,7 +9,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from ssd_serve.errors import ProtocolError, UserError
+from ssd_serve.errors import ProtocolError, RankLostError, UserError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.batch_bytes import pack, unpack
 from ssd_serve.models import load
@@ -18,7 +18,7 @@ from ssd_serve.models.config import load_config
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model, model_sizes
 from ssd_serve.models.parallel import Group, Parallel, rank_config
-from ssd_serve.models.torch_group import RankLostError, join_group
+from ssd_serve.models.torch_group import join_group
 from tests.models import checkpoints
 from tests.models.ranked import SLOTS, in_ranks, ranked
 
