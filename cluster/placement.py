@@ -32,6 +32,8 @@ class Placement:
 def place(settings: Settings, machine: Machine) -> Placement:
     """Devices as set by the user, and for what is not set: a core or a GPU of its own for the drafter."""
     ranks = settings.tensor_parallel
+    if ranks > 1 and settings.target_device_alone:
+        raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
     target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE", ranks)
     draft = _named(settings.draft_device, machine, "SSD_DRAFT_DEVICE")
     mode = _mode(settings, machine)
@@ -100,8 +102,6 @@ def _alone(settings: Settings, target: Device, machine: Machine) -> Device | Non
     """In mode auto all cores, unless the target's were named; ranks stay on their cores."""
     alone = _named(settings.target_device_alone, machine, "SSD_TARGET_DEVICE_ALONE")
     if settings.tensor_parallel > 1:
-        if alone is not None:
-            raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
         return None
     if alone is None and settings.mode is Mode.AUTO and target.kind == "cpu" and not settings.target_device:
         alone = Device("cpu", machine.cores)

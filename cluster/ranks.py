@@ -8,6 +8,7 @@ bytes and ranks, not what is computed.
 import socket
 import struct
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,18 +97,20 @@ class Leader:
         """Wait until all others have connected."""
         found: dict[int, _Wire] = {}
         deadline = time.monotonic() + timeout_s
-        while len(found) < ranks - 1:
-            if not listener.wait(max(0.0, deadline - time.monotonic())):
-                missing = sorted(set(range(1, ranks)) - set(found))
-                raise RankLostError(f"ranks {missing} of the target did not come within {timeout_s:.0f} s")
-            connection = listener.accept_socket()
-            if connection is None:
-                continue
-            wire = _Wire(connection)
-            name = wire.receive()
-            if name is None or len(name) != 1 or not 0 < name[0] < ranks or name[0] in found:
-                raise ProtocolError("a process that is no rank of this target has connected to it")
-            found[name[0]] = wire
+        with ExitStack() as stack:
+            while len(found) < ranks - 1:
+                if not listener.wait(max(0.0, deadline - time.monotonic())):
+                    missing = ", ".join(str(rank) for rank in range(1, ranks) if rank not in found)
+                    raise RankLostError(f"rank {missing} of the target did not come within {timeout_s:.0f} s")
+                connection = listener.accept_socket()
+                if connection is None:
+                    continue
+                wire = stack.enter_context(closing(_Wire(connection)))
+                name = wire.receive()
+                if name is None or len(name) != 1 or not 0 < name[0] < ranks or name[0] in found:
+                    raise ProtocolError("a process that is no rank of this target has connected to it")
+                found[name[0]] = wire
+            stack.pop_all()
         return cls([found[rank] for rank in sorted(found)])
 
     def tell(self, message: bytes) -> None:

@@ -45,6 +45,7 @@ class LeadingRank:
     def load(self, path: Path, slots: int, share: Callable[[Group], Model]) -> Model:
         """The whole model, when all ranks have loaded; `share` loads this one's."""
         leader = Leader.meet(self._listener, self._settings.tensor_parallel)
+        self._listener.close()
         leader.tell(msgspec.json.encode(Beginning(str(path), slots)))
         model = share(_join(self._settings, 0, self._files))
         leader.await_ready()

@@ -31,8 +31,12 @@ class Device:
 
     @property
     def torch_name(self) -> str:
-        """The name that torch knows: cores are one device there."""
-        return "cpu" if self.kind == "cpu" else f"cuda:{self.indices[0] if self.indices else 0}"
+        """The name that torch knows: cores are one device there. Raises `SettingsError` for several GPUs."""
+        if self.kind == "cpu":
+            return "cpu"
+        if len(self.indices) > 1:
+            raise SettingsError(f"{self} are {len(self.indices)} GPUs where one is meant: write e.g. cuda:0")
+        return f"cuda:{self.indices[0] if self.indices else 0}"
 
     def split(self, ranks: int) -> "tuple[Device, ...]":
         """A part for each rank: neighbouring cores or GPUs. Ranks share where there are fewer than ranks."""
