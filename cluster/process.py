@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import psutil  # type: ignore[import-untyped]
+
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Settings
 
@@ -48,6 +50,15 @@ class WorkerProcess:
     def age_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self.started
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of processor time that all its threads have taken."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
 
     def release(self) -> None:
         """Close the lifeline: the worker leaves by itself. Does not wait."""

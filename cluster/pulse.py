@@ -43,8 +43,8 @@ class PulseWatch:
         self._heard: dict[str, float] = {}
         self._listened = clock()
 
-    def silent(self) -> list[str]:
-        """Who has said nothing for too long. Ask several times a second."""
+    def silent(self) -> dict[str, float]:
+        """Who has said nothing for too long, and for how many seconds. Ask several times a second."""
         now = self._clock()
         if now - self._listened > _LATE_S:
             self._heard = dict.fromkeys(self._heard, now)
@@ -52,7 +52,8 @@ class PulseWatch:
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._heard[self._socket.recv(256).decode(errors="replace")] = now
-        return [name for name, heard in self._heard.items() if now - heard > LONGEST_SILENCE_S]
+        silence = {name: now - heard for name, heard in self._heard.items()}
+        return {name: seconds for name, seconds in silence.items() if seconds > LONGEST_SILENCE_S}
 
     def close(self) -> None:
         """Hear nobody any more."""

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.cluster.process import ORPHANED, WorkerProcess, start_worker
-from ssd_serve.cluster.pulse import LONGEST_SILENCE_S, PulseWatch
+from ssd_serve.cluster.pulse import PulseWatch
 from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_PAUSE_S = 30.0
+_LONGEST_BUSY_SILENCE_S = 60.0
 _LONG_LIFE_S = 60.0
 """A worker that lived this long died of something new: back-off starts afresh."""
 _USER_ERRORS = range(2, 10)
@@ -73,6 +74,7 @@ class _Watched:
     quick_deaths: int = 0
     due: float = 0.0
     given_up: bool = False
+    computed_s: float = -1.0
     left_behind: bool = False
     """Has ended because another one has: that one is looked at first, for it is the cause."""
 
@@ -166,14 +168,19 @@ class Supervisor:
 
     def _listen(self) -> None:
         """Kill a worker that has fallen silent: it hangs, and others wait for it."""
-        silent = set(self._pulses.silent()) if self._pulses is not None else set[str]()
+        silent = self._pulses.silent() if self._pulses is not None else {}
         for watched in self._watched:
-            if watched.process is None or watched.plan.name not in silent or self._failure is not None:
+            silent_s = silent.get(watched.plan.name)
+            if watched.process is None or silent_s is None or self._failure is not None:
+                continue
+            # One that compiles a kernel has no time for signs of life, but it computes.
+            before, watched.computed_s = watched.computed_s, watched.process.computed_s
+            if watched.computed_s != before and silent_s < _LONGEST_BUSY_SILENCE_S:
                 continue
             watched.process.popen.kill()
             code = watched.process.stop()
             watched.process = None
-            how = f"has given no sign of life for {LONGEST_SILENCE_S:.0f} s, and was killed"
+            how = f"has given no sign of life for {silent_s:.0f} s, and was killed"
             self._fail(WorkerDiedError(watched.plan.name, code, how))
 
     def _look_at(self, watched: _Watched) -> None:

@@ -186,6 +186,14 @@ def test_a_rank_that_hangs_is_killed_and_reported(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_rank_that_computes_is_not_taken_for_a_hanging_one() -> None:
+    command = workers(verifier="sleep", rank="beat and compute")
+    settings = Settings(mode=Mode.AR, tensor_parallel=2)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        assert engine.await_failure(11.0) is None
+
+
 def test_exits_are_described() -> None:
     assert describe_exit(6) == "ended with code 6"
     assert describe_exit(-15) == "was killed by SIGTERM"
