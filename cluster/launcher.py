@@ -1,4 +1,5 @@
-"""The `local` launcher: verifier and drafter as processes of this machine, each on its device.
+"""The `local` launcher: verifier, other ranks of the target, and drafter as processes of this machine, each
+on its device.
 
 Knows roles, devices and sockets; the workers' inner life and the meaning of messages are theirs.
 """
@@ -10,6 +11,7 @@ from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.listener import connect
 from ssd_serve.cluster.placement import Placement, place, resolved
 from ssd_serve.cluster.process import worker_command
+from ssd_serve.cluster.pulse import PulseWatch
 from ssd_serve.cluster.run_dir import RunDir, make_run_dir
 from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
 from ssd_serve.devices import Machine, this_machine
@@ -25,7 +27,7 @@ _CONNECT_S = 60.0
 
 
 class LocalEngine:
-    """A running verifier, and its drafter in mode ssd. Ends them when closed."""
+    """A running verifier with its ranks, and its drafter in mode ssd. Ends them when closed."""
 
     def __init__(
         self,
@@ -40,7 +42,11 @@ class LocalEngine:
         self.placement = placement
         self._run_dir = run_dir
         self._supervisor = Supervisor(
-            _plans(placement, run_dir, command), self.settings, log, on_failure=on_failure
+            _plans(placement, self.settings.tensor_parallel, run_dir, command),
+            self.settings,
+            log,
+            on_failure=on_failure,
+            pulses=PulseWatch(run_dir.ranks.pulse) if self.settings.tensor_parallel > 1 else None,
         )
 
     def start(self) -> None:
@@ -62,7 +68,7 @@ class LocalEngine:
         return self._supervisor.restarts
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name (`verifier`, `drafter-0`)."""
+        """Process ids by name (`verifier`, `rank-1`, `drafter-0`)."""
         return self._supervisor.pids()
 
     def connect(self, timeout_s: float = _CONNECT_S) -> SocketChannel:
@@ -97,6 +103,10 @@ def local_engine(
     placement = place(settings, machine if machine is not None else this_machine())
     if placement.shares_a_device:
         log.warning("target and drafter share a device", target=placement.target, draft=placement.draft)
+    if placement.target.kind == "cpu" and len(placement.target.indices) < settings.tensor_parallel:
+        log.warning(
+            "ranks of the target share cores", target=placement.target, ranks=settings.tensor_parallel
+        )
     engine = LocalEngine(settings, placement, make_run_dir(settings.run_dir), log, command, on_failure)
     try:
         engine.start()
@@ -105,9 +115,14 @@ def local_engine(
         engine.close()
 
 
-def _plans(placement: Placement, run_dir: RunDir, command: Command) -> list[WorkerPlan]:
-    verifier = command("verifier", run_dir.server_socket, run_dir.drafter_socket)
+def _plans(placement: Placement, ranks: int, run_dir: RunDir, command: Command) -> list[WorkerPlan]:
+    folder = str(run_dir.path)
+    verifier = command("verifier", run_dir.server_socket, run_dir.drafter_socket, folder)
     plans = [WorkerPlan("verifier", tuple(verifier), vital=True)]
+    plans += [
+        WorkerPlan(f"rank-{rank}", tuple(command("rank", str(rank), folder)), vital=True)
+        for rank in range(1, ranks)
+    ]
     if placement.draft is not None:
         name = "drafter-0"
         drafter = command("drafter", name, run_dir.drafter_socket)

@@ -60,11 +60,15 @@ class Listener:
 
     def accept(self) -> SocketChannel | None:
         """The next peer that connected, or None."""
+        connection = self.accept_socket()
+        return None if connection is None else SocketChannel(connection)
+
+    def accept_socket(self) -> socket.socket | None:
+        """The same, for peers that do not speak in messages."""
         try:
-            connection, _ = self._socket.accept()
+            return self._socket.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
             return None
-        return SocketChannel(connection)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until somebody wants to connect."""
@@ -90,10 +94,17 @@ def connect(
 
     `give_up` is asked between tries: True when the peer will never come. Raises `EngineDeadError`.
     """
+    return SocketChannel(connect_socket(address, timeout_s, give_up=give_up))
+
+
+def connect_socket(
+    address: str, timeout_s: float, *, give_up: Callable[[], bool] = lambda: False
+) -> socket.socket:
+    """The same as a bare socket."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return SocketChannel(_connect_once(address))
+            return _connect_once(address)
         except (FileNotFoundError, ConnectionError, BlockingIOError) as error:
             if give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"nobody answers at {address}: {error}") from error

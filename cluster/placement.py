@@ -31,14 +31,17 @@ class Placement:
 
 def place(settings: Settings, machine: Machine) -> Placement:
     """Devices as set by the user, and for what is not set: a core or a GPU of its own for the drafter."""
-    target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE")
+    ranks = settings.tensor_parallel
+    if ranks > 1 and settings.target_device_alone:
+        raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
+    target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE", ranks)
     draft = _named(settings.draft_device, machine, "SSD_DRAFT_DEVICE")
     mode = _mode(settings, machine)
     if mode is not Mode.SSD:
-        target = target or _whole(machine)
+        target = target or _free_gpus(machine, ranks, None) or Device("cpu", machine.cores)
         return Placement(mode, target, None, Device("cpu", _others(machine.cores, target)))
     if target is None:
-        target = Device("cuda", (0,)) if machine.gpus and draft != Device("cuda", (0,)) else None
+        target = _free_gpus(machine, ranks, draft)
     if draft is None:
         draft = _draft_device(target, machine)
     if target is None:
@@ -60,11 +63,24 @@ def resolved(settings: Settings, placement: Placement) -> Settings:
     )
 
 
-def _named(text: str | None, machine: Machine, setting: str) -> Device | None:
+def of_rank(settings: Settings, rank: int) -> Settings:
+    """Resolved settings as a rank of the target needs them: its own part of the target's device."""
+    if settings.tensor_parallel == 1 or settings.target_device is None:
+        return settings
+    own = parse_device(settings.target_device).split(settings.tensor_parallel)[rank]
+    return settings.model_copy(update={"target_device": str(own)})
+
+
+def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> Device | None:
     if text is None:
         return None
     device = parse_device(text)
     check_device(device, machine, setting)
+    if device.kind == "cuda" and len(device.indices) != ranks:
+        why = "the draft model uses one" if "DRAFT" in setting else f"SSD_TENSOR_PARALLEL is {ranks}"
+        raise SettingsError(f"{setting} is {device}, but {why}: name {ranks} GPU{'s' * (ranks > 1)}")
+    if ranks > 1 and not device.indices:
+        return Device("cpu", machine.cores)  # ranks have to divide them
     return device
 
 
@@ -72,8 +88,8 @@ def _mode(settings: Settings, machine: Machine) -> Mode:
     if settings.mode is Mode.AUTO:
         if settings.draft_model is None:
             return Mode.AR
-        two_devices = machine.gpus >= 2 or (machine.gpus == 0 and len(machine.cores) >= 2)
-        return Mode.SSD if two_devices else Mode.SD
+        spare = (machine.gpus or len(machine.cores)) > settings.tensor_parallel
+        return Mode.SSD if spare else Mode.SD
     if settings.mode is not Mode.AR and settings.draft_model is None:
         raise SettingsError(
             f"mode {settings.mode.value} needs a draft model: set SSD_DRAFT to a folder or a hub id, "
@@ -83,15 +99,27 @@ def _mode(settings: Settings, machine: Machine) -> Mode:
 
 
 def _alone(settings: Settings, target: Device, machine: Machine) -> Device | None:
-    """In mode auto all cores, unless the target's were named."""
+    """In mode auto all cores, unless the target's were named; ranks stay on their cores."""
     alone = _named(settings.target_device_alone, machine, "SSD_TARGET_DEVICE_ALONE")
+    if settings.tensor_parallel > 1:
+        return None
     if alone is None and settings.mode is Mode.AUTO and target.kind == "cpu" and not settings.target_device:
-        alone = _whole(machine)
+        alone = Device("cpu", machine.cores)
     return alone if alone != target else None
 
 
-def _whole(machine: Machine) -> Device:
-    return Device("cuda", (0,)) if machine.gpus else Device("cpu", machine.cores)
+def _free_gpus(machine: Machine, ranks: int, draft: Device | None) -> Device | None:
+    """The first GPUs that the draft model does not use, one for each rank; None: the target goes to cores."""
+    taken = draft.indices if draft is not None and draft.kind == "cuda" else ()
+    free = tuple(gpu for gpu in range(machine.gpus) if gpu not in taken)
+    if len(free) >= ranks:
+        return Device("cuda", free[:ranks])
+    if machine.gpus and ranks > 1:
+        raise SettingsError(
+            f"SSD_TENSOR_PARALLEL={ranks} needs {ranks} GPUs beside the draft model's, and {len(free)} "
+            f"{'is' if len(free) == 1 else 'are'} there; lower it, or set SSD_TARGET_DEVICE=cpu"
+        )
+    return None
 
 
 def _draft_device(target: Device | None, machine: Machine) -> Device:

@@ -13,11 +13,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import psutil  # type: ignore[import-untyped]
+
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Settings
 
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that workers ignore: whoever started them says when they leave."""
+
+ORPHANED = 75
+"""Exit code of a worker whose parent, or whose rank 0, went away or let it go."""
 
 _STDERR = 2
 
@@ -46,6 +51,15 @@ class WorkerProcess:
         """Seconds since the start."""
         return time.monotonic() - self.started
 
+    @property
+    def computed_s(self) -> float:
+        """Seconds of processor time that all its threads have taken."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
+
     def release(self) -> None:
         """Close the lifeline: the worker leaves by itself. Does not wait."""
         if self.popen.stdin is not None:
@@ -72,9 +86,11 @@ def worker_environment() -> dict[str, str]:
 
     Huge pages for weights: 5-25 % more bandwidth for one row. A heap that keeps what was freed: the results
     of operators are taken from memory that is mapped already, instead of being mapped page by page every
-    time. Both are read when a process starts, so that they cannot be settings of the worker's.
+    time. Both are read when a process starts, so that they cannot be settings of the worker's. Ranks on GPUs
+    meet on loopback, unless the user names another network.
     """
     return {
+        "NCCL_SOCKET_IFNAME": "lo",
         **os.environ,
         "THP_MEM_ALLOC_ENABLE": "1",
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),

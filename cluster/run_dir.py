@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import PermissionProblemError, SettingsError
 
 _LOCK = "lock"
@@ -31,8 +32,14 @@ class RunDir:
         """Where the verifier listens for drafters."""
         return str(self.path / "drafter.sock")
 
+    @property
+    def ranks(self) -> RankFiles:
+        """Where the target's ranks meet."""
+        return RankFiles(self.path)
+
     def remove(self) -> None:
         """Remove what was made here, and the folder if it was made for this run."""
+        self.ranks.remove()
         for name in (self.server_socket, self.drafter_socket, self.path / _LOCK):
             Path(name).unlink(missing_ok=True)
         os.close(self.lock)

@@ -1,33 +1,40 @@
-"""Watches worker processes: restarts drafters with back-off, reports the end of a vital worker once.
+"""Watches worker processes: restarts drafters with back-off, reports the end of a vital worker once, and ends
+one that hangs where it says so by falling silent.
 
 Knows processes and exit codes, not messages: peers notice a death sooner by their closed channel.
 """
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.cluster.process import WorkerProcess, start_worker
-from ssd_serve.errors import EngineDeadError, ProtocolError, SsdError
+from ssd_serve.cluster.process import ORPHANED, WorkerProcess, start_worker
+from ssd_serve.cluster.pulse import PulseWatch
+from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_PAUSE_S = 30.0
+_LONGEST_BUSY_SILENCE_S = 60.0
 _LONG_LIFE_S = 60.0
 """A worker that lived this long died of something new: back-off starts afresh."""
 _USER_ERRORS = range(2, 10)
 """Exit codes of mistakes that a restart cannot mend (see `errors.py`)."""
+_LEFT_BEHIND = (ORPHANED, RankLostError.exit_code)
+_CAUSE_ENDS_S = 10.0
+"""A process closes its sockets before it has ended, and an interpreter may take seconds to end."""
 _TELLING = (*_USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code)
 
 
 class WorkerDiedError(EngineDeadError):
     """A process that nothing works without has ended. `exit_code` is the worker's where it tells a reason."""
 
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"the {name} process {describe_exit(code)}")
+    def __init__(self, name: str, code: int, how: str = "") -> None:
+        super().__init__(f"the {name} process {how or describe_exit(code)}")
         self.worker_code = code
         self.exit_code = code if code in _TELLING else EngineDeadError.exit_code
 
@@ -70,6 +77,9 @@ class _Watched:
     quick_deaths: int = 0
     due: float = 0.0
     given_up: bool = False
+    computed_s: float = -1.0
+    left_behind_since: float = math.inf
+    """Has ended because another one has, or is about to: that one is the cause and is waited for."""
 
 
 class Supervisor:
@@ -81,8 +91,11 @@ class Supervisor:
         settings: Settings,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+        pulses: PulseWatch | None = None,
     ) -> None:
+        """`pulses`: where workers that send signs of life are heard; silent ones are killed."""
         self._plans = plans
+        self._pulses = pulses
         self._settings = settings
         self._log = log
         self._on_failure = on_failure
@@ -145,6 +158,7 @@ class Supervisor:
             finally:
                 self._started.set()
             while not self._stopping.wait(_LOOK_EVERY_S):
+                self._listen()
                 for watched in self._watched:
                     self._look_at(watched)
         finally:
@@ -154,6 +168,23 @@ class Supervisor:
         process = start_worker(plan.name, plan.command, self._settings)
         self._log.debug("process started", name=plan.name, pid=process.pid)
         return process
+
+    def _listen(self) -> None:
+        """Kill a worker that has fallen silent: it hangs, and others wait for it."""
+        silent = self._pulses.silent() if self._pulses is not None else {}
+        for watched in self._watched:
+            silent_s = silent.get(watched.plan.name)
+            if watched.process is None or silent_s is None or self._failure is not None:
+                continue
+            # One that compiles a kernel has no time for signs of life, but it computes.
+            before, watched.computed_s = watched.computed_s, watched.process.computed_s
+            if watched.computed_s != before and silent_s < _LONGEST_BUSY_SILENCE_S:
+                continue
+            watched.process.popen.kill()
+            code = watched.process.stop()
+            watched.process = None
+            how = f"has given no sign of life for {silent_s:.0f} s, and was killed"
+            self._fail(WorkerDiedError(watched.plan.name, code, how))
 
     def _look_at(self, watched: _Watched) -> None:
         if self._ending.is_set() or self._failure is not None:
@@ -165,6 +196,11 @@ class Supervisor:
         code = watched.process.exit_code
         if code is None:
             return
+        if code in _LEFT_BEHIND:
+            now = time.monotonic()
+            watched.left_behind_since = min(watched.left_behind_since, now)
+            if now - watched.left_behind_since < _CAUSE_ENDS_S:
+                return
         process, watched.process = watched.process, None
         process.release()
         if watched.plan.vital or self._never_worked(code):
@@ -208,3 +244,5 @@ class Supervisor:
             process.release()
         for process in running:
             process.stop()
+        if self._pulses is not None:
+            self._pulses.close()

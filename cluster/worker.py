@@ -10,16 +10,16 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import setproctitle
 
-from ssd_serve.cluster.process import PARENTS_SIGNALS
+from ssd_serve.cluster.placement import of_rank
+from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
+from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import ProtocolError, SsdError
 from ssd_serve.settings import Settings
-
-ORPHANED = 75
-"""Exit code of a worker whose parent went away or let it go."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,14 +42,29 @@ def enter_worker(name: str, stdin: io.FileIO | None = None) -> Settings:
     return settings
 
 
-def run_verifier(server_socket: str, drafter_socket: str) -> int:
+def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> int:
     """Body of the verifier process; returns its exit code."""
     settings = enter_worker("verifier")
-    if settings.target_device is not None:
-        pin(parse_device(settings.target_device))
+    _pin_rank(settings, 0)
     from ssd_serve.verifier.process import run
 
-    return run(settings, server_socket, drafter_socket)
+    return run(settings, server_socket, drafter_socket, RankFiles(Path(ranks_folder)))
+
+
+def run_rank(rank: int, ranks_folder: str) -> int:
+    """Body of the process of another rank of the target than the verifier's; returns its exit code."""
+    settings = enter_worker(f"rank-{rank}")
+    _pin_rank(settings, rank)
+    from ssd_serve.verifier.ranks import run
+
+    run(settings, rank, RankFiles(Path(ranks_folder)))
+    return ORPHANED
+
+
+def _pin_rank(settings: Settings, rank: int) -> None:
+    device = of_rank(settings, rank).target_device
+    if device is not None:
+        pin(parse_device(device))
 
 
 def run_drafter(name: str, drafter_socket: str) -> int:

@@ -77,6 +77,7 @@ class Checkpoint:
         self._stack = ExitStack()
         self._home: dict[str, _Shard] = {}
         self._read: set[str] = set()
+        self._bytes_read = 0
         for path, listed in _shards(folder):
             shard = self._open(path)
             found = set(shard.names())
@@ -110,6 +111,11 @@ class Checkpoint:
         """Where the files are."""
         return self._folder
 
+    @property
+    def bytes_read(self) -> int:
+        """Of all tensors and slices that were read so far."""
+        return self._bytes_read
+
     def names(self) -> list[str]:
         """The names of all tensors."""
         return list(self._home)
@@ -131,7 +137,9 @@ class Checkpoint:
         if (found := self.shape(name)) != shape:
             raise CheckpointError(f"{self._folder}: {name} has shape {found}, config.json says {shape}")
         self._read.add(name)
-        return self._home[name].read(name, rows, columns)
+        tensor = self._home[name].read(name, rows, columns)
+        self._bytes_read += tensor.nbytes
+        return tensor
 
     def ignore(self, name: str) -> None:
         """Count a tensor as read: it is known and not needed."""

@@ -22,6 +22,7 @@ from ssd_serve.models.completion import completion
 from ssd_serve.models.config import DecoderConfig
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.linear import Linear, LinearFactory, Part
+from ssd_serve.models.parallel import Alone, Group, rank_config
 from ssd_serve.models.rope import interleave, rotation_table
 
 
@@ -42,10 +43,10 @@ class DecoderLayer:
 class DecoderWeights:
     """Weights of a whole decoder."""
 
-    embedding: torch.Tensor  # [vocabulary, hidden]
+    embedding: torch.Tensor  # [vocabulary, hidden], of this rank's tokens
     layers: tuple[DecoderLayer, ...]
     norm: RmsNorm  # [hidden]
-    head: Linear  # hidden -> vocabulary
+    head: Linear  # hidden -> vocabulary, this rank's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,10 @@ class Inputs:
 
 
 class Decoder:
-    """`Model` over a `DecoderConfig`. `features` names layers whose outputs are returned: `layer.<index>`."""
+    """`Model` over a `DecoderConfig`, which is one rank's (`rank_config`) where a group shares the model.
+
+    `features` names layers whose outputs are returned: `layer.<index>`.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class Decoder:
         facts: ModelFacts,
         slots: int,
         features: tuple[int, ...] = (),
+        group: Group | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -81,6 +86,7 @@ class Decoder:
         self._facts = facts
         self._slots = slots
         self._features = frozenset(features)
+        self._group = group or Alone()
         self._device = weights.embedding.device
         # [context, 1, head_dim / 2]: one rotation for all heads of a row
         self._rotations = (
@@ -121,17 +127,27 @@ class Decoder:
         Nothing here depends on values: with a recordable attention it can be recorded and replayed.
         """
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2], complex64
-        hidden = self._weights.embedding.index_select(0, inputs.tokens)  # [rows, hidden]
+        hidden = self._embed(inputs.tokens)  # [rows, hidden]
         features: dict[str, torch.Tensor] = {}
         added: torch.Tensor | None = None  # what the last block adds to `hidden`: the next norm does it
         for index, layer in enumerate(self._weights.layers):
             rows = self._operations.norm(hidden, added, layer.input_norm)
             added = self._attend(index, layer, rows, rotations, inputs.plan)
             rows = self._operations.norm(hidden, added, layer.mlp_norm)
-            added = layer.down(self._operations.gate(layer.gate_up(rows)))
+            added = self._group.add(layer.down(self._operations.gate(layer.gate_up(rows))))
             if index in self._features:
                 features[f"layer.{index}"] = hidden + added
         return self._logits(hidden, added, inputs.wanted), features
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [rows, hidden]: each token's rank gives its row, the others nothing."""
+        embedding, parallel = self._weights.embedding, self._group.parallel
+        if parallel.size == 1:
+            return embedding.index_select(0, tokens)
+        own = tokens - parallel.nearly_even(self._facts.vocabulary).start
+        known = own.clamp(0, len(embedding) - 1)
+        others = (own != known).unsqueeze(1)
+        return self._group.add(embedding.index_select(0, known).masked_fill_(others, 0))
 
     def _attend(
         self, index: int, layer: DecoderLayer, rows: torch.Tensor, rotations: torch.Tensor, plan: object
@@ -142,18 +158,20 @@ class Decoder:
         heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, layer.qk_norm)
         self._attention.write(index, heads[:, c.heads :], plan)
         attended = self._attention.run(index, heads[:, : c.heads], plan)  # [rows, heads * head_dim]
-        return layer.output(attended.to(rows.dtype))
+        return self._group.add(layer.output(attended.to(rows.dtype)))
 
     def _logits(
         self, hidden: torch.Tensor, added: torch.Tensor | None, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits of the wanted rows: float32 [wanted, vocabulary]."""
+        """Logits of the wanted rows: float32 [wanted, vocabulary]; on other ranks than 0 a part of them."""
+        vocabulary = self._facts.vocabulary
         if wanted is not None:
             if not len(wanted):
-                return torch.empty((0, self._config.vocabulary), device=self._device)
+                return torch.empty((0, vocabulary), device=self._device)
             hidden = hidden.index_select(0, wanted)
             added = None if added is None else added.index_select(0, wanted)
-        return self._weights.head(self._operations.norm(hidden, added, self._weights.norm)).float()
+        share = self._weights.head(self._operations.norm(hidden, added, self._weights.norm)).float()
+        return self._group.gather(share, vocabulary)
 
 
 def kv_layout(config: DecoderConfig, dtype: torch.dtype) -> KVLayout:
@@ -202,17 +220,19 @@ def read_weights(
     make: LinearFactory,
     progress: Callable[[int, int], None] | None = None,
 ) -> DecoderWeights:
-    """Read all weights; missing, misshapen and unexpected tensors are a `CheckpointError`.
+    """Read one rank's share of all weights; missing, misshapen and unexpected tensors are a
+    `CheckpointError`.
 
-    `progress` is told how many layers of how many are read.
+    `config` is the whole model's. `progress` is told how many layers of how many are read.
     """
     checkpoint.require(list(tensor_names(config)))
-    embedding = make.tensor("model.embed_tokens.weight", (config.vocabulary, config.hidden))
+    embedding = make.embedding("model.embed_tokens.weight", (config.vocabulary, config.hidden))
     if config.tied:
         checkpoint.ignore("lm_head.weight")
         head = make.wrap(embedding)
     else:
-        head = make.by_outputs([Part("lm_head", config.vocabulary)], config.hidden, bias=False)
+        tokens = make.parallel.nearly_even(config.vocabulary)
+        head = make.by_outputs([Part("lm_head", config.vocabulary, own=tokens)], config.hidden, bias=False)
     layers: list[DecoderLayer] = []
     for index in range(config.layers):
         layers.append(_read_layer(config, make, f"model.layers.{index}"))
@@ -230,16 +250,18 @@ def _read_layer(config: DecoderConfig, make: LinearFactory, prefix: str) -> Deco
 
     c, attention, mlp = config, f"{prefix}.self_attn", f"{prefix}.mlp"
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    own, kv_heads = rank_config(c, make.parallel), make.parallel.kv_heads(c.kv_heads)
+    own_keys = slice(kv_heads.start * c.head_dim, kv_heads.stop * c.head_dim)
     qkv = [
-        Part(f"{attention}.q_proj", queries, interleave(c.head_dim, c.heads)),
-        Part(f"{attention}.k_proj", keys, interleave(c.head_dim, c.kv_heads)),
-        Part(f"{attention}.v_proj", keys),
+        Part(f"{attention}.q_proj", queries, interleave(c.head_dim, own.heads)),
+        Part(f"{attention}.k_proj", keys, interleave(c.head_dim, own.kv_heads), own_keys),
+        Part(f"{attention}.v_proj", keys, own=own_keys),
     ]
     gate_up = [Part(f"{mlp}.gate_proj", c.intermediate), Part(f"{mlp}.up_proj", c.intermediate)]
     return DecoderLayer(
         input_norm=norm("input_layernorm"),
         qkv=make.by_outputs(qkv, c.hidden, bias=c.qkv_bias),
-        qk_norm=_read_qk_norm(c, make, attention) if c.qk_norm else None,
+        qk_norm=_read_qk_norm(own, make, attention) if c.qk_norm else None,
         output=make.by_inputs(Part(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
         mlp_norm=norm("post_attention_layernorm"),
         gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),

@@ -35,6 +35,8 @@ class ModelFacts:
     """The tree attention backend."""
     batch_invariant: bool = False
     """Whether a row's result is the same to the bit in any batch, tree or chunk."""
+    ranks: int = 1
+    """How many share the model; weights and KV are what each of them holds."""
 
 
 class Completion(Protocol):

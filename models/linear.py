@@ -24,22 +24,8 @@ from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.packed import PackedMatrix, can_pack
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.matrices import MatrixReader, StoredMatrix
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.quantization import Fp8Scheme
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """This rank's place among those that share one model."""
-
-    rank: int = 0
-    size: int = 1
-
-    def part(self, length: int) -> slice:
-        """This rank's share of a dimension that all ranks split evenly."""
-        if length % self.size:
-            raise UserError(f"a dimension of {length} cannot be split over {self.size} ranks")
-        share = length // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
 
 
 class Linear(Protocol):
@@ -62,11 +48,14 @@ class DenseLinear:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a fused matrix: its name without `.weight`, its outputs, the new order of its rows if any."""
+    """A part of a fused matrix: its name without `.weight`, and its outputs."""
 
     name: str
     outputs: int
     order: torch.Tensor | None = None
+    """The new order of this rank's outputs, if any."""
+    own: slice | None = None
+    """This rank's outputs; None: an even share."""
 
 
 MatrixKind = Callable[[torch.Tensor, torch.Tensor | None], Linear]
@@ -114,14 +103,12 @@ class LinearFactory:
         native: NativeLibrary | None = None,
         fp8: Fp8Scheme | None = None,
     ) -> None:
-        if parallel.size != 1:
-            raise UserError("tensor parallelism is not built yet; use one rank")
         if int8 and device != "cpu":
             raise UserError(f"int8 weights are not built for {device}, only for CPUs; use another dtype")
         self._checkpoint = checkpoint
         self._matrices = MatrixReader(checkpoint, fp8)
         self._fp8_format = multiplied_format(fp8, device)
-        self._parallel = parallel
+        self.parallel = parallel
         self._device = device
         self._dtype = dtype
         self._kind = matrix_kind(dtype, device, native) if packed else DenseLinear
@@ -132,12 +119,17 @@ class LinearFactory:
         self._read_dtype = torch.float32 if int8 else dtype
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor that every rank holds whole (a norm, an embedding), in the model's dtype and device."""
+        """A tensor that every rank holds whole (a norm), in the model's dtype and device."""
         return self._matrices.plain(name, shape).to(self._device, self._dtype)
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """This rank's rows of a table with one row a token of the vocabulary."""
+        rows = self.parallel.nearly_even(shape[0])
+        return self._matrices.plain(name, shape, rows).to(self._device, self._dtype)
 
     def by_outputs(self, parts: Sequence[Part], inputs: int, *, bias: bool) -> Linear:
         """Matrices that share their input, fused; every rank computes its share of each one's outputs."""
-        shares = [self._parallel.part(part.outputs) for part in parts]
+        shares = [part.own or self.parallel.part(part.outputs) for part in parts]
         biases: list[torch.Tensor] = []
         for part, share in zip(parts, shares, strict=True) if bias else ():
             offset = self._checkpoint.read(f"{part.name}.bias", (part.outputs,), rows=share)
@@ -148,11 +140,13 @@ class LinearFactory:
     def by_inputs(self, part: Part, inputs: int, *, bias: bool) -> Linear:
         """A matrix whose inputs are split over the ranks; the results of all ranks are summed."""
         shape = (part.outputs, inputs)
-        columns = self._parallel.part(inputs)
+        columns = self.parallel.part(inputs)
         stored = self._matrices.read(part.name, shape, columns=columns)
-        # Ranks sum their results, so only one of them may add the bias.
-        own = bias and self._parallel.rank == 0
-        offsets = [self._checkpoint.read(f"{part.name}.bias", (part.outputs,))] if own else []
+        offsets: list[torch.Tensor] = []
+        if bias and self.parallel.rank:  # ranks sum their results, so only one of them may add the bias
+            self._checkpoint.ignore(f"{part.name}.bias")
+        elif bias:
+            offsets.append(self._checkpoint.read(f"{part.name}.bias", (part.outputs,)))
         return self._fuse([stored], part.outputs, columns.stop - columns.start, offsets)
 
     def _read(self, part: Part, inputs: int, share: slice) -> StoredMatrix:

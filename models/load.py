@@ -12,7 +12,7 @@ import torch
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention import Recordable
-from ssd_serve.kernels.backends import DEVICE_SCRATCH_BYTES, AttentionWish, attention_for
+from ssd_serve.kernels.backends import DEVICE_SCRATCH_BYTES, NAMES, AttentionWish, attention_for
 from ssd_serve.kernels.checked import Difference
 from ssd_serve.kernels.graphs import GraphRecorder
 from ssd_serve.kernels.int8 import can_multiply_int8
@@ -34,9 +34,10 @@ from ssd_serve.models.decoder import (
 )
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.invariant import invariant_operations, invariant_weights
-from ssd_serve.models.linear import LinearFactory, Parallel, multiplied_format
+from ssd_serve.models.linear import LinearFactory, multiplied_format
 from ssd_serve.models.matrices import MatrixReader
 from ssd_serve.models.memory import available_memory, require_memory
+from ssd_serve.models.parallel import Alone, Group, Parallel, rank_config
 from ssd_serve.models.recorded import RecordedDecoder
 from ssd_serve.settings import Settings
 
@@ -49,7 +50,7 @@ _PADDING_SLOTS = 1
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model will need, before its weights are read."""
+    """What each rank of a model will need, before its weights are read. `config` is the whole model's."""
 
     config: DecoderConfig
     matrix_bytes: int
@@ -86,21 +87,22 @@ def torch_device(device: str) -> str:
     return "cpu" if device == "cpu" or device.startswith("cpu:") else device
 
 
-def model_sizes(folder: Path, *, device: str, dtype: str) -> ModelSizes:
-    """Sizes of a model that is not loaded."""
-    config = load_config(folder)
+def model_sizes(folder: Path, *, device: str, dtype: str, ranks: int = 1) -> ModelSizes:
+    """Sizes of a model that is not loaded. Raises `UserError` where that many ranks cannot share it."""
+    whole = load_config(folder)
+    config = rank_config(whole, Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
     name = resolve_dtype(dtype, device)
     kind = _DTYPES[name]
     # A packed head cannot serve as the embedding too, so tied weights are held twice on CPUs.
     shared = config.tied and torch_device(device) != "cpu"
     embedding = 0 if shared else config.vocabulary * config.hidden
     layout = kv_layout(config, attention_dtype(device, kind))
-    matrices = _matrix_bytes(folder, config, device, name)
-    return ModelSizes(config, matrices, matrices + embedding * kind.itemsize, layout.bytes_per_slot)
+    matrices = _matrix_bytes(folder, config, device, name, ranks)
+    return ModelSizes(whole, matrices, matrices + embedding * kind.itemsize, layout.bytes_per_slot)
 
 
-def _matrix_bytes(folder: Path, config: DecoderConfig, device: str, dtype: str) -> int:
-    """Bytes of all matrices that one forward of one row reads.
+def _matrix_bytes(folder: Path, config: DecoderConfig, device: str, dtype: str, ranks: int) -> int:
+    """Bytes of all of one rank's matrices that one forward of one row reads.
 
     Where the device multiplies fp8, the file says which matrices stay in it.
     """
@@ -111,7 +113,7 @@ def _matrix_bytes(folder: Path, config: DecoderConfig, device: str, dtype: str) 
             saved = MatrixReader(checkpoint, config.fp8).bytes_saved(
                 tensor_names(config), form, _DTYPES[dtype]
             )
-        return numbers * _DTYPES[dtype].itemsize - saved
+        return numbers * _DTYPES[dtype].itemsize - saved // ranks
     if dtype != _INT8:
         return numbers * _DTYPES[dtype].itemsize
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -133,10 +135,11 @@ def load_model(
     batch_invariant: bool = False,
     features: tuple[int, ...] = (),
     graphs: bool = False,
+    group: Group | None = None,
     progress: Callable[[int, int], None] | None = None,
     log: Logger | None = None,
 ) -> Model:
-    """Load a model folder with a KV cache of `slots` tokens.
+    """Load a model folder, or the share of one rank of a `group`, with a KV cache of `slots` tokens.
 
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
     on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `wish` says
@@ -147,9 +150,11 @@ def load_model(
     """
     place = torch_device(device)
     native = native if place == "cpu" else None
-    sizes = model_sizes(path, device=device, dtype=dtype)
+    group = group or Alone()
+    parallel = group.parallel
+    sizes = model_sizes(path, device=device, dtype=dtype, ranks=parallel.size)
     kind = resolve_dtype(dtype, device)
-    config = sizes.config
+    config = rank_config(sizes.config, parallel)
     # While a matrix is packed its dense copy exists too: as read, and as int8 where it becomes that.
     dense = _DTYPES[kind].itemsize if kind != _INT8 else torch.float32.itemsize + torch.int8.itemsize
     need = sizes.resident_bytes + largest_matrix(config) * dense
@@ -161,7 +166,7 @@ def load_model(
     with torch.inference_mode(), Checkpoint(path) as checkpoint:
         make = LinearFactory(
             checkpoint,
-            parallel=Parallel(),
+            parallel=parallel,
             device=place,
             dtype=_DTYPES[kind],
             packed=packed,
@@ -169,15 +174,20 @@ def load_model(
             native=native,
             fp8=config.fp8,
         )
-        weights = read_weights(config, checkpoint, make, progress)
+        weights = read_weights(sizes.config, checkpoint, make, progress)
         if batch_invariant:
             weights = invariant_weights(config, weights, make)
         cache = KVCache(layout, slots + _PADDING_SLOTS if graphs else slots, place)
-    wish = replace(wish or AttentionWish(), invariant=batch_invariant)
+    wish = replace(wish or AttentionWish(), invariant=batch_invariant, measured=parallel.size == 1)
     chosen = attention_for(wish, cache, config.heads, native, log)
+    if not any(group.agree(chosen.name == name) for name in NAMES):
+        raise UserError(
+            "the ranks of the target have chosen different tree attention, for one does not work on all of "
+            "their devices: name one that does with SSD_TREE_DECODE_BACKEND; `ssd doctor` shows them"
+        )
     facts = ModelFacts(
         name=model_name(path),
-        vocabulary=config.vocabulary,
+        vocabulary=sizes.config.vocabulary,
         context=min(context or config.context, config.context),
         layers=config.layers,
         hidden=config.hidden,
@@ -189,6 +199,7 @@ def load_model(
         kernels=native.path.stem if native is not None and place == "cpu" else "torch",
         attention=chosen.name,
         batch_invariant=batch_invariant,
+        ranks=parallel.size,
     )
     operations = _row_operations(_DTYPES[kind], layout.dtype, place, native)
     if batch_invariant:
@@ -196,12 +207,19 @@ def load_model(
         if log is not None:
             log.info("batch invariant: no row depends on others", model=facts.name)
     decoder = Decoder(
-        config, weights, chosen.backend, operations, facts=facts, slots=slots, features=features
+        config,
+        weights,
+        chosen.backend,
+        operations,
+        facts=facts,
+        slots=slots,
+        features=features,
+        group=group,
     )
     if not graphs or place == "cpu" or not isinstance(chosen.backend, Recordable):
         return decoder
     recorder = GraphRecorder(torch.device(place))
-    return RecordedDecoder(decoder, chosen.backend, recorder, padding_slot=slots, log=log)
+    return RecordedDecoder(decoder, chosen.backend, recorder, padding_slot=slots, group=group, log=log)
 
 
 def load_served(
@@ -214,6 +232,7 @@ def load_served(
     report: Callable[[Difference], None] | None = None,
     *,
     batch_invariant: bool = False,
+    group: Group | None = None,
 ) -> Model:
     """A model as the settings want it served; see `load_model`. Drafts decide nothing: of `batch_invariant`
     only targets have to be."""
@@ -229,6 +248,7 @@ def load_served(
         ),
         batch_invariant=batch_invariant,
         graphs=settings.graphs,
+        group=group,
         log=log,
     )
 

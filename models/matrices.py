@@ -71,9 +71,10 @@ class MatrixReader:
             if name.endswith(_KV_SCALES):
                 checkpoint.ignore(name)
 
-    def plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor that is no linear layer's, hence never quantised, in the dtype of the file."""
-        return self._wide(name, self._checkpoint.read(name, shape))
+    def plain(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> torch.Tensor:
+        """A tensor that is no linear layer's, hence never quantised, or some of its rows, in the dtype of the
+        file."""
+        return self._wide(name, self._checkpoint.read(name, shape, rows=rows))
 
     def read(
         self, name: str, shape: tuple[int, int], *, rows: slice = slice(None), columns: slice | None = None

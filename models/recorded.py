@@ -17,6 +17,7 @@ from ssd_serve.logs import Logger
 from ssd_serve.models.completion import completion
 from ssd_serve.models.decoder import Decoder, Inputs
 from ssd_serve.models.interface import ForwardResult, ModelFacts
+from ssd_serve.models.parallel import Alone, Group
 
 MOST_RECORDINGS = 128
 
@@ -38,12 +39,15 @@ class RecordedDecoder:
         recordable: Recordable,
         recorder: Recorder,
         padding_slot: int,
+        *,
+        group: Group | None = None,
         log: Logger | None = None,
     ) -> None:
         self._decoder = decoder
         self._recordable = recordable
         self._recorder = recorder
         self._padding_slot = padding_slot
+        self._group = group or Alone()
         self._log = log
         self._device = torch.device(decoder.facts.device)
         self._rows = torch.zeros((2, MOST_ROWS), dtype=torch.int64, device=self._device)  # tokens, positions
@@ -106,24 +110,32 @@ class RecordedDecoder:
         found = self._forwards.get(key)
         if found is not None or len(self._forwards) >= MOST_RECORDINGS:
             return found
+        forward, reason = self._record(inputs)
+        # Ranks pad their batches alike or not at all: what one of them cannot record, none replays.
+        if not self._group.agree(forward is not None) or forward is None:
+            self._failed = True
+            if self._log is not None:
+                self._log.warning(
+                    "forwards are not recorded: kernels are launched one by one, which is slower",
+                    reason=reason or "another rank cannot record them",
+                )
+            return None
+        self._forwards[key] = forward
+        if self._log is not None:
+            mib = self.recorded_bytes >> 20
+            self._log.info("forward recorded", rows=key[0], recordings=len(self._forwards), mib=mib)
+        return forward
+
+    def _record(self, inputs: Inputs) -> tuple[_Forward | None, str]:
+        """A recording, or why there can be none."""
 
         def work() -> Mapping[str, torch.Tensor]:
             logits, features = self._decoder.run(inputs)
-            self._logits[: len(logits)].copy_(logits)
+            self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # a rank's share, or all
             return features
 
         try:
             recording, features = self._recorder.record(work)
         except RuntimeError as error:
-            self._failed = True
-            if self._log is not None:
-                self._log.warning(
-                    "forwards are not recorded: kernels are launched one by one, which is slower",
-                    reason=str(error),
-                )
-            return None
-        forward = self._forwards[key] = _Forward(recording, features)
-        if self._log is not None:
-            mib = self.recorded_bytes >> 20
-            self._log.info("forward recorded", rows=key[0], recordings=len(self._forwards), mib=mib)
-        return forward
+            return None, str(error)
+        return _Forward(recording, features), ""

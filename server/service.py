@@ -95,7 +95,10 @@ class Service:
 
     def fingerprint(self, ready: Ready) -> str:
         """Changes when something changes that may change outputs: weights, version, noise."""
-        told = "\n".join([__version__, NOISE_SCHEME, ready.target, self.settings.dtype, ready.target_device])
+        ranks = str(self.settings.tensor_parallel)
+        told = "\n".join(
+            [__version__, NOISE_SCHEME, ready.target, self.settings.dtype, ready.target_device, ranks]
+        )
         return "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
 
 

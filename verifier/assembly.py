@@ -25,6 +25,7 @@ from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
 from ssd_serve.models.memory import available_memory
+from ssd_serve.models.parallel import Alone, Group
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable
@@ -35,6 +36,7 @@ from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
 from ssd_serve.verifier.measuring import identity, remembered_cost
+from ssd_serve.verifier.ranks import LeadingRank
 from ssd_serve.verifier.remembering import GainFile, TimingFiles
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
@@ -69,18 +71,25 @@ def assemble_verifier(
     say: Callable[[str], None],
     policy: GrowPolicy | None = None,
     log: Logger | None = None,
+    ranks: LeadingRank | None = None,
 ) -> Assembled:
-    """Load the target, measure its step times, and in mode `sd` load the draft beside it."""
+    """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
+    draft beside it."""
     device = settings.target_device or "cpu"
     path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
-    slots = _slots(settings, model_sizes(path, device=device, dtype=settings.dtype), device)
+    sizes = model_sizes(path, device=device, dtype=settings.dtype, ranks=settings.tensor_parallel)
+    slots = _slots(settings, sizes, device)
     say(f"loading the target {model_name(path)} on {device}")
     log = log or get_logger("verifier")
     native, differences = native_library(settings, log), DifferenceLog(log)
     invariant = settings.batch_invariant
-    model: Model = load_served(
-        settings, path, device, slots, native, log, differences, batch_invariant=invariant
-    )
+
+    def share(group: Group) -> Model:
+        return load_served(
+            settings, path, device, slots, native, log, differences, batch_invariant=invariant, group=group
+        )
+
+    model = share(Alone()) if ranks is None else ranks.load(path, slots, share)
     emulated = None
     if settings.emulate:
         table = device_table(settings.emulate)
@@ -200,12 +209,14 @@ def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
 
 def _slots(settings: Settings, sizes: ModelSizes, device: str) -> int:
     """KV slots: what the settings name, else a share of the free memory, never more than all requests
-    need."""
+    need. A rank's cache holds its heads of all of them."""
+    ranks = settings.tensor_parallel
     context = min(settings.context or sizes.config.context, sizes.config.context)
     if settings.kv_memory_mb is not None:
-        budget = settings.kv_memory_mb << 20
+        budget = (settings.kv_memory_mb << 20) // ranks
     else:
-        free = available_memory(torch_device(device)) - sizes.resident_bytes
+        free = available_memory(torch_device(device))
+        free = (free // ranks if torch_device(device) == "cpu" else free) - sizes.resident_bytes
         budget = int(_KV_SHARE * max(0, free))
     slots = min(budget // sizes.kv_bytes_per_slot, (settings.max_running + 1) * (context + 64))
     if slots < 128:

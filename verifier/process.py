@@ -10,7 +10,10 @@ from msgspec.structs import replace
 
 from ssd_serve.cluster.channel import Channel, Waitable
 from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
+from ssd_serve.cluster.pulse import start_pulse
+from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.memory import settle_memory
@@ -18,6 +21,7 @@ from ssd_serve.messages import Abort, Finish, Health, Message, Progress, Ready, 
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.ranks import LeadingRank
 
 _STATUS_S = 1.0
 _CONNECT_S = 120.0
@@ -26,12 +30,17 @@ _MOST_UNSENT = 4096
 _REMEMBER_S = 5.0
 
 
-def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
-    """Listen, load, serve until the server is gone. Returns the exit code."""
+def run(settings: Settings, server_socket: str, drafter_socket: str, files: RankFiles) -> int:
+    """Listen, load, serve until the server is gone. Returns the exit code.
+
+    `files`: where this process, rank 0 of the target, meets the others if there are any.
+    """
     log = get_logger("verifier", settings.log_level, settings.log_format)
     servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
+    own = of_rank(settings, 0)
+    ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
-    verifier = assemble_verifier(settings, lambda text: _say(server, log, text), log=log)
+    verifier = assemble_verifier(own, lambda text: _say(server, log, text), log=log, ranks=ranks)
     settle_memory()
     loop = Loop(server, joining, verifier.engine, lambda: _whole_status(verifier), verifier.remember, log)
     if settings.mode is Mode.SSD:
@@ -41,6 +50,8 @@ def run(settings: Settings, server_socket: str, drafter_socket: str) -> int:
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
     )
+    if ranks is not None:
+        start_pulse(files.pulse, "verifier")
     loop.run()
     return 0
 

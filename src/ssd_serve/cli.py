@@ -152,7 +152,12 @@ def _add_worker(commands: Commands) -> None:
     verifier = roles.add_parser("verifier")
     verifier.add_argument("server_socket")
     verifier.add_argument("drafter_socket")
+    verifier.add_argument("ranks_folder")
     verifier.set_defaults(run=_run_verifier)
+    rank = roles.add_parser("rank")
+    rank.add_argument("rank", type=int)
+    rank.add_argument("ranks_folder")
+    rank.set_defaults(run=_run_rank)
     drafter = roles.add_parser("drafter")
     drafter.add_argument("name")
     drafter.add_argument("drafter_socket")
@@ -200,9 +205,18 @@ def _run_verifier(args: argparse.Namespace) -> int:
     from ssd_serve.cluster.worker import leave_worker, run_verifier
 
     try:
-        return run_verifier(args.server_socket, args.drafter_socket)
+        return run_verifier(args.server_socket, args.drafter_socket, args.ranks_folder)
     except SsdError as error:
         return leave_worker("verifier", error)
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    from ssd_serve.cluster.worker import leave_worker, run_rank
+
+    try:
+        return run_rank(args.rank, args.ranks_folder)
+    except SsdError as error:
+        return leave_worker(f"rank-{args.rank}", error)
 
 
 def _run_drafter(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -30,8 +31,21 @@ class Device:
 
     @property
     def torch_name(self) -> str:
-        """The name that torch knows: cores are one device there."""
-        return "cpu" if self.kind == "cpu" else f"cuda:{self.indices[0] if self.indices else 0}"
+        """The name that torch knows: cores are one device there. Raises `SettingsError` for several GPUs."""
+        if self.kind == "cpu":
+            return "cpu"
+        if len(self.indices) > 1:
+            raise SettingsError(f"{self} are {len(self.indices)} GPUs where one is meant: write e.g. cuda:0")
+        return f"cuda:{self.indices[0] if self.indices else 0}"
+
+    def split(self, ranks: int) -> "tuple[Device, ...]":
+        """A part for each rank: neighbouring cores or GPUs. Ranks share where there are fewer than ranks."""
+        count = len(self.indices)
+        if ranks == 1 or not count:
+            return (self,) * ranks
+        starts = [rank * count // ranks for rank in range(ranks + 1)]
+        parts = (self.indices[a : max(b, a + 1)] for a, b in pairwise(starts))
+        return tuple(Device(self.kind, part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,7 @@ class Machine:
 
 
 def parse_device(text: str) -> Device:
-    """Read `cpu`, `cpu:0`, `cpu:0-1`, `cpu:0,2-3`, `cuda` or `cuda:0`."""
+    """Read `cpu`, `cpu:0`, `cpu:0-1`, `cpu:0,2-3`, `cuda`, `cuda:0` or `cuda:0-3`."""
     kind, colon, rest = text.strip().lower().partition(":")
     if kind not in ("cpu", "cuda"):
         raise SettingsError(f"device '{text}' is unknown: write cpu, cpu:0, cpu:0-1, cpu:0,2 or cuda:0")
@@ -57,9 +71,7 @@ def parse_device(text: str) -> Device:
             raise SettingsError(f"device '{text}': the range {part} runs backwards")
         indices.update(range(first, last + 1))
     if kind == "cuda":
-        if len(indices) > 1:
-            raise SettingsError(f"device '{text}': one GPU a model is all that is built today; write cuda:0")
-        return Device("cuda", tuple(indices) or (0,))
+        return Device("cuda", tuple(sorted(indices)) or (0,))
     return Device("cpu", tuple(sorted(indices)))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ssd_serve import doctor_checks as machine
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.devices import check_device, parse_device, pin, this_machine
+from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
 from ssd_serve.doctor_checks import Check, State
 from ssd_serve.errors import SsdError, UserError, in_a_line
 from ssd_serve.kernels.backends import AttentionWish, Candidate, attention_for, candidates
@@ -86,7 +86,7 @@ def _target_device(settings: Settings) -> str:
     if settings.target_device:
         device = parse_device(settings.target_device)
         check_device(device, this_machine(), "target_device")
-        return device.torch_name
+        return Device(device.kind, device.indices[:1]).torch_name  # ranks have equal GPUs
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -79,6 +79,10 @@ class EngineDeadError(SsdError):
     exit_code = 70
 
 
+class RankLostError(EngineDeadError):
+    """Another rank of the target has died, or has not come in time: this one can do nothing without it."""
+
+
 class ProtocolError(SsdError):
     """A peer process sent a message that does not fit the protocol."""
 

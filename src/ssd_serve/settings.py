@@ -69,11 +69,18 @@ class Settings(BaseSettings):
     )
     target_device: str | None = Field(
         default=None,
-        description="device of the target: cpu, cpu:0, cpu:0-1, cuda:0; empty: chosen by the mode",
+        description="device of the target: cpu, cpu:0, cpu:0-1, cuda:0, for 4 ranks cuda:0-3; "
+        "empty: chosen by the mode",
     )
     target_device_alone: str | None = Field(
         default=None,
         description="device of the target while no drafter works beside it; mode auto chooses all cores",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=8,
+        description="ranks that share the target: as many processes, each on a GPU or on a part of the cores",
     )
     draft_device: str | None = Field(
         default=None, description="device of the drafter; empty: chosen by the mode"

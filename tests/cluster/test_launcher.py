@@ -149,6 +149,51 @@ def test_a_drafter_that_always_dies_is_restarted_less_and_less_often() -> None:
         assert engine.failure is None
 
 
+def test_every_rank_but_the_verifiers_is_a_process_and_vital() -> None:
+    command = workers(verifier="sleep", rank="sleep")
+    settings = Settings(mode=Mode.AR, tensor_parallel=3)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        pids = engine.pids()
+        assert set(pids) == {"verifier", "rank-1", "rank-2"}
+        os.kill(pids["rank-2"], signal.SIGKILL)
+        assert until(lambda: engine.failure is not None)
+        assert str(engine.failure).startswith("the rank-2 process was killed by SIGKILL")
+        assert engine.failure is not None
+        assert engine.failure.exit_code == 70
+    assert not any(alive(pid) for pid in pids.values())
+
+
+def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:
+    command = workers(verifier="lose a rank", rank="tell and crash")
+    settings = Settings(mode=Mode.AR, tensor_parallel=2)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        assert until(lambda: engine.failure is not None)
+        assert str(engine.failure).startswith("the rank-1 process was killed by SIGKILL")
+
+
+def test_a_rank_that_hangs_is_killed_and_reported(tmp_path: Path) -> None:
+    command = workers(verifier="sleep", rank="beat")
+    settings = Settings(mode=Mode.AR, tensor_parallel=2, run_dir=tmp_path / "run")
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        pid = engine.pids()["rank-1"]
+        time.sleep(3.0)  # long enough for it to start and beat
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert until(lambda: engine.failure is not None)
+        assert 4.0 < time.monotonic() - began < 7.0
+        assert "rank-1 process has given no sign of life for 5 s, and was killed" in str(engine.failure)
+        assert not alive(pid)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_is_not_taken_for_a_hanging_one() -> None:
+    command = workers(verifier="sleep", rank="beat and compute")
+    settings = Settings(mode=Mode.AR, tensor_parallel=2)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        assert engine.await_failure(11.0) is None
+
+
 def test_exits_are_described() -> None:
     assert describe_exit(6) == "ended with code 6"
     assert describe_exit(-15) == "was killed by SIGTERM"

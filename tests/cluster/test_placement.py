@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.cluster.placement import Placement, place, resolved
+from ssd_serve.cluster.placement import Placement, of_rank, place, resolved
 from ssd_serve.devices import Device, Machine, parse_device
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Mode, Settings
@@ -16,6 +16,10 @@ def cpu(*cores: int) -> Device:
 
 def gpu(index: int) -> Device:
     return Device("cuda", (index,))
+
+
+def gpus(*indices: int) -> Device:
+    return Device("cuda", indices)
 
 
 def machine(cores: int, gpus: int = 0) -> Machine:
@@ -99,6 +103,7 @@ def test_every_machine_gets_a_placement_that_workers_can_read(cores: int, gpus: 
         ("cpu:0,2-4", cpu(0, 2, 3, 4)),
         ("cuda", gpu(0)),
         ("cuda:3", gpu(3)),
+        ("cuda:2,0-1", gpus(0, 1, 2)),
     ],
 )
 def test_device_names(text: str, device: Device) -> None:
@@ -106,7 +111,7 @@ def test_device_names(text: str, device: Device) -> None:
     assert parse_device(str(device)) == device
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "cpu:", "cpu:a", "cpu:1-0", "cpu:-1", "cuda:0-1", "cpu:0,,1"])
+@pytest.mark.parametrize("text", ["", "gpu", "cpu:", "cpu:a", "cpu:1-0", "cpu:-1", "cuda:1-0", "cpu:0,,1"])
 def test_device_names_that_mean_nothing(text: str) -> None:
     with pytest.raises(SettingsError, match="device"):
         parse_device(text)
@@ -116,3 +121,59 @@ def test_device_names_that_mean_nothing(text: str) -> None:
 def test_device_names_round_trip(indices: set[int]) -> None:
     device = Device("cpu", tuple(sorted(indices)))
     assert parse_device(str(device)) == device
+
+
+@pytest.mark.parametrize(
+    ("have", "ranks", "mode", "expected"),
+    [
+        (machine(4), 2, Mode.AUTO, Placement(Mode.SSD, cpu(0, 1, 2), cpu(3), cpu(3))),
+        (machine(2), 2, Mode.AUTO, Placement(Mode.SD, cpu(0, 1), None, cpu(0, 1))),
+        (machine(8, 5), 4, Mode.AUTO, Placement(Mode.SSD, gpus(0, 1, 2, 3), gpu(4), cpu(*range(8)))),
+        (machine(8, 4), 4, Mode.AUTO, Placement(Mode.SD, gpus(0, 1, 2, 3), None, cpu(*range(8)))),
+        (machine(8, 8), 8, Mode.AR, Placement(Mode.AR, gpus(*range(8)), None, cpu(*range(8)))),
+    ],
+)
+def test_each_rank_has_a_gpu_or_cores(have: Machine, ranks: int, mode: Mode, expected: Placement) -> None:
+    assert place(Settings(mode=mode, tensor_parallel=ranks), have) == expected
+
+
+def test_a_draft_model_keeps_its_gpu_when_the_target_takes_several() -> None:
+    placement = place(Settings(mode=Mode.SSD, tensor_parallel=2, draft_device="cuda:0"), machine(4, 3))
+    assert (placement.target, placement.draft) == (gpus(1, 2), gpu(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Settings(tensor_parallel=4), "needs 4 GPUs beside the draft model's, and 2 are there"),
+        (Settings(tensor_parallel=2, target_device="cuda:0"), "SSD_TENSOR_PARALLEL is 2: name 2 GPUs"),
+        (Settings(target_device="cuda:0-1"), "SSD_TENSOR_PARALLEL is 1: name 1 GPU$"),
+        (Settings(draft_device="cuda:0-1"), "the draft model uses one: name 1 GPU$"),
+        (Settings(tensor_parallel=2, target_device_alone="cpu"), "SSD_TARGET_DEVICE_ALONE is for one rank"),
+    ],
+)
+def test_ranks_that_cannot_be_placed(settings: Settings, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        place(settings, machine(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "parts"),
+    [
+        ("cpu:0-3", 2, ["cpu:0-1", "cpu:2-3"]),
+        ("cpu:0-4", 3, ["cpu:0", "cpu:1-2", "cpu:3-4"]),
+        ("cpu:5", 2, ["cpu:5", "cpu:5"]),
+        ("cpu:0-1", 4, ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]),
+        ("cuda:0-3", 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cpu:0-1", 1, ["cpu:0-1"]),
+    ],
+)
+def test_ranks_divide_a_device(device: str, ranks: int, parts: list[str]) -> None:
+    assert [str(part) for part in parse_device(device).split(ranks)] == parts
+    settings = Settings(target_device=device, tensor_parallel=ranks)
+    assert [of_rank(settings, rank).target_device for rank in range(ranks)] == parts
+
+
+def test_several_gpus_are_no_device_of_one_process() -> None:
+    with pytest.raises(SettingsError, match="cuda:0-1 are 2 GPUs where one is meant"):
+        _ = parse_device("cuda:0-1").torch_name

@@ -4,10 +4,13 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.pulse import start_pulse
+from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.cluster.worker import enter_worker, leave_worker
-from ssd_serve.errors import CheckpointError
+from ssd_serve.errors import CheckpointError, RankLostError
 from ssd_serve.messages import Progress
 
 
@@ -17,6 +20,23 @@ def main(role: str, behaviour: str, *arguments: str) -> int:
         return leave_worker(role, CheckpointError(f"the folder {settings.target} is half a checkpoint"))
     if behaviour == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "tell and crash":
+        Path(arguments[-1], "crashed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "lose a rank":
+        while not Path(arguments[-1], "crashed").exists():
+            time.sleep(0.001)
+        return leave_worker(role, RankLostError("another rank is gone"))
+    if behaviour == "beat":
+        start_pulse(RankFiles(Path(arguments[-1])).pulse, f"{role}-{arguments[0]}")
+    if behaviour == "beat and compute":
+        start_pulse(RankFiles(Path(arguments[-1])).pulse, f"{role}-{arguments[0]}")
+        time.sleep(0.2)
+        sys.setswitchinterval(1000.0)  # no other thread has a turn, as in a compiler that holds the lock
+        ends = time.monotonic() + 7.0
+        while time.monotonic() < ends:
+            pass
+        sys.setswitchinterval(0.005)
     if behaviour == "listen":
         listener = Listener.unix(arguments[0])
         listener.wait(60.0)

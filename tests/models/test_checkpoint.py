@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from ssd_serve.errors import CheckpointError, UserError
 from ssd_serve.models.checkpoint import Checkpoint
-from ssd_serve.models.linear import LinearFactory, Parallel, Part
+from ssd_serve.models.linear import LinearFactory, Part
 from ssd_serve.models.load import load_model
+from ssd_serve.models.parallel import Parallel
 from tests.models import checkpoints
 
 WEIGHT = torch.arange(24.0).view(6, 4)
@@ -77,10 +78,6 @@ def test_fused_matrix(tmp_path: Path) -> None:
         order = torch.tensor([5, 4, 3, 2, 1, 0])
         fused = make.by_outputs([Part("a", 6), Part("a", 6, order)], 4, bias=False)
         assert torch.equal(fused(torch.eye(4)).T, torch.cat((WEIGHT, WEIGHT.flip(0))))
-        with pytest.raises(UserError, match="not built yet"):
-            LinearFactory(
-                checkpoint, parallel=Parallel(0, 2), device="cpu", dtype=torch.float32, packed=False
-            )
 
 
 def test_missing_shard(folder: Path) -> None:

@@ -13,6 +13,7 @@ from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
+from ssd_serve.models.parallel import Parallel
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
 from tests.pretended_device import DEVICE, pretended_device
@@ -69,6 +70,36 @@ def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
             for mine, right in ((ours.logits, theirs.logits), *both_features(ours, theirs)):
                 assert mine.device == torch.device(DEVICE)
                 torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
+
+
+class HalfAlone:
+    """Rank 0 of two, whose other half gives nothing."""
+
+    parallel = Parallel(0, 2)
+
+    def add(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:
+        return torch.nn.functional.pad(share, (0, whole - share.shape[1]))
+
+    def agree(self, yes: bool) -> bool:
+        return yes
+
+
+def test_a_rank_computes_its_share_on_its_device_and_the_host_waits_for_nothing(tmp_path: Path) -> None:
+    folder = checkpoints.save(checkpoints.make("qwen3-qk-norm"), tmp_path)
+    options: dict[str, Any] = {"dtype": "fp32", "slots": SLOTS, "context": None}
+    on_cpu = load_model(folder, device="cpu", group=HalfAlone(), wish=AttentionWish("sdpa"), **options)
+    expected = [on_cpu.forward(batch).logits for batch in batches()]
+    with pretended_device() as reads:
+        model = load_model(folder, device=DEVICE, group=HalfAlone(), wish=AttentionWish("sdpa"), **options)
+        reads.clear()
+        found = [model.forward(batch).logits for batch in batches()]
+        assert reads == []
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.device == torch.device(DEVICE)
+            torch.testing.assert_close(ours.cpu(), theirs, atol=1e-4, rtol=0)
 
 
 def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from ssd_serve.models import linear, load
 from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import load_config
 from ssd_serve.models.interface import Model
-from ssd_serve.models.linear import DenseLinear, Linear, LinearFactory, Parallel, Part
+from ssd_serve.models.linear import DenseLinear, Linear, LinearFactory, Part
 from ssd_serve.models.matrices import MatrixReader
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.quantization import parse_quantization
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, Form, change_config, change_tensors, is_quantised, write

@@ -19,7 +19,8 @@ from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import load_config
 from ssd_serve.models.decoder import Decoder, kv_layout, read_weights
 from ssd_serve.models.interface import ModelFacts
-from ssd_serve.models.linear import LinearFactory, Parallel
+from ssd_serve.models.linear import LinearFactory
+from ssd_serve.models.parallel import Alone, Parallel
 from ssd_serve.models.recorded import RecordedDecoder
 from tests.kernels.test_attention import rows_of
 from tests.models import checkpoints
@@ -127,6 +128,25 @@ def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
     pair.compare(batch_of(3, (1, 4), (0, 1)))
     assert (pair.tape.runs, pair.tape.replays) == (1, 3)
     assert (pair.recorded.recordings, pair.recorded.recorded_bytes > 0) == (1, True)
+
+
+class Contradicted(Alone):
+    """Another rank says no."""
+
+    def agree(self, yes: bool) -> bool:
+        return False
+
+
+def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> None:
+    """Its batches would be padded and this one's not, or the other way round."""
+    plain, _ = decoder(folder, triton_attention)
+    second, attention = decoder(folder, triton_attention)
+    tape = Tape()
+    recorded = RecordedDecoder(second, attention, tape, padding_slot=SLOTS, group=Contradicted())
+    for seed in (1, 2):
+        batch = batch_of(seed, (9, 3))
+        torch.testing.assert_close(recorded.forward(batch).logits, plain.forward(batch).logits)
+    assert (tape.runs, tape.replays, recorded.recordings) == (1, 0, 0)
 
 
 def test_every_shape_has_its_own_recording(pair: Pair) -> None:

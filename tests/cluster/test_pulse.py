@@ -1,0 +1,68 @@
+"""Signs of life: who falls silent is named; a watcher that was stopped itself judges nobody."""
+
+import socket
+import time
+from contextlib import closing
+from pathlib import Path
+
+from ssd_serve.cluster.pulse import LONGEST_SILENCE_S, PulseWatch, start_pulse
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat(path: Path, name: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(name.encode(), str(path))
+
+
+def silent_after(watch: PulseWatch, clock: Clock, seconds: float) -> dict[str, float]:
+    """Asked several times a second, as the supervisor does."""
+    found: dict[str, float] = {}
+    for _ in range(round(seconds * 4)):
+        clock.now += 0.25
+        found = watch.silent()
+    return found
+
+
+def test_a_worker_is_watched_from_its_first_sign_of_life(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "pulse"
+    with closing(PulseWatch(path, clock)) as watch:
+        assert silent_after(watch, clock, 100) == {}
+        beat(path, "rank-1")
+        beat(path, "verifier")
+        assert silent_after(watch, clock, LONGEST_SILENCE_S - 0.5) == {}
+        beat(path, "verifier")
+        assert silent_after(watch, clock, 1).keys() == {"rank-1"}
+
+
+def test_a_watcher_that_was_stopped_itself_judges_nobody(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "pulse"
+    with closing(PulseWatch(path, clock)) as watch:
+        beat(path, "rank-1")
+        assert silent_after(watch, clock, 1) == {}
+        clock.now += 60  # a suspended terminal
+        assert watch.silent() == {}
+        assert silent_after(watch, clock, LONGEST_SILENCE_S + 0.5).keys() == {"rank-1"}
+
+
+def test_a_pulse_beats_until_the_watcher_goes_and_again_when_it_comes_back(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "pulse"
+    start_pulse(path, "rank-3")  # nobody listens yet
+    time.sleep(0.1)
+    for _ in range(2):
+        with closing(PulseWatch(path, clock)) as watch:
+            deadline = time.monotonic() + 5
+            found: dict[str, float] = {}
+            while not found and time.monotonic() < deadline:
+                watch.silent()
+                found = silent_after(watch, clock, LONGEST_SILENCE_S + 1)
+                time.sleep(0.05)
+            assert found.keys() == {"rank-3"}

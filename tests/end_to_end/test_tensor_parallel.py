@@ -1,0 +1,161 @@
+"""`ssd serve` with a target on two ranks: the texts of one, and a clean end when a rank dies or hangs."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.end_to_end.tiny_pair import write_pair
+
+Pair = tuple[Path, Path]
+Server = tuple["subprocess.Popen[bytes]", str, Path]
+PROMPTS = ("def f(", "import os\n", "class Tree:")
+RANKS = {"ssd: verifier", "ssd: rank-1"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@contextmanager
+def serving(pair: Pair, folder: Path, mode: str, ranks: int) -> Generator[Server]:
+    """A running server that answers; its run dir and log are below the folder."""
+    folder.mkdir(exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "SSD_TARGET": str(pair[0]),
+        "SSD_DRAFT": str(pair[1]),
+        "SSD_MODE": mode,
+        "SSD_PORT": str(port),
+        "SSD_RUN_DIR": str(folder / "run"),
+        "SSD_BUDGET": "8",
+        "SSD_DTYPE": "fp32",
+        "SSD_KV_MEMORY_MB": "64",
+        "SSD_TENSOR_PARALLEL": str(ranks),
+    }
+    command = [sys.executable, "-m", "ssd_serve", "serve"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await_health(process, url, folder / "log")
+        yield process, url, folder / "log"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def await_health(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while True:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=30.0).status_code == 200:
+                return
+        time.sleep(0.05)
+
+
+def workers(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
+    return {child.cmdline()[0].strip(): child for child in psutil.Process(process.pid).children()}
+
+
+def texts(url: str) -> list[str]:
+    """Greedy and sampled."""
+    found: list[str] = []
+    for prompt in PROMPTS:
+        for temperature in (0.0, 0.9):
+            body = {"prompt": prompt, "max_tokens": 32, "seed": 3, "temperature": temperature}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+            assert answer.status_code == 200, answer.text
+            found.append(answer.json()["choices"][0]["text"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The texts of one rank without drafts."""
+    with serving(pair, tmp_path_factory.mktemp("one"), "ar", 1) as (process, url, _):
+        assert set(workers(process)) == {"ssd: verifier"}
+        return texts(url)
+
+
+@pytest.mark.parametrize("mode", ["ssd", pytest.param("sd", marks=pytest.mark.slow)])
+def test_two_ranks_give_the_texts_of_one_and_end_tidily(
+    pair: Pair, tmp_path: Path, expected: list[str], mode: str
+) -> None:
+    with serving(pair, tmp_path, mode, 2) as (process, url, log):
+        running = workers(process)
+        assert set(running) == RANKS | ({"ssd: drafter-0"} if mode == "ssd" else set())
+        assert texts(url) == expected
+        # To the whole group, as a terminal or a process manager does.
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(15) == 0, log.read_text()
+        assert not psutil.wait_procs(list(running.values()), timeout=10.0)[1]
+        assert "Traceback" not in log.read_text()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "within_s", "said"),
+    [
+        ("ssd: rank-1", signal.SIGKILL, 4.0, "the rank-1 process was killed by SIGKILL"),
+        ("ssd: rank-1", signal.SIGSTOP, 9.0, "the rank-1 process has given no sign of life for 5 s"),
+        ("ssd: verifier", signal.SIGSTOP, 9.0, "the verifier process has given no sign of life for 5 s"),
+    ],
+    ids=["rank killed", "rank stopped", "rank 0 stopped"],
+)
+@pytest.mark.slow
+def test_a_rank_that_dies_or_hangs_ends_the_server_in_seconds(
+    pair: Pair, tmp_path: Path, victim: str, how: signal.Signals, within_s: float, said: str
+) -> None:
+    with serving(pair, tmp_path, "ar", 2) as (process, url, log):
+        running = workers(process)
+        body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True}
+        with subprocess.Popen(
+            [sys.executable, "-c", f"import httpx; httpx.post({url!r} + '/v1/completions', json={body!r})"],
+            stderr=subprocess.DEVNULL,
+        ) as client:
+            time.sleep(0.7)  # in the middle of a text, or soon after: idle ranks must be noticed too
+            began = time.monotonic()
+            running[victim].send_signal(how)
+            assert process.wait(30) == 70, log.read_text()
+            took = time.monotonic() - began
+            client.kill()
+        assert said in log.read_text()
+        assert took < within_s, took
+        assert not psutil.wait_procs(list(running.values()), timeout=5.0)[1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "code", "message"),
+    [
+        ({"SSD_TENSOR_PARALLEL": "4"}, 2, "4 ranks cannot share 2 attention heads"),
+        ({"SSD_TENSOR_PARALLEL": "9"}, 2, "SSD_TENSOR_PARALLEL: input should be less than or equal to 8"),
+        ({"SSD_TENSOR_PARALLEL": "2", "SSD_TARGET_DEVICE": "cuda:0-1"}, 2, "no GPU"),
+        ({"SSD_TENSOR_PARALLEL": "2", "SSD_TARGET_DEVICE_ALONE": "cpu:0"}, 2, "is for one rank"),
+    ],
+)
+def test_wrong_settings_are_one_clear_sentence(
+    pair: Pair, environment: dict[str, str], code: int, message: str
+) -> None:
+    command = [sys.executable, "-m", "ssd_serve", "generate", "x", "--target", str(pair[0]), "--mode", "ar"]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("ssd: ") == 1
