@@ -20,6 +20,7 @@ from ssd_serve.models.load import load_model, model_sizes
 from ssd_serve.models.parallel import Group, Parallel, rank_config
 from ssd_serve.models.torch_group import join_group
 from tests.models import checkpoints
+from tests.models.fp8_checkpoints import FORMS, write
 from tests.models.ranked import SLOTS, in_ranks, ranked
 
 HEADS = {"num_attention_heads": 8}
@@ -133,6 +134,21 @@ def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
     with ranked(folder, tmp_path / "store", 2, dtype=dtype) as several:
         found, expected = several.forward(batch).logits, alone.forward(batch).logits
     assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fp8_weights_are_split_with_their_scales_or_the_split_is_refused(form: str, tmp_path: Path) -> None:
+    write(FORMS[form], tmp_path / "model")
+    alone = load_model(tmp_path / "model", device="cpu", dtype="fp32", slots=SLOTS, context=None)
+    batch = build_batch([chunk(0, 30)])
+    several = ranked(tmp_path / "model", tmp_path / "store", 2, dtype="fp32")
+    if "block" in form:
+        with pytest.raises(UserError, match="cannot be split inside a block; use fewer ranks"), several:
+            pass
+    else:
+        with several as model:
+            found = model.forward(batch).logits
+        torch.testing.assert_close(found, alone.forward(batch).logits, atol=1e-4, rtol=0)
 
 
 def test_a_batch_invariant_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
