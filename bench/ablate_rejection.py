@@ -19,7 +19,7 @@ from ssd_serve.bench.ablate_time import Clock
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.sampling import draft_scores
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.emulated import DeviceTable

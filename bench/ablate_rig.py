@@ -12,7 +12,7 @@ from ssd_serve.bench.ablate_time import MESSAGE_S, Clock, TimedModel
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.errors import SsdError
-from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     NOISE_SCHEME,

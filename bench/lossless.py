@@ -20,7 +20,7 @@ from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.random_pair import write_random_pair
 from ssd_serve.devices import pin
 from ssd_serve.kernels.native.library import native_library
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_counts, process
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model

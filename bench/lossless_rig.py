@@ -23,7 +23,7 @@ from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     NOISE_SCHEME,

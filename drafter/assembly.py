@@ -9,7 +9,7 @@ from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table

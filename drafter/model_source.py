@@ -13,7 +13,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.processors import is_greedy
 from ssd_serve.kernels.sampling import draft_scores, ranked_children
 from ssd_serve.messages import SamplingParameters

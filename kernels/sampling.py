@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from ssd_serve.kernels.batch import Int32Array
 from ssd_serve.kernels.native.choosing import NativeChoice
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise import Float32Array, NoiseRows
+from ssd_serve.kernels.noise import Float32Array
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.processing import process_rows
 from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing
 from ssd_serve.kernels.sampling_rows import SamplingRows

@@ -16,7 +16,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import (
     NOISE_SCHEME,
     PROTOCOL_VERSION,

@@ -16,7 +16,7 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
 from ssd_serve.kernels.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
-from ssd_serve.kernels.noise import NoiseRows, capacity_for
+from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.config import model_name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.sampling import Sampled, sample, trusted_choice
 from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs

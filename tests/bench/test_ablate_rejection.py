@@ -6,7 +6,7 @@ import pytest
 from ssd_serve.bench.ablate_rejection import DrawingSource, Drawn, reject
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.source import Expansion
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters
 from tests.fakes import VOCABULARY, FakeModel
 

@@ -13,7 +13,7 @@ from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.kernels import backends
 from ssd_serve.kernels.backends import AttentionWish
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import Open, SamplingParameters
 from ssd_serve.models.load import load_model
 from ssd_serve.settings import Settings

@@ -9,7 +9,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters
 from tests.fakes import VOCABULARY, FakeModel
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace as with_parameters
 
 from ssd_serve.kernels.native.choosing import NativeChoice
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.processors import TokenCounts
 from ssd_serve.kernels.sampling import Sampled, sample
 from ssd_serve.kernels.sampling_rows import SamplingRows

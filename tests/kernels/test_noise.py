@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.kernels.noise import (
-    NoiseRows,
     integers,
     integers_rows,
     integers_torch,
@@ -19,6 +18,7 @@ from ssd_serve.kernels.noise import (
     philox,
     race,
 )
+from ssd_serve.kernels.noise_rows import NoiseRows
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
 WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.kernels.noise import NoiseRows, log_exponential
+from ssd_serve.kernels.noise import log_exponential
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.processors import TokenCounts, process
 from ssd_serve.kernels.sampling import (
     draft_scores,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.kernels.noise import NoiseRows, integers_rows, integers_torch_rows, log_exponential
+from ssd_serve.kernels.noise import integers_rows, integers_torch_rows, log_exponential
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.processors import TokenCounts
 from ssd_serve.kernels.sampling import draft_scores, ranked_children, sample
 from ssd_serve.kernels.sampling_rows import SamplingRows

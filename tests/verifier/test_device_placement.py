@@ -10,7 +10,7 @@ import pytest
 
 from ssd_serve.kernels import backends
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise import NoiseRows
+from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.interface import ModelFacts
