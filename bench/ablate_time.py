@@ -115,7 +115,7 @@ class VirtualChannel(ChannelWithin):
         return arrived
 
     def wait(self, timeout_s: float) -> bool:
-        """Let time pass until something arrives. The caller's own clock is real: its rest is rounded up."""
+        """Let time pass until something arrives; as in a poll, for whole milliseconds."""
         end = self._clock.now + math.ceil(timeout_s / _TICK_S) * _TICK_S
         while True:
             first = min((at for at, _ in self._to_verifier), default=math.inf)

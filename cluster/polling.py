@@ -17,8 +17,8 @@ def poll(sources: Sequence[W], timeout_s: float) -> list[W]:
     """
     ready = [source for source in sources if source.wait(0.0)]
     deadline = time.monotonic() + timeout_s
+    rest = timeout_s  # to the last bit: channels in memory may have a clock of their own
     while not ready:
-        rest = deadline - time.monotonic()
         if rest <= 0:
             return []
         poller = select.poll()
@@ -29,4 +29,5 @@ def poll(sources: Sequence[W], timeout_s: float) -> list[W]:
             poller.register(source.fileno(), select.POLLIN | (select.POLLOUT if source.pending else 0))
         poller.poll(rest * 1000)
         ready = [source for source in sources if source.wait(0.0)]
+        rest = deadline - time.monotonic()
     return ready

@@ -70,3 +70,26 @@ def test_nonsense_closes() -> None:
     with pytest.raises(ProtocolError):
         second.receive()
     assert first.closed
+
+
+class Timed:
+    """Waits in a time of its own."""
+
+    pending = False
+
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+
+    def fileno(self) -> int:
+        return -1
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waited.append(timeout_s)
+        return False
+
+
+def test_a_channel_with_a_clock_of_its_own_is_given_the_timeout_to_the_last_bit() -> None:
+    """Real time that passes before would make what happens in virtual time depend on the machine's load."""
+    channel = Timed()
+    assert poll([channel], 0.003) == []
+    assert channel.waited == [0.0, 0.003]
