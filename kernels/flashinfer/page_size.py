@@ -5,17 +5,14 @@ are then attended twice, and merged. What that is worth depends on GPU, heads an
 GPU. Knows the backend by how it is made.
 """
 
-import time
-from collections.abc import Callable
-
 import numpy as np
-import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import in_a_line
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.adapter import Package
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
+from ssd_serve.kernels.timing import Clock, clock_of, forward_seconds
 from ssd_serve.logs import Logger
 
 PAGE_SIZES = (1, 16, 64)
@@ -25,10 +22,6 @@ _REQUESTS = 8
 _ROWS = 8
 _LONGEST = 4096
 _SHORTEST = 256
-_REPEATS = 5
-
-Clock = Callable[[], float]
-"""Seconds, read when the device has done all its work."""
 
 
 def fastest_page_size(
@@ -49,14 +42,14 @@ def fastest_page_size(
     batch = long_batch(cache.slots)
     if batch is None:
         return UNMEASURED if cache.slots >= UNMEASURED else 1
-    now = clock or _clock_of(cache.keys(0).device)
+    now = clock or clock_of(cache.keys(0).device)
 
     def seconds_with(size: int) -> float | None:
         try:
             attention = FlashInferAttention(
                 cache, heads, package, workspace_bytes=workspace_bytes, page_size=size
             )
-            return _time(attention, cache, heads, batch, now)
+            return forward_seconds(attention, cache, heads, batch, range(len(cache.layout.layers)), now)
         except Exception as error:  # whatever a foreign kernel or its compiler raises
             if log is not None:
                 log.warning("a page size is left out", slots_a_page=size, reason=in_a_line(error))
@@ -91,29 +84,3 @@ def _request(index: int, length: int) -> RequestRows:
         wanted=[],
         ancestry=[1, *(1 | 1 << row for row in range(1, _ROWS))],
     )
-
-
-def _time(attention: FlashInferAttention, cache: KVCache, heads: int, batch: Batch, now: Clock) -> float:
-    """Seconds of a forward's attention, its planning included: the least of some."""
-    layers = cache.layout.layers
-    device = cache.keys(0).device
-    queries = [
-        torch.zeros((batch.rows, heads, layer.head_dim), dtype=attention.dtype, device=device)
-        for layer in layers
-    ]
-    times: list[float] = []
-    for _ in range(1 + _REPEATS):
-        start = now()
-        plan = attention.plan(batch)
-        for layer, rows in enumerate(queries):
-            attention.run(layer, rows, plan)
-        times.append(now() - start)
-    return min(times[1:])  # the first one may compile
-
-
-def _clock_of(device: torch.device) -> Clock:
-    def now() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return now
