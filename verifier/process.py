@@ -157,11 +157,10 @@ class Loop:
 
 
 def _await_server(servers: Listener) -> Channel:
-    if servers.wait(_CONNECT_S):
-        channel = servers.accept()
-        if channel is not None:
-            return channel
-    raise EngineDeadError("the server never connected to the verifier")
+    channel = servers.await_peer(_CONNECT_S)
+    if channel is None:
+        raise EngineDeadError("the server never connected to the verifier")
+    return channel
 
 
 def _say(server: Channel, log: Logger, text: str) -> None:
