@@ -172,10 +172,10 @@ def _say(server: Channel, log: Logger, text: str) -> None:
 def _ready(settings: Settings, verifier: Assembled) -> Ready:
     return Ready(
         target=verifier.facts.name,
-        draft=(settings.draft_model or "") if settings.mode is not Mode.AR else "",
+        draft=(", ".join(settings.draft_models) or "others") if settings.mode is not Mode.AR else "",
         mode=settings.mode.value,
         target_device=settings.target_device or "cpu",
-        draft_device=settings.draft_device or "",
+        draft_device=settings.draft_device or settings.drafter_address or "",
         context=min(verifier.facts.context, verifier.slots - 1),
         vocabulary=verifier.facts.vocabulary,
         slots=verifier.slots,
