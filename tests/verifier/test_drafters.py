@@ -23,7 +23,6 @@ from ssd_serve.verifier.drafters import Drafters, check_hello
 from ssd_serve.verifier.request import Request, accept
 from tests.fakes import HELLO, VOCABULARY
 
-
 OTHER = replace(HELLO, name="d1")
 
 
