@@ -117,8 +117,8 @@ def _mode(settings: Settings, machine: Machine) -> Mode:
     remote = settings.drafters == 0
     if remote and not settings.drafter_address and settings.mode in (Mode.AUTO, Mode.SSD):
         raise SettingsError(
-            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, e.g. "
-            "to tcp://127.0.0.1:4711, or SSD_MODE=ar"
+            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, "
+            "e.g. to tcp://127.0.0.1:4711, or SSD_MODE=ar"
         )
     if settings.mode is Mode.AUTO:
         if remote:
