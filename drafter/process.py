@@ -15,7 +15,7 @@ from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, P
 from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.settings import Settings
 
-_BEAT_S = 1.0
+_BEAT_S = 0.5
 _JOIN_S = 600.0
 _BLEND = 0.05
 
