@@ -16,7 +16,6 @@ from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.verifier.cost import Reading
-from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import Part
 
 _NO_ROWS = range(0)
