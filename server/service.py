@@ -19,7 +19,6 @@ from ssd_serve.server.metrics import Metrics
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.settings import EMBEDDED, Settings
 
-
 OtherPages = Callable[[], Awaitable[bytes]]
 """Gets the metrics page of all servers behind this address."""
 

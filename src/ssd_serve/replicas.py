@@ -1,7 +1,7 @@
 """Replicas of the server behind one address, on Ray Serve: each is a front end with an engine of its own.
 
-`app` is what a Serve config imports (`import_path: ssd_serve.replicas:app`). Serve's proxies have the port and
-TLS, choose the least loaded replica, start and replace replicas; what a replica is made of is as in `serve.py`.
+`app` is what a Serve config imports (`import_path: ssd_serve.replicas:app`). Serve has port and TLS, chooses
+the replica with the fewest requests, starts and replaces replicas; what one is made of is as in `serve.py`.
 """
 
 import asyncio
@@ -58,6 +58,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         "graceful_shutdown_timeout_s": settings.drain_seconds + _LAST_WORDS_S,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 30.0,
+        # What three starts cannot mend is a mistake: `serve status` shows it.
+        "max_constructor_retry_count": 3,
     }
     # Serve adds to the class what mypy cannot know.
     replica: Any = serve.ingress()(Replica)
@@ -118,7 +120,7 @@ class Replica:
     async def check_health(self) -> None:
         """Raise what is wrong; Serve then replaces this replica."""
         if self._client.dead is not None:
-            raise self._engine.failure or EngineDeadError(self._client.dead)
+            raise EngineDeadError(str(self._engine.failure or self._client.dead))
         silent_s = self._client.silent_s
         if silent_s > self._limits.engine_silence_s:
             raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
@@ -146,7 +148,8 @@ class Replica:
         while self._client.ready is None:
             if self._client.dead is not None:
                 reason = await asyncio.to_thread(self._engine.await_failure, _LAST_WORDS_S)
-                raise reason or EngineDeadError(self._client.dead)
+                # Not the reason itself: Ray could not bring it to the controller.
+                raise EngineDeadError(str(reason or self._client.dead))
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _watch(self) -> None:

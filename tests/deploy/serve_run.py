@@ -1,4 +1,4 @@
-"""`serve run CONFIG` for every line of stdin, which names a Serve config, on a small Ray that ends with stdin."""
+"""`serve run CONFIG` for every line of stdin, which names a Serve config, on a small Ray of its own."""
 
 import sys
 import tempfile
