@@ -48,8 +48,17 @@ _PAGES_WITHIN_S = 3.0
 def app(arguments: dict[str, Any]) -> serve.Application:
     """The application of a Serve config, whose `args` are settings by field name. What they leave out comes
     from the `SSD_` variables of the machine that a replica runs on. Wrong ones raise `SettingsError`."""
-    settings = replica_settings(arguments)
-    options: dict[str, Any] = {
+    options = deployment_options(replica_settings(arguments))
+    # Serve adds to the class what mypy cannot know.
+    replica: Any = serve.ingress()(Replica)
+    deployment: Any = cast(Any, serve).deployment(**options)(replica)
+    application: serve.Application = deployment.bind(arguments)
+    return application
+
+
+def deployment_options(settings: Settings) -> dict[str, Any]:
+    """What Serve is told about replicas with these settings; a Serve config may say otherwise."""
+    return {
         "name": DEPLOYMENT,
         "max_ongoing_requests": settings.max_running + _SPARE_REQUESTS,
         "max_queued_requests": settings.max_waiting,
@@ -61,11 +70,6 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         # What three starts cannot mend is a mistake: `serve status` shows it.
         "max_constructor_retry_count": 3,
     }
-    # Serve adds to the class what mypy cannot know.
-    replica: Any = serve.ingress()(Replica)
-    deployment: Any = cast(Any, serve).deployment(**options)(replica)
-    application: serve.Application = deployment.bind(arguments)
-    return application
 
 
 def replica_settings(arguments: Mapping[str, Any]) -> Settings:
