@@ -13,16 +13,20 @@ from ssd_serve.errors import SsdError
 from ssd_serve.logs import Logger
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_PATIENCE_S = 30.0
+"""A verifier that loads its model greets nobody meanwhile."""
 
 
 class Dial:
     """Connections to one address, one after the other. Ask `answer` until it gives the next."""
 
-    def __init__(self, address: str, log: Logger, reach: Callable[[str], Channel] | None = None) -> None:
-        """`reach` tries once to connect."""
+    def __init__(
+        self, address: str, log: Logger, reach: Callable[[str], Channel] | None = None, key: str = ""
+    ) -> None:
+        """`key`: what both ends of a TCP connection know. `reach` connects, or raises after a while."""
         self.address = address
         self._log = log
-        self._reach = reach or (lambda address: connect(address, 0.0))
+        self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key))
         self._pause_s = 0.0
         self._thread: threading.Thread | None = None
         self._answer: Channel | None = None
@@ -55,5 +59,5 @@ class Dial:
             self._failing = False
         except SsdError as error:
             if not self._failing:
-                self._log.info("waiting for a verifier", address=self.address, why=str(error))
+                self._log.warning("waiting for a verifier", address=self.address, why=str(error))
             self._failing = True

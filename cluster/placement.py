@@ -10,7 +10,8 @@ from ssd_serve.settings import Mode, Settings
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The decision. `draft` is None without a drafter process, and what they divide where there are several;
-    `front_end` has the cores of the server; `alone` is where the target computes while no drafter works beside it, if not where it always does."""
+    `front_end` has the cores of the server; `alone` is where the target computes while no drafter works
+    beside it, if not where it always does."""
 
     mode: Mode
     target: Device

@@ -22,7 +22,7 @@ from ssd_serve.errors import SettingsError
 EMBEDDED = "embedded"
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
-SECRETS = frozenset({"api_key", "hf_token"})
+SECRETS = frozenset({"api_key", "cluster_key", "hf_token"})
 
 
 class Mode(str, Enum):
@@ -208,6 +208,11 @@ class Settings(BaseSettings):
     )
     run_dir: Path | None = Field(
         default=None, description="folder for sockets; empty: a private temporary one"
+    )
+    cluster_key: str | None = Field(
+        default=None,
+        min_length=16,
+        description="key that processes which meet over TCP prove to know; empty: a random one for each run",
     )
     emulate: str | None = Field(
         default=None,
