@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.process import ORPHANED
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.cluster.ray_placement import actors_device
@@ -107,10 +108,11 @@ class RoleActor:
         if name.startswith("drafter"):
             if addresses is None:
                 return ORPHANED
+            settings = of_drafter(settings, int(name.rpartition("-")[2]))
             settings = settings.model_copy(update={"draft_device": self._take_device()})
             from ssd_serve.drafter.process import run as draft
 
-            return draft(settings, name, addresses.drafters)
+            return draft(settings, name, [addresses.drafters])
         rank = 0 if name == "verifier" else int(name.removeprefix("rank-"))
         settings = settings.model_copy(update={"target_device": self._take_device()})
         files = RankFiles(self._meeting() if settings.tensor_parallel > 1 else self._folder)

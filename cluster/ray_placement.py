@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ssd_serve.cluster.placement import Placement
+from ssd_serve.cluster.placement import Placement, chosen_mode
 from ssd_serve.devices import Device, parse_device
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Mode, Settings
@@ -79,16 +79,18 @@ def node_of(entry: Mapping[str, object]) -> RayNode:
     return RayNode(str(entry["NodeID"]), found.get("CPU", 0.0), found.get("GPU", 0.0), kinds)
 
 
-def ray_place(settings: Settings, nodes: Sequence[RayNode], drafters: int = 1) -> RayPlacement:
+def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
     """Devices as set by the user, and for what is not set: GPUs where the cluster has enough, else cores.
 
-    `nodes`: those that are alive, with all that they have. `drafters`: how many there are in mode ssd. Raises
-    `SettingsError` where no node holds all ranks of the target, or the cluster not all drafters beside it.
+    `nodes`: those that are alive, with all that they have. Raises `SettingsError` where no node holds all
+    ranks of the target, or the cluster not all drafters beside it.
     """
     ranks = settings.tensor_parallel
     target = _named(settings.target_device, "SSD_TARGET_DEVICE", ranks) or _largest(settings, nodes)
-    mode = _mode(settings, nodes, target.kind)
-    count = drafters if mode is Mode.SSD else 0
+    mode = chosen_mode(
+        settings, int(sum(node.gpus if target.kind == "cuda" else node.cpus for node in nodes))
+    )
+    count = settings.drafter_count if mode is Mode.SSD else 0
     named = _named(settings.draft_device, "SSD_DRAFT_DEVICE", count) if count else None
     errors: list[SettingsError] = []
     # A drafter that nobody has given a device takes a GPU if the target has one, or else a core.
@@ -127,7 +129,7 @@ def _named(text: str | None, setting: str, count: int) -> Device | None:
         return None
     device = parse_device(text)
     if device.kind == "cuda" and len(device.indices) != count:
-        raise SettingsError(f"{setting} is {device}, but {count} GPU{'s are' if count > 1 else ' is'} meant")
+        raise SettingsError(f"{setting} is {device}: with Ray name {count} GPU{'s' * (count > 1)}, or none")
     return device
 
 
@@ -143,17 +145,6 @@ def _largest(settings: Settings, nodes: Sequence[RayNode]) -> Device:
             "lower it, or set SSD_TARGET_DEVICE=cpu"
         )
     return Device("cpu")
-
-
-def _mode(settings: Settings, nodes: Sequence[RayNode], kind: str) -> Mode:
-    if settings.mode is Mode.AUTO:
-        if settings.draft_model is None:
-            return Mode.AR
-        devices = sum(node.gpus if kind == "cuda" else node.cpus for node in nodes)
-        return Mode.SSD if devices > settings.tensor_parallel else Mode.SD
-    if settings.mode is not Mode.AR and settings.draft_model is None:
-        raise SettingsError(f"mode {settings.mode.value} needs a draft model: set SSD_DRAFT, or SSD_MODE=ar")
-    return settings.mode
 
 
 def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: int) -> Share:
