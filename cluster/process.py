@@ -60,6 +60,14 @@ class WorkerProcess:
             return 0.0
         return float(times.user + times.system)
 
+    @property
+    def waits_for_disk(self) -> bool:
+        """The kernel holds it until something is read or written; a stopped one is held otherwise."""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_DISK_SLEEP)
+        except psutil.Error:
+            return False
+
     def release(self) -> None:
         """Close the lifeline: the worker leaves by itself. Does not wait."""
         if self.popen.stdin is not None:

@@ -55,6 +55,10 @@ class PulseWatch:
         silence = {name: now - heard for name, heard in self._heard.items()}
         return {name: seconds for name, seconds in silence.items() if seconds > LONGEST_SILENCE_S}
 
+    def forget(self, name: str) -> None:
+        """A worker of this name begins anew: it is watched from its first sign of life on."""
+        self._heard.pop(name, None)
+
     def close(self) -> None:
         """Hear nobody any more."""
         self._socket.close()
