@@ -5,6 +5,7 @@ Built once by the app. Knows no protocol fields.
 
 import hashlib
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -17,6 +18,9 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.settings import EMBEDDED, Settings
+
+OtherPages = Callable[[], Awaitable[bytes]]
+"""Gets the metrics page of all servers behind this address."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class Service:
     metrics: Metrics
     off_loop: OffLoop
     gate: Gate
+    others: OtherPages | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 import setproctitle
 from rich.console import Console
 
+from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.launcher import LocalEngine, local_engine
 from ssd_serve.devices import pin_cores
 from ssd_serve.finding import find_models
 from ssd_serve.listening import NotYet, listen
 from ssd_serve.logs import carry_library_logs, get_logger
-from ssd_serve.messages import Ready
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.server.banner import show_banner
@@ -74,8 +74,8 @@ class ServingTokenizer:
 class ServingClient(EngineClient):
     """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
 
-    def __init__(self, engine: LocalEngine) -> None:
-        super().__init__(engine.connect(), lambda: engine.connect(_COMES_BACK_S))
+    def __init__(self, channel: Channel, engine: LocalEngine) -> None:
+        super().__init__(channel, lambda: engine.connect(_COMES_BACK_S), engine.target_is_ready)
         self._engine = engine
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ def run_serve(settings: Settings) -> int:
             with local_engine(settings, log) as engine:
                 # After the workers: they would inherit the binding.
                 pin_cores(engine.placement.front_end)
-                client = ServingClient(engine)
+                client = ServingClient(engine.connect(), engine)
                 server = build_server(engine.settings, client, tokenizer)
                 not_yet.stop()
                 asyncio.run(_serve(server, sock, client, engine, line))
@@ -128,16 +128,14 @@ async def _serve(
 async def _watch(
     server: HttpServer, sock: socket.socket, client: EngineClient, engine: LocalEngine, line: ProgressLine
 ) -> None:
-    seen: Ready | None = None
+    announced = False
     while engine.failure is None:
-        if client.ready is not None and client.ready is not seen:
-            engine.target_is_ready()
-            if seen is None:
-                line.clear()
-                url = address(sock, engine.settings.tls_certificate is not None)
-                show_banner(Console(), client.ready, engine.settings, url, program_name())
-            seen = client.ready
-        elif seen is None:
+        if not announced and client.ready is not None:
+            announced = True
+            line.clear()
+            url = address(sock, engine.settings.tls_certificate is not None)
+            show_banner(Console(), client.ready, engine.settings, url, program_name())
+        elif not announced:
             line.show(client.progress)
         await asyncio.sleep(_LOOK_EVERY_S)
     line.clear()
