@@ -198,7 +198,7 @@ class PingWatch:
         self,
         ray: Any,
         workers: Callable[[], Mapping[str, RayWorker]],
-        longest_silence_s: float = LONGEST_SILENCE_S,
+        longest_silence_s: float,
     ) -> None:
         self._ray = ray
         self._workers = workers
