@@ -15,7 +15,7 @@ from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, P
 from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.settings import Settings
 
-_BEAT_S = 1.0
+_BEAT_S = 0.5
 _JOIN_S = 600.0
 _BLEND = 0.05
 
@@ -26,7 +26,7 @@ def run(settings: Settings, name: str, drafter_socket: str) -> int:
     native = native_library(settings, log)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
     settle_memory()
-    channel = connect(drafter_socket, _JOIN_S)
+    channel = connect(drafter_socket, _JOIN_S, key=settings.cluster_key or "")
     _join(channel, drafter.hello)
     log.info("joined", step_ms=round(drafter.hello.step_ms, 2))
     Loop(channel, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated).run()

@@ -47,6 +47,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "generation_tokens": ("tokens generated", lambda s: s.generation_tokens),
     "num_preemptions": ("requests set aside for lack of slots", lambda s: s.preemptions),
     "drafter_restarts": ("drafters started again", lambda s: s.drafter_restarts),
+    "drafter_moves": ("requests that went from one drafter to another", lambda s: s.drafter_moves),
     "spec_decode_num_drafts": ("rounds (target forwards of a request)", lambda s: s.totals.rounds),
     "spec_decode_num_draft_tokens": ("nodes verified", lambda s: s.totals.drafted),
     "spec_decode_num_accepted_tokens": ("nodes accepted", lambda s: s.totals.accepted),
@@ -90,6 +91,10 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"ssd_{name}", text, value=float(read(status)))
         for name, (text, read) in _COUNTERS.items():
             yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+        requests = GaugeMetricFamily("ssd_drafter_requests", "requests of each drafter", labels=["drafter"])
+        for name, count in status.drafter_requests.items():
+            requests.add_metric([name], float(count))
+        yield requests
         yield from _layouts(status)
         attention = GaugeMetricFamily(
             "ssd_tree_decode_backend", "1 for the target's tree attention", labels=["backend"]

@@ -114,7 +114,7 @@ def assemble_verifier(
 
 def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:
     """Where it is remembered what each layout gives with this pair on these devices."""
-    draft = (settings.draft_model, settings.draft_device, settings.target_device_alone)
+    draft = (settings.draft_models, settings.drafters, settings.draft_device, settings.target_device_alone)
     device = settings.target_device or "cpu"
     return GainFile(folder, {**identity(model, device), "draft": draft, "mode": settings.mode.value}, log)
 
@@ -183,7 +183,10 @@ def _engine(
     draft_bounds = DraftBounds(facts.context, budget, settings.draft_width, most_tpot_s)
     governed = settings.speculation_may_stop and settings.mode is not Mode.AR
     decider = Decider(drafters, cost, policy, draft_bounds, governing=governing if governed else None)
-    bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, settings.tree_nodes)
+    tree_nodes = settings.tree_nodes * max(
+        1, len(settings.draft_models)
+    )  # each model's drafter fills its own
+    bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, tree_nodes)
     return Engine(rounds, Scheduler(pool, prefix, limits), drafters, decider, bounds)
 
 

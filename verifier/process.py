@@ -157,11 +157,10 @@ class Loop:
 
 
 def _await_server(servers: Listener) -> Channel:
-    if servers.wait(_CONNECT_S):
-        channel = servers.accept()
-        if channel is not None:
-            return channel
-    raise EngineDeadError("the server never connected to the verifier")
+    channel = servers.await_peer(_CONNECT_S)
+    if channel is None:
+        raise EngineDeadError("the server never connected to the verifier")
+    return channel
 
 
 def _say(server: Channel, log: Logger, text: str) -> None:
@@ -172,10 +171,10 @@ def _say(server: Channel, log: Logger, text: str) -> None:
 def _ready(settings: Settings, verifier: Assembled) -> Ready:
     return Ready(
         target=verifier.facts.name,
-        draft=(settings.draft_model or "") if settings.mode is not Mode.AR else "",
+        draft=(", ".join(settings.draft_models) or "others") if settings.mode is not Mode.AR else "",
         mode=settings.mode.value,
         target_device=settings.target_device or "cpu",
-        draft_device=settings.draft_device or "",
+        draft_device=settings.draft_device or settings.drafter_address or "",
         context=min(verifier.facts.context, verifier.slots - 1),
         vocabulary=verifier.facts.vocabulary,
         slots=verifier.slots,
@@ -206,7 +205,9 @@ def _status(engine: Engine) -> Status:
         generation_tokens=engine.totals.figures.tokens,
         preemptions=scheduler.preemptions,
         drafters_alive=engine.drafters.beside,
-        drafter_restarts=max(0, engine.drafters.joins - 1),
+        drafter_restarts=engine.drafters.rejoins,
+        drafter_requests=engine.drafters.requests,
+        drafter_moves=engine.drafters.moves,
         totals=copy(engine.totals.figures),
         forward_s=clocked.forward_s,
         wait_s=clocked.wait_s,

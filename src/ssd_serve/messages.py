@@ -11,7 +11,7 @@ from enum import Enum
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 
 
@@ -162,6 +162,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     drafters_alive: int
     """Drafters with a device of their own, as `drafter_restarts`."""
     drafter_restarts: int
+    drafter_requests: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Requests that each drafter has, by its name."""
+    drafter_moves: int = 0
+    """Requests that went from one drafter to another."""
     totals: Figures
     forward_s: float
     wait_s: float
@@ -193,6 +197,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     vocabulary: int
     context: int
     name: str
+    source: str = ""
+    """What a drafter guesses with: those that name the same share the requests."""
     step_ms: float = 0.0
     """The drafter's measured step time, 0 when unknown."""
 
