@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ssd_serve.errors import EngineDeadError, OverloadedError, ProtocolError
 from ssd_serve.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Committed,
     Finish,
@@ -212,11 +213,21 @@ class EngineClient:
         elif isinstance(message, Status):
             self.status = message
         elif isinstance(message, Ready):
-            self.ready = message
+            self._greet(message)
         elif isinstance(message, Progress):
             self.progress = message.text
         else:
             logger.warning("unexpected %s from the engine", type(message).__name__)
+
+    def _greet(self, ready: Ready) -> None:
+        """Nothing has been submitted yet: a verifier of another version is not talked to."""
+        if ready.protocol == PROTOCOL_VERSION:
+            self.ready = ready
+            return
+        self._die(
+            f"protocol versions differ (server {PROTOCOL_VERSION}, verifier {ready.protocol}): "
+            "install the same version of ssd-serve on both sides"
+        )
 
     def _die(self, reason: str) -> None:
         if self.dead is not None:
