@@ -15,7 +15,7 @@ from ssd_serve.cluster.handshake import SHORTEST_KEY, Gate, introduce, tune
 from ssd_serve.errors import EngineDeadError, PermissionProblemError, SettingsError
 
 _TCP = "tcp://"
-_RETRY_S = 0.02
+_RETRY_S, _LONGEST_RETRY_S = 0.02, 0.2
 _TCP_CONNECT_S = 5.0
 _LONGEST_UNIX_PATH = 100
 """The kernel's limit is 107 bytes on Linux and 103 on macOS."""
@@ -132,7 +132,7 @@ def connect_socket(
     """The same as a bare socket."""
     if address.startswith(_TCP):
         _check_key(key, f"connecting to {address}")
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, _RETRY_S
     while True:
         try:
             return _connect_once(address, key, deadline, give_up)
@@ -141,7 +141,8 @@ def connect_socket(
                 raise EngineDeadError(f"nobody answers at {address}: {error}") from error
         except OSError as error:
             raise EngineDeadError(f"cannot connect to {address}: {error}") from error
-        time.sleep(_RETRY_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_RETRY_S)
 
 
 def _connect_once(address: str, key: str, deadline: float, give_up: Callable[[], bool]) -> socket.socket:

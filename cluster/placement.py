@@ -10,7 +10,8 @@ from ssd_serve.settings import Mode, Settings
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The decision. `draft` is None without a drafter process, and what they divide where there are several;
-    `front_end` has the cores of the server; `alone` is where the target computes while no drafter works beside it, if not where it always does."""
+    `front_end` has the cores of the server; `alone` is where the target computes while no drafter works
+    beside it, if not where it always does."""
 
     mode: Mode
     target: Device
@@ -117,8 +118,8 @@ def _mode(settings: Settings, machine: Machine) -> Mode:
     remote = settings.drafters == 0
     if remote and not settings.drafter_address and settings.mode in (Mode.AUTO, Mode.SSD):
         raise SettingsError(
-            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, e.g. "
-            "to tcp://127.0.0.1:4711, or SSD_MODE=ar"
+            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, "
+            "e.g. to tcp://127.0.0.1:4711, or SSD_MODE=ar"
         )
     if settings.mode is Mode.AUTO:
         if remote:

@@ -74,7 +74,7 @@ def run_drafter(name: str, drafter_socket: str) -> int:
         pin(parse_device(settings.draft_device))
     from ssd_serve.drafter.process import run
 
-    return run(settings, name, drafter_socket)
+    return run(settings, name, [drafter_socket])
 
 
 def leave_worker(name: str, error: SsdError) -> int:

@@ -55,9 +55,7 @@ def create_app(
         engine=engine_client,
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
-        metrics=Metrics(
-            lambda: engine_client.ready, lambda: engine_client.status, lambda: service.trouble() is None
-        ),
+        metrics=Metrics(engine_client, lambda: service.trouble() is None),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         gate=gate or Gate(),
         others=others,

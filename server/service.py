@@ -57,6 +57,8 @@ class Service:
             return unavailable(engine.dead, "engine_dead", 10)
         if self.gate.closed:
             return unavailable("the server is shutting down", "shutting_down", 10)
+        if engine.lost_s is not None:
+            return unavailable(f"restarting: {engine.progress or 'the engine has died'}", "restarting", 5)
         if engine.ready is None:
             return unavailable(f"loading: {engine.progress or 'the engine is starting'}", "loading", 2)
         if engine.silent_s > self.limits.engine_silence_s:
@@ -68,11 +70,13 @@ class Service:
         return None
 
     def require_ready(self) -> Ready:
-        """The engine's description, or the 503 that says why there is none."""
+        """The engine's description, or the 503 that says why there is none. For a while after an engine was
+        lost, the next one is expected: requests wait for it."""
         if self.engine.dead is not None:
             raise EngineDeadError(self.engine.dead)
-        trouble = self.trouble()
-        if self.engine.ready is None or self.gate.closed:
+        trouble, lost_s = self.trouble(), self.engine.lost_s
+        too_long = lost_s is not None and lost_s > self.limits.hold_s
+        if self.engine.ready is None or self.gate.closed or too_long:
             raise trouble or unavailable("loading", "loading")
         return self.engine.ready
 

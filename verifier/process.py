@@ -93,12 +93,13 @@ class Loop:
 
     def await_drafter(self, timeout_s: float, already: int) -> None:
         """Wait until a drafter has joined, besides those that have `already`; go on without one when none
-        comes."""
+        comes, or when requests wait that a verifier before this one has begun."""
         self._engine.drafters.drain({})
         deadline = time.monotonic() + timeout_s
-        while (
-            self._engine.drafters.alive <= already and time.monotonic() < deadline and not self._server.closed
-        ):
+        while self._engine.drafters.alive <= already and time.monotonic() < deadline:
+            self._take()
+            if self._engine.busy or self._server.closed:
+                return
             self._accept()
             self._sleep(0.05)
             self._engine.drafters.drain({})
@@ -118,9 +119,9 @@ class Loop:
     def _take(self) -> None:
         for message in self._server.receive():
             if isinstance(message, Submit):
-                refused = self._engine.submit(message)
-                if refused is not None:
-                    self._unsent.append(refused)
+                answer = self._engine.submit(message)
+                if answer is not None:
+                    self._unsent.append(answer)
             elif isinstance(message, Finish):
                 finished = self._engine.finish(message.request)
                 if finished is not None:
@@ -170,6 +171,7 @@ def _await_server(servers: Listener) -> Channel:
     channel = servers.await_peer(_CONNECT_S)
     if channel is None:
         raise EngineDeadError("the server never connected to the verifier")
+    servers.close()  # who comes later wants the verifier that comes after this one
     return channel
 
 

@@ -45,12 +45,17 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request. `request` is unique for the life of the verifier; seeds are 64-bit."""
+    """A request, new or gone on with. `request` is unique for the life of the verifier; seeds are 64-bit."""
 
     request: int
     prompt: tuple[int, ...]
     parameters: SamplingParameters
     seed: int
+    output: tuple[int, ...] = ()
+    """What a verifier before this one has generated: the text goes on behind it, with the tokens that it
+    would have had."""
+    scored: int = 0
+    """Prompt tokens, from the second on, whose log-probabilities were told before."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

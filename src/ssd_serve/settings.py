@@ -62,8 +62,8 @@ class Settings(BaseSettings):
     target: str = Field(default=EMBEDDED, description="target model: a folder, a hub id, or 'embedded'")
     draft: str | None = Field(
         default=None,
-        description="draft model: a folder, a hub id or 'embedded'; empty: none, or the embedded one; several "
-        "with commas between draft beside each other",
+        description="draft model: a folder, a hub id or 'embedded'; empty: none, or the embedded one; "
+        "several with commas between draft beside each other",
     )
     drafters: int | None = Field(
         default=None,
@@ -92,7 +92,8 @@ class Settings(BaseSettings):
     )
     draft_device: str | None = Field(
         default=None,
-        description="device of the drafter, or those of several: cuda:4-7, cpu:2-5; empty: chosen by the mode",
+        description="device of the drafter, or those of several: cuda:4-7, cpu:2-5; "
+        "empty: chosen by the mode",
     )
     drafter_address: str | None = Field(
         default=None,
