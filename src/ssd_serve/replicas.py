@@ -122,11 +122,12 @@ class Replica:
         return self._app
 
     async def check_health(self) -> None:
-        """Raise what is wrong; Serve then replaces this replica."""
+        """Raise what is wrong; Serve then replaces this replica. An engine that is being started again is
+        its launcher's business."""
         if self._client.dead is not None:
             raise EngineDeadError(str(self._engine.failure or self._client.dead))
         silent_s = self._client.silent_s
-        if silent_s > self._limits.engine_silence_s:
+        if self._client.lost_s is None and silent_s > self._limits.engine_silence_s:
             raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
 
     def metrics_page(self) -> tuple[str, str]:
