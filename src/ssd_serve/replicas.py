@@ -17,7 +17,7 @@ from ray.serve.config import BackpressureConfig
 
 from ssd_serve.cluster.launcher import LocalEngine, local_engine
 from ssd_serve.cluster.supervisor import WorkerDiedError
-from ssd_serve.devices import Machine, this_machine
+from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import get_logger
@@ -26,7 +26,7 @@ from ssd_serve.serve import ServingClient, ServingTokenizer
 from ssd_serve.server.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
-from ssd_serve.settings import Settings, resolve
+from ssd_serve.settings import Mode, Settings, resolve
 
 DEPLOYMENT = "ssd"
 _PROXYS = {
@@ -69,7 +69,19 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "health_check_timeout_s": 30.0,
         # What three starts cannot mend is a mistake: `serve status` shows it.
         "max_constructor_retry_count": 3,
+        "ray_actor_options": resources(settings),
     }
+
+
+def resources(settings: Settings) -> dict[str, int]:
+    """What one replica asks Ray for: the GPUs that its settings name, counted from cuda:0, which is how Ray
+    shows a replica its own; a core for each process that computes on one, and with GPUs for the front end."""
+    named = (settings.target_device, settings.draft_device)
+    devices = [parse_device(text) for text in named if text is not None]
+    gpus = max((1 + index for each in devices if each.kind == "cuda" for index in each.indices), default=0)
+    drafters = 0 if settings.mode is Mode.AR else settings.drafters or len(settings.draft_models)
+    workers = settings.tensor_parallel + drafters
+    return {"num_cpus": workers + 1, "num_gpus": gpus} if gpus else {"num_cpus": workers}
 
 
 def replica_settings(arguments: Mapping[str, Any]) -> Settings:
