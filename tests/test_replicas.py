@@ -44,6 +44,7 @@ def test_all_cores_where_they_cannot_be_shared_out(count: int) -> None:
     [
         ({}, {"num_cpus": 2}),
         ({"mode": "ar"}, {"num_cpus": 1}),
+        ({"launcher": "ray", "target_device": "cuda:0-3"}, {"num_cpus": 1}),
         ({"tensor_parallel": 2, "drafters": 3}, {"num_cpus": 5}),
         (
             {"tensor_parallel": 4, "target_device": "cuda:0-3", "draft_device": "cuda:4", "draft": "o/draft"},

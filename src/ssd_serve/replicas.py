@@ -15,7 +15,8 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import BackpressureConfig
 
-from ssd_serve.cluster.launcher import LocalEngine, local_engine
+from ssd_serve.cluster.engines import RunningEngine, start_engine
+from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.supervisor import WorkerDiedError
 from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
@@ -75,7 +76,10 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 def resources(settings: Settings) -> dict[str, int]:
     """What one replica asks Ray for: the GPUs that its settings name, counted from cuda:0, which is how Ray
-    shows a replica its own; a core for each process that computes on one, and with GPUs for the front end."""
+    shows a replica its own; a core for each process that computes on one, and with GPUs for the front end.
+    With the launcher `ray` only the front end's core: its engine asks for itself, and may be elsewhere."""
+    if settings.launcher == "ray":
+        return {"num_cpus": 1}
     named = (settings.target_device, settings.draft_device)
     devices = [parse_device(text) for text in named if text is not None]
     gpus = max((1 + index for each in devices if each.kind == "cuda" for index in each.indices), default=0)
@@ -154,9 +158,11 @@ class Replica:
         if hasattr(self, "_parts"):
             self._parts.close()
 
-    def _start_engine(self, rank: int) -> LocalEngine:
+    def _start_engine(self, rank: int) -> RunningEngine:
         tokenizer = Tokenizer(find_models(self._settings, lambda text: self._log.debug(text)))
         self._tokenizer = ServingTokenizer(tokenizer)
+        if self._settings.launcher == "ray":
+            return self._parts.enter_context(start_engine(self._settings, self._log))
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
         machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
         return self._parts.enter_context(local_engine(self._settings, self._log, machine=machine))
