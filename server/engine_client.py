@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Committed,
     Finish,
@@ -162,7 +163,13 @@ class EngineClient:
             submitted.deliver(report)
 
     def _welcome(self, ready: Ready) -> None:
-        """An engine can generate: the first one, or another."""
+        """An engine can generate: the first one, or another. One of another version is not talked to."""
+        if ready.protocol != PROTOCOL_VERSION:
+            self._die(
+                f"protocol versions differ (server {PROTOCOL_VERSION}, verifier {ready.protocol}): "
+                "install the same version of ssd-serve on both sides"
+            )
+            return
         self.ready = ready
         self._on_ready()
         lost_s = self.lost_s
