@@ -106,6 +106,10 @@ class RayEngine:
             f"the verifier does not listen after {timeout_s:.0f} s: has a node of the cluster room for it?"
         )
 
+    def target_is_ready(self) -> None:
+        """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
+        self._supervisor.target_is_ready()
+
     def expect_end(self) -> None:
         """Say before the channel is closed that the actors' end is meant."""
         self._supervisor.expect_end()
@@ -116,7 +120,7 @@ class RayEngine:
 
     def _is_over(self, promise: Any) -> bool:
         """Whether the verifier of this promise will never answer."""
-        return self.failure is not None or self._crew.addresses is not promise
+        return self._supervisor.over or self._crew.addresses is not promise
 
 
 @contextmanager
