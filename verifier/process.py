@@ -3,7 +3,7 @@ drafters."""
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 from msgspec.structs import replace
@@ -36,7 +36,7 @@ def run(settings: Settings, server_socket: str, drafter_socket: str, files: Rank
     `files`: where this process, rank 0 of the target, meets the others if there are any.
     """
     log = get_logger("verifier", settings.log_level, settings.log_format)
-    servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
+    servers, joining = Listener.unix(server_socket), _joining(settings, drafter_socket, log)
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
@@ -44,8 +44,8 @@ def run(settings: Settings, server_socket: str, drafter_socket: str, files: Rank
     settle_memory()
     loop = Loop(server, joining, verifier.engine, lambda: _whole_status(verifier), verifier.remember, log)
     if settings.mode is Mode.SSD:
-        _say(server, log, "waiting for the drafter")
-        loop.await_drafter(_JOIN_S, already=verifier.inline is not None)
+        _say(server, log, "waiting for the drafters")
+        loop.await_drafters(_JOIN_S, max(1, settings.drafter_count))
     server.send(_ready(settings, verifier))
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
@@ -62,7 +62,7 @@ class Loop:
     def __init__(
         self,
         server: Channel,
-        joining: Listener,
+        joining: Sequence[Listener],
         engine: Engine,
         status: Callable[[], Status],
         remember: Callable[[], None],
@@ -81,12 +81,12 @@ class Loop:
         self._health = engine.watch.health
         self._remembered_at = time.monotonic()
 
-    def await_drafter(self, timeout_s: float, already: int) -> None:
-        """Wait until a drafter has joined, besides those that have `already`; go on without one when none
-        comes, or when requests wait that a verifier before this one has begun."""
+    def await_drafters(self, timeout_s: float, count: int) -> None:
+        """Wait until so many drafters with a device of their own have joined; go on without those that do not
+        come, or when requests wait that a verifier before this one has begun."""
         self._engine.drafters.drain({})
         deadline = time.monotonic() + timeout_s
-        while self._engine.drafters.alive <= already and time.monotonic() < deadline:
+        while self._engine.drafters.beside < count and time.monotonic() < deadline:
             self._take()
             if self._engine.busy or self._server.closed:
                 return
@@ -121,14 +121,15 @@ class Loop:
 
     def _sleep(self, timeout_s: float) -> None:
         """Until anybody says anything."""
-        sources: list[Waitable] = [self._server, self._joining, *self._engine.drafters.channels]
+        sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
         poll(sources, timeout_s)
 
     def _accept(self) -> None:
-        channel = self._joining.accept()
-        while channel is not None:
-            self._engine.drafters.connect(channel)
-            channel = self._joining.accept()
+        for listener in self._joining:
+            channel = listener.accept()
+            while channel is not None:
+                self._engine.drafters.connect(channel)
+                channel = listener.accept()
 
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
@@ -155,6 +156,18 @@ class Loop:
             self._log.info("speculation is well again")
         else:
             self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
+
+
+def _joining(settings: Settings, drafter_socket: str, log: Logger) -> list[Listener]:
+    """Where drafters of this launcher join, and those of other places."""
+    listeners = [Listener.unix(drafter_socket)]
+    if settings.drafter_address and settings.mode is Mode.SSD:
+
+        def refused(why: str) -> None:
+            log.warning("drafter refused", reason=why)
+
+        listeners.append(Listener.at(settings.drafter_address, settings.cluster_key or "", refused))
+    return listeners
 
 
 def _await_server(servers: Listener) -> Channel:
