@@ -102,10 +102,10 @@ class WireChannel(VirtualChannel):
 
     def receive(self) -> list[Message]:
         """See `VirtualChannel.receive`."""
-        for message in super().receive():
-            self._reader.feed(self._not_host.of(lambda message=message: bytes(self._theirs.encode(message))))
-            if isinstance(message, Growth):
-                self.expansions += len(message.parents) // 8
+        messages = super().receive()
+        for frame in self._not_host.of(lambda: [bytes(self._theirs.encode(each)) for each in messages]):
+            self._reader.feed(frame)
+        self.expansions += sum(len(each.parents) // 8 for each in messages if isinstance(each, Growth))
         return self._reader.take()
 
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.cluster.process import ORPHANED, WorkerProcess, start_worker
-from ssd_serve.cluster.pulse import PulseWatch
+from ssd_serve.cluster.process import ORPHANED, Worker, start_worker
+from ssd_serve.cluster.pulse import Listening
 from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
@@ -53,6 +53,15 @@ class WorkerPlan:
     vital: bool
 
 
+Starter = Callable[[WorkerPlan, Settings], Worker]
+"""Starts a worker where the launcher wants it."""
+
+
+def start_process(plan: WorkerPlan, settings: Settings) -> Worker:
+    """A process of this machine."""
+    return start_worker(plan.name, plan.command, settings)
+
+
 def describe_exit(code: int) -> str:
     """`was killed by SIGKILL`, `ended with code 6`."""
     if code >= 0:
@@ -73,7 +82,7 @@ def pause_before_restart(restarts: int) -> float:
 @dataclass(slots=True)
 class _Watched:
     plan: WorkerPlan
-    process: WorkerProcess | None
+    process: Worker | None
     quick_deaths: int = 0
     due: float = 0.0
     given_up: bool = False
@@ -91,9 +100,11 @@ class Supervisor:
         settings: Settings,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
-        pulses: PulseWatch | None = None,
+        pulses: Listening | None = None,
+        starter: Starter = start_process,
     ) -> None:
         """`pulses`: where workers that send signs of life are heard; silent ones are killed."""
+        self._starter = starter
         self._plans = plans
         self._pulses = pulses
         self._settings = settings
@@ -164,8 +175,8 @@ class Supervisor:
         finally:
             self._end_all()
 
-    def _start(self, plan: WorkerPlan) -> WorkerProcess:
-        process = start_worker(plan.name, plan.command, self._settings)
+    def _start(self, plan: WorkerPlan) -> Worker:
+        process = self._starter(plan, self._settings)
         self._log.debug("process started", name=plan.name, pid=process.pid)
         return process
 
@@ -180,7 +191,7 @@ class Supervisor:
             before, watched.computed_s = watched.computed_s, watched.process.computed_s
             if watched.computed_s != before and silent_s < _LONGEST_BUSY_SILENCE_S:
                 continue
-            watched.process.popen.kill()
+            watched.process.kill()
             code = watched.process.stop()
             watched.process = None
             how = f"has given no sign of life for {silent_s:.0f} s, and was killed"

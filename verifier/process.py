@@ -30,19 +30,22 @@ _MOST_UNSENT = 4096
 _REMEMBER_S = 5.0
 
 
-def run(settings: Settings, server_socket: str, drafter_socket: str, files: RankFiles) -> int:
-    """Listen, load, serve until the server is gone. Returns the exit code.
+def run(settings: Settings, servers: Listener, joining: Listener, files: RankFiles) -> int:
+    """Load, serve until the server is gone. Returns the exit code.
 
-    `files`: where this process, rank 0 of the target, meets the others if there are any.
+    `servers`, `joining`: where the server and drafters connect. `files`: where this process, rank 0 of the
+    target, meets the others if there are any.
     """
     log = get_logger("verifier", settings.log_level, settings.log_format)
-    servers, joining = Listener.unix(server_socket), _joining(settings, drafter_socket, log)
+    others = _others(settings, log)
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
     verifier = assemble_verifier(own, lambda text: _say(server, log, text), log=log, ranks=ranks)
     settle_memory()
-    loop = Loop(server, joining, verifier.engine, lambda: _whole_status(verifier), verifier.remember, log)
+    loop = Loop(
+        server, [joining, *others], verifier.engine, lambda: _whole_status(verifier), verifier.remember, log
+    )
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafters")
         loop.await_drafters(_JOIN_S, max(1, settings.drafter_count))
@@ -158,16 +161,15 @@ class Loop:
             self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
 
 
-def _joining(settings: Settings, drafter_socket: str, log: Logger) -> list[Listener]:
-    """Where drafters of this launcher join, and those of other places."""
-    listeners = [Listener.unix(drafter_socket)]
-    if settings.drafter_address and settings.mode is Mode.SSD:
+def _others(settings: Settings, log: Logger) -> list[Listener]:
+    """Where drafters of other places join, if they may."""
+    if not settings.drafter_address or settings.mode is not Mode.SSD:
+        return []
 
-        def refused(why: str) -> None:
-            log.warning("drafter refused", reason=why)
+    def refused(why: str) -> None:
+        log.warning("drafter refused", reason=why)
 
-        listeners.append(Listener.at(settings.drafter_address, settings.cluster_key or "", refused))
-    return listeners
+    return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
 
 
 def _await_server(servers: Listener) -> Channel:
