@@ -48,6 +48,10 @@ class RunningEngine(Protocol):
         when there will be none."""
         ...
 
+    def target_is_ready(self) -> None:
+        """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
+        ...
+
     def expect_end(self) -> None:
         """Say before the channel is closed that the workers' end is meant."""
         ...

@@ -48,6 +48,11 @@ class Worker(Protocol):
         ...
 
     @property
+    def started(self) -> float:
+        """When it was started, in seconds of the monotonic clock."""
+        ...
+
+    @property
     def age_s(self) -> float:
         """Seconds since the start."""
         ...
@@ -55,6 +60,11 @@ class Worker(Protocol):
     @property
     def computed_s(self) -> float:
         """Seconds of processor time that it has taken; 0 where nobody knows."""
+        ...
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """The kernel holds it until something is read or written; False where nobody knows."""
         ...
 
     def release(self) -> None:
@@ -102,6 +112,14 @@ class WorkerProcess:
         except psutil.Error:
             return 0.0
         return float(times.user + times.system)
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """The kernel holds it until something is read or written; a stopped one is held otherwise."""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_DISK_SLEEP)
+        except psutil.Error:
+            return False
 
     def release(self) -> None:
         """Close the lifeline: the worker leaves by itself. Does not wait."""

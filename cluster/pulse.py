@@ -39,6 +39,10 @@ class Listening(Protocol):
         """Who has said nothing for too long, and for how many seconds. Ask several times a second."""
         ...
 
+    def forget(self, name: str) -> None:
+        """A worker of this name begins anew: it is watched from its first sign of life on."""
+        ...
+
     def close(self) -> None:
         """Hear nobody any more."""
         ...
@@ -67,6 +71,10 @@ class PulseWatch:
                 self._heard[self._socket.recv(256).decode(errors="replace")] = now
         silence = {name: now - heard for name, heard in self._heard.items()}
         return {name: seconds for name, seconds in silence.items() if seconds > LONGEST_SILENCE_S}
+
+    def forget(self, name: str) -> None:
+        """A worker of this name begins anew: it is watched from its first sign of life on."""
+        self._heard.pop(name, None)
 
     def close(self) -> None:
         """Hear nobody any more."""

@@ -38,7 +38,7 @@ class RayWorker:
         self._running = running
         self._log = log
         self._where = self.ask("where")
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._code: int | None = None
         self._left: Any = None
 
@@ -66,12 +66,17 @@ class RayWorker:
     @property
     def age_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self.started
 
     @property
     def computed_s(self) -> float:
         """Nobody knows what a process of another node computes."""
         return 0.0
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Nor what it waits for."""
+        return False
 
     def release(self) -> None:
         """Let it tidy up."""
@@ -193,7 +198,7 @@ class PingWatch:
         self,
         ray: Any,
         workers: Callable[[], Mapping[str, RayWorker]],
-        longest_silence_s: float = LONGEST_SILENCE_S,
+        longest_silence_s: float,
     ) -> None:
         self._ray = ray
         self._workers = workers
@@ -211,6 +216,10 @@ class PingWatch:
                 self._ask(name, worker, now)
         silence = {name: now - heard for name, heard in self._heard.items()}
         return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
+
+    def forget(self, name: str) -> None:
+        """An actor of this name begins anew: it is watched from its first answer on."""
+        self._heard.pop(name, None)
 
     def close(self) -> None:
         """Ask nobody any more."""

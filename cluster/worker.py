@@ -17,6 +17,7 @@ import setproctitle
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_drafter, of_rank
 from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
+from ssd_serve.cluster.pulse import start_pulse
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import ProtocolError, SsdError
@@ -40,6 +41,8 @@ def enter_worker(name: str, stdin: io.FileIO | None = None) -> Settings:
         raise ProtocolError("a worker is started by `ssd serve`, which sends settings on stdin")
     settings = Settings.model_validate_json(line)
     threading.Thread(target=_follow_lifeline, args=(stream,), name="lifeline", daemon=True).start()
+    if settings.run_dir is not None:
+        start_pulse(RankFiles(settings.run_dir).pulse, name)
     return settings
 
 

@@ -47,10 +47,17 @@ class EngineClient:
     good. `restarts` and `resumed` count engines that came after another one, and requests that went on there.
     """
 
-    def __init__(self, channel: MessageChannel, reconnect: Reconnect | None = None) -> None:
-        """Without `reconnect` the first death is for good, as it is before the engine was ever ready."""
+    def __init__(
+        self,
+        channel: MessageChannel,
+        reconnect: Reconnect | None = None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Without `reconnect` the first death is for good, as it is before the engine was ever ready.
+        `on_ready` is called whenever an engine can generate."""
         self._line = Line(channel, self._hear, self._lose)
         self._reconnect = reconnect
+        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._running: dict[int, Submitted] = {}
@@ -164,6 +171,7 @@ class EngineClient:
             )
             return
         self.ready = ready
+        self._on_ready()
         lost_s = self.lost_s
         if lost_s is not None:
             resumed = sum(submitted.interrupted for submitted in self._running.values())

@@ -12,7 +12,6 @@ from ssd_serve.cluster.channel import Channel, Waitable
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
-from ssd_serve.cluster.pulse import start_pulse
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, get_logger
@@ -60,8 +59,6 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
     )
-    if ranks is not None:
-        start_pulse(files.pulse, "verifier")
     loop.run()
     return 0
 
@@ -171,7 +168,8 @@ def _await_server(servers: Listener) -> Channel:
     channel = servers.await_peer(_CONNECT_S)
     if channel is None:
         raise EngineDeadError("the server never connected to the verifier")
-    servers.close()  # who comes later wants the verifier that comes after this one
+    # Who comes later wants the verifier that comes after this one.
+    servers.close()
     return channel
 
 

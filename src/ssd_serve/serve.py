@@ -36,6 +36,8 @@ from ssd_serve.terminal import ProgressLine
 _LOOK_EVERY_S = 0.1
 _FAREWELL_S = 0.5
 """Between the engine's death and the server's: time for running requests to be told."""
+_COMES_BACK_S = 600.0
+"""The launcher says sooner when no engine will come back."""
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -70,10 +72,10 @@ class ServingTokenizer:
 
 
 class ServingClient(EngineClient):
-    """Tells the launcher that the end of the engine is meant, when it is."""
+    """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
 
     def __init__(self, channel: Channel, engine: RunningEngine) -> None:
-        super().__init__(channel)
+        super().__init__(channel, lambda: engine.connect(_COMES_BACK_S), engine.target_is_ready)
         self._engine = engine
 
     def stop(self) -> None:
