@@ -38,6 +38,10 @@ def workers(**behaviours: str) -> Callable[..., list[str]]:
     return command
 
 
+_ALIVE = 3
+"""Threads of a worker that beats: its own, its lifeline's and its pulse's."""
+
+
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -215,7 +219,8 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Pat
     settings = Settings(mode=Mode.SSD, tensor_parallel=2, run_dir=tmp_path / "run")
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
         before = engine.pids()
-        time.sleep(3.0)  # long enough for all to start and beat
+        assert until(lambda: all(psutil.Process(pid).num_threads() >= _ALIVE for pid in before.values()))
+        time.sleep(1.0)  # long enough to beat
         engine.target_is_ready()
         os.kill(before[victim], signal.SIGSTOP)
         began = time.monotonic()
