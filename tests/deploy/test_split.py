@@ -44,7 +44,7 @@ class House:
         # What .env has: the key; and here no compiler is waited for.
         given |= {"SSD_CLUSTER_KEY": self.key, "SSD_NATIVE_KERNELS": "false"}
         (entrypoint,), (arguments,) = IMAGE.all("ENTRYPOINT"), IMAGE.all("CMD")
-        words = service.get("command") or json.loads(arguments)
+        words: list[str] = service.get("command") or json.loads(arguments)
         words = [self.meeting if word.startswith("tcp://") else word for word in words]
         variables = {**os.environ, **given, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         process = subprocess.Popen([*json.loads(entrypoint), *words], env=variables, start_new_session=True)
