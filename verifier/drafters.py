@@ -5,7 +5,7 @@ messages, not how drafts are made, and no tensors.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.polling import poll
@@ -23,10 +23,16 @@ class Drafters:
     """A list of drafters. `hello` is what they must agree with."""
 
     def __init__(
-        self, hello: Hello, clock: Callable[[], float] = time.monotonic, log: Logger | None = None
+        self,
+        hello: Hello,
+        clock: Callable[[], float] = time.monotonic,
+        log: Logger | None = None,
+        poll: Callable[[Sequence[Channel], float], Sequence[Channel]] = poll,
     ) -> None:
+        """`poll` waits until one of some channels has something to say."""
         self._hello = hello
         self._clock = clock
+        self._poll = poll
         self._log = log or get_logger("verifier")
         self._links: list[Link] = []
         self._beat_at = 0.0
@@ -123,11 +129,11 @@ class Drafters:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a drafter says something."""
-        return bool(poll([link.channel for link in self._links if not link.paused], timeout_s))
+        return bool(self._poll([link.channel for link in self._links if not link.paused], timeout_s))
 
     def listen(self, timeout_s: float) -> bool:
         """Wait until a drafter with a device of its own says something; False when there is none."""
-        return bool(poll([link.channel for link in self._links if not link.synchronous], timeout_s))
+        return bool(self._poll([link.channel for link in self._links if not link.synchronous], timeout_s))
 
     def worth_waiting(self) -> bool:
         """Whether a drafter works that has not been silent for too long after it was asked."""

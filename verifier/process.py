@@ -22,6 +22,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
+from ssd_serve.verifier.recording import Recorder
 
 _STATUS_S = 1.0
 _CONNECT_S = 120.0
@@ -40,7 +41,12 @@ def run(settings: Settings, server_socket: str, drafter_socket: str, files: Rank
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
-    verifier = assemble_verifier(own, lambda text: _say(server, log, text), log=log, ranks=ranks)
+    recorder = Recorder(own.record, own.record_mb << 20, log) if own.record is not None else None
+    verifier = assemble_verifier(
+        own, lambda text: _say(server, log, text), log=log, ranks=ranks, outside=recorder
+    )
+    if recorder is not None:
+        recorder.begin(own, verifier.facts, verifier.hello)
     settle_memory()
     loop = Loop(server, joining, verifier.engine, lambda: _whole_status(verifier), verifier.remember, log)
     if settings.mode is Mode.SSD:
@@ -84,14 +90,14 @@ class Loop:
     def await_drafter(self, timeout_s: float, already: int) -> None:
         """Wait until a drafter has joined, besides those that have `already`; go on without one when none
         comes."""
-        self._engine.drafters.drain({})
+        self._engine.drain()
         deadline = time.monotonic() + timeout_s
         while (
             self._engine.drafters.alive <= already and time.monotonic() < deadline and not self._server.closed
         ):
             self._accept()
             self._sleep(0.05)
-            self._engine.drafters.drain({})
+            self._engine.drain()
 
     def run(self) -> None:
         """Until the server is gone."""
