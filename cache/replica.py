@@ -50,6 +50,10 @@ class Replica:
             self._adopt()
         return self._in_sequence(growth)
 
+    def restart(self, source: str) -> None:
+        """A drafter begins with this request, perhaps again: it will count its messages from 0."""
+        self._next_sequence.pop(source, None)
+
     def advance(self, tokens: tuple[int, ...]) -> Advance:
         """Move the root along the committed tokens of a round."""
         self._round += 1

@@ -86,16 +86,16 @@ class SpeculationTree:
         """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is
         full.
 
-        Candidates that it already has stay as they are; others are merged behind better ones. A token that is
-        named twice is one candidate.
+        A node that is expanded again, by another drafter, has the candidates of both, and of a candidate that
+        both name the better estimate: reach then adds up to more than 1, which only ranks. Said twice is the
+        same as said once.
         """
+        if node.tokens or len(set(tokens)) < len(tokens):
+            return self._merge(node, tokens, log_probabilities)
         if self._size + len(tokens) > self.limit:
             return False
         if tokens and node.depth >= self._deepest:
             self._deepest = node.depth + 1
-        if node.tokens or len(set(tokens)) < len(tokens):
-            self._merge(node, tokens, log_probabilities)
-            return True
         above = node.cumulative
         values = [above + log_probability for log_probability in log_probabilities]
         if values and (values[0] > above or sorted(values, reverse=True) != values):
@@ -196,14 +196,32 @@ class SpeculationTree:
         self._known[child.name] = child
         return child
 
-    def _merge(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> None:
-        known = set(node.tokens)
-        pairs = list(zip(node.cumulatives, node.tokens, strict=True))
+    def _merge(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
+        merged = dict(zip(node.tokens, node.cumulatives, strict=True))
         for token, log_probability in zip(tokens, log_probabilities, strict=True):
-            if token not in known:
-                pairs.append((node.cumulative + min(log_probability, 0.0), token))
-                known.add(token)
-        pairs.sort(key=lambda pair: -pair[0])
-        self._size += len(pairs) - len(node.tokens)
-        node.tokens = [token for _, token in pairs]
-        node.cumulatives = [cumulative for cumulative, _ in pairs]
+            cumulative = node.cumulative + min(log_probability, 0.0)
+            merged[token] = max(cumulative, merged.get(token, cumulative))
+        more = len(merged) - len(node.tokens)
+        if self._size + more > self.limit:
+            return False
+        self._size += more
+        if merged and node.depth >= self._deepest:
+            self._deepest = node.depth + 1
+        node.tokens = sorted(merged, key=lambda token: -merged[token])
+        node.cumulatives = [merged[token] for token in node.tokens]
+        for token, child in node.children.items():
+            if merged[token] > child.cumulative:
+                _raise_below(child, merged[token] - child.cumulative)
+                child.cumulative = merged[token]
+        return True
+
+
+def _raise_below(node: Node, by: float) -> None:
+    """Make everything below a node more probable."""
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        each.cumulatives = [value + by for value in each.cumulatives]
+        for child in each.children.values():
+            child.cumulative += by
+            waiting.append(child)

@@ -91,8 +91,6 @@ class SocketChannel:
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         connection.setblocking(False)
-        if connection.family in (socket.AF_INET, socket.AF_INET6):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._queue_bytes = queue_bytes
         self._outgoing = bytearray()

@@ -1,4 +1,4 @@
-"""The `local` launcher: verifier, other ranks of the target, and drafter as processes of this machine, each
+"""The `local` launcher: verifier, other ranks of the target, and drafters as processes of this machine, each
 on its device.
 
 Knows roles, devices and sockets; the workers' inner life and the meaning of messages are theirs.
@@ -27,7 +27,7 @@ _CONNECT_S = 60.0
 
 
 class LocalEngine:
-    """A running verifier with its ranks, and its drafter in mode ssd. Ends them when closed."""
+    """A running verifier with its ranks, and its drafters in mode ssd. Ends them when closed."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LocalEngine:
         self.placement = placement
         self._run_dir = run_dir
         self._supervisor = Supervisor(
-            _plans(placement, self.settings.tensor_parallel, run_dir, command),
+            _plans(placement, self.settings, run_dir, command),
             self.settings,
             log,
             on_failure=on_failure,
@@ -107,6 +107,8 @@ def local_engine(
         log.warning(
             "ranks of the target share cores", target=placement.target, ranks=settings.tensor_parallel
         )
+    if placement.draft is not None and 0 < len(placement.draft.indices) < settings.drafter_count:
+        log.warning("drafters share a device", draft=placement.draft, drafters=settings.drafter_count)
     engine = LocalEngine(settings, placement, make_run_dir(settings.run_dir), log, command, on_failure)
     try:
         engine.start()
@@ -115,16 +117,17 @@ def local_engine(
         engine.close()
 
 
-def _plans(placement: Placement, ranks: int, run_dir: RunDir, command: Command) -> list[WorkerPlan]:
+def _plans(placement: Placement, settings: Settings, run_dir: RunDir, command: Command) -> list[WorkerPlan]:
     folder = str(run_dir.path)
     verifier = command("verifier", run_dir.server_socket, run_dir.drafter_socket, folder)
     plans = [WorkerPlan("verifier", tuple(verifier), vital=True)]
     plans += [
         WorkerPlan(f"rank-{rank}", tuple(command("rank", str(rank), folder)), vital=True)
-        for rank in range(1, ranks)
+        for rank in range(1, settings.tensor_parallel)
     ]
-    if placement.draft is not None:
-        name = "drafter-0"
-        drafter = command("drafter", name, run_dir.drafter_socket)
-        plans.append(WorkerPlan(name, tuple(drafter), vital=False))
+    names = [f"drafter-{index}" for index in range(settings.drafter_count if placement.draft else 0)]
+    plans += [
+        WorkerPlan(name, tuple(command("drafter", name, run_dir.drafter_socket)), vital=False)
+        for name in names
+    ]
     return plans

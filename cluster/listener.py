@@ -1,4 +1,4 @@
-"""Where channels begin: listening on a unix path or on loopback, and connecting to either.
+"""Where channels begin: listening on a unix path or on a TCP port, and connecting to either.
 
 An address is a text that fits in a command line: a path, or `tcp://127.0.0.1:4711`. Knows no messages.
 """
@@ -11,20 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.handshake import SHORTEST_KEY, Gate, introduce, tune
 from ssd_serve.errors import EngineDeadError, PermissionProblemError, SettingsError
 
 _TCP = "tcp://"
-_RETRY_S = 0.02
+_RETRY_S, _LONGEST_RETRY_S = 0.02, 0.2
+_TCP_CONNECT_S = 5.0
 _LONGEST_UNIX_PATH = 100
 """The kernel's limit is 107 bytes on Linux and 103 on macOS."""
 
 
 class Listener:
-    """Accepts channels. Only this user can connect: the socket file is 0600 in a folder of its own."""
+    """Accepts channels, without ever blocking. Who may speak: on a unix path only this user, since the socket
+    file is 0600 in a folder of its own; on TCP whoever proves that he knows the key."""
 
-    def __init__(self, server: socket.socket, address: str) -> None:
+    def __init__(self, server: socket.socket, address: str, gate: Gate | None = None) -> None:
         server.setblocking(False)
         self._socket = server
+        self._gate = gate
         self.address = address
 
     @classmethod
@@ -48,10 +52,21 @@ class Listener:
         return cls(server, text)
 
     @classmethod
-    def loopback(cls, port: int = 0) -> "Listener":
-        """Listen on a TCP port of this machine alone; 0 takes a free one."""
-        server = socket.create_server(("127.0.0.1", port))
-        return cls(server, f"{_TCP}127.0.0.1:{server.getsockname()[1]}")
+    def tcp(
+        cls, host: str, port: int, key: str, on_refusal: Callable[[str], None] = lambda _why: None
+    ) -> "Listener":
+        """Listen on a TCP port of one address of this machine; port 0 takes a free one. `on_refusal` is told
+        of every peer that does not prove that it knows the key."""
+        _check_key(key, f"listening on {host}")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            server = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise SettingsError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+        name = f"[{host}]" if ":" in host else host
+        server.setblocking(False)
+        address = f"{_TCP}{name}:{server.getsockname()[1]}"
+        return cls(server, address, Gate(server, key, on_refusal))
 
     @property
     def pending(self) -> int:
@@ -59,68 +74,105 @@ class Listener:
         return 0
 
     def accept(self) -> SocketChannel | None:
-        """The next peer that connected, or None."""
+        """The next peer that connected and may speak, or None."""
         connection = self.accept_socket()
         return None if connection is None else SocketChannel(connection)
 
+    def await_peer(self, timeout_s: float) -> SocketChannel | None:
+        """The same, waiting for it."""
+        deadline = time.monotonic() + timeout_s
+        while self.wait(max(0.0, deadline - time.monotonic())):
+            channel = self.accept()
+            if channel is not None:
+                return channel
+        return None
+
     def accept_socket(self) -> socket.socket | None:
-        """The same, for peers that do not speak in messages."""
+        """The same as `accept`, for peers that do not speak in messages."""
+        if self._gate is not None:
+            return self._gate.accept()
         try:
             return self._socket.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
             return None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until somebody wants to connect."""
+        """Wait until `accept` is worth calling; it may still give None."""
         poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
+        poller.register(self.fileno(), select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))
 
     def fileno(self) -> int:
         """File descriptor to wait on."""
-        return self._socket.fileno()
+        return self._socket.fileno() if self._gate is None else self._gate.fileno()
 
     def close(self) -> None:
         """Stop listening and remove the socket file."""
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close()
         if not self.address.startswith(_TCP):
             Path(self.address).unlink(missing_ok=True)
 
 
 def connect(
-    address: str, timeout_s: float = 10.0, *, give_up: Callable[[], bool] = lambda: False
+    address: str, timeout_s: float = 10.0, *, key: str = "", give_up: Callable[[], bool] = lambda: False
 ) -> SocketChannel:
-    """Connect to a listener, trying again until it is there.
+    """Connect to a listener, trying again until it is there. On TCP both ends prove that they know `key`.
 
-    `give_up` is asked between tries: True when the peer will never come. Raises `EngineDeadError`.
+    `give_up` is asked between tries: True when the peer will never come. Raises `EngineDeadError`, and
+    `SettingsError` where the keys differ.
     """
-    return SocketChannel(connect_socket(address, timeout_s, give_up=give_up))
+    return SocketChannel(connect_socket(address, timeout_s, key=key, give_up=give_up))
 
 
 def connect_socket(
-    address: str, timeout_s: float, *, give_up: Callable[[], bool] = lambda: False
+    address: str, timeout_s: float, *, key: str = "", give_up: Callable[[], bool] = lambda: False
 ) -> socket.socket:
     """The same as a bare socket."""
-    deadline = time.monotonic() + timeout_s
+    if address.startswith(_TCP):
+        _check_key(key, f"connecting to {address}")
+    deadline, pause_s = time.monotonic() + timeout_s, _RETRY_S
     while True:
         try:
-            return _connect_once(address)
-        except (FileNotFoundError, ConnectionError, BlockingIOError) as error:
+            return _connect_once(address, key, deadline, give_up)
+        except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError) as error:
             if give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"nobody answers at {address}: {error}") from error
         except OSError as error:
             raise EngineDeadError(f"cannot connect to {address}: {error}") from error
-        time.sleep(_RETRY_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_RETRY_S)
 
 
-def _connect_once(address: str) -> socket.socket:
-    if address.startswith(_TCP):
-        host, _, port = address.removeprefix(_TCP).rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=5.0)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connect_once(address: str, key: str, deadline: float, give_up: Callable[[], bool]) -> socket.socket:
+    if not address.startswith(_TCP):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(address)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    connection = socket.create_connection(_host_and_port(address), timeout=_TCP_CONNECT_S)
     try:
-        connection.connect(address)
-    except OSError:
+        tune(connection)
+        introduce(connection, key, address, deadline, give_up)
+    except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix(_TCP).rpartition(":")
+    if not host or not port.isdecimal():
+        raise SettingsError(f"the address {address} must look like tcp://127.0.0.1:4711")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_key(key: str, doing: str) -> None:
+    if len(key) < SHORTEST_KEY:
+        raise SettingsError(
+            f"{doing} needs a key that both ends know: set SSD_CLUSTER_KEY to {SHORTEST_KEY} characters"
+        )

@@ -9,8 +9,9 @@ from ssd_serve.settings import Mode, Settings
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The decision. `draft` is None without a drafter process; `front_end` has the cores of the server;
-    `alone` is where the target computes while no drafter works beside it, if not where it always does."""
+    """The decision. `draft` is None without a drafter process, and what they divide where there are several;
+    `front_end` has the cores of the server; `alone` is where the target computes while no drafter works
+    beside it, if not where it always does."""
 
     mode: Mode
     target: Device
@@ -35,15 +36,16 @@ def place(settings: Settings, machine: Machine) -> Placement:
     if ranks > 1 and settings.target_device_alone:
         raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
     target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE", ranks)
-    draft = _named(settings.draft_device, machine, "SSD_DRAFT_DEVICE")
+    draft = _named_draft(settings, machine)
     mode = _mode(settings, machine)
-    if mode is not Mode.SSD:
+    if mode is not Mode.SSD or not settings.drafter_count:
         target = target or _free_gpus(machine, ranks, None) or Device("cpu", machine.cores)
-        return Placement(mode, target, None, Device("cpu", _others(machine.cores, target)))
+        alone = _alone(settings, target, machine) if mode is Mode.SSD else None
+        return Placement(mode, target, None, Device("cpu", _others(machine.cores, target)), alone)
     if target is None:
         target = _free_gpus(machine, ranks, draft)
     if draft is None:
-        draft = _draft_device(target, machine)
+        draft = _draft_device(target, machine, settings.drafter_count)
     if target is None:
         target = Device("cpu", _others(machine.cores, draft))
     front_end = draft if draft.kind == "cpu" else Device("cpu", _others(machine.cores, target))
@@ -52,13 +54,14 @@ def place(settings: Settings, machine: Machine) -> Placement:
 
 def resolved(settings: Settings, placement: Placement) -> Settings:
     """Settings in which nothing about modes and devices is left to decide; what the workers get."""
+    drafts = {Mode.AR: (), Mode.SD: settings.draft_models[:1]}.get(placement.mode, settings.draft_models)
     return settings.model_copy(
         update={
             "mode": placement.mode,
             "target_device": str(placement.target),
             "target_device_alone": str(placement.alone) if placement.alone is not None else None,
             "draft_device": str(placement.draft) if placement.draft is not None else None,
-            "draft": settings.draft_model if placement.mode is not Mode.AR else None,
+            "draft": ",".join(drafts) or None,
         }
     )
 
@@ -71,26 +74,65 @@ def of_rank(settings: Settings, rank: int) -> Settings:
     return settings.model_copy(update={"target_device": str(own)})
 
 
+def of_drafter(settings: Settings, index: int) -> Settings:
+    """Resolved settings as this drafter needs them: the draft models by turns, and its own part of the
+    device."""
+    models, count = settings.draft_models, settings.drafter_count
+    update: dict[str, object] = {}
+    if models:
+        update["draft"] = models[index % len(models)]
+    if settings.draft_device is not None and count > 1:
+        update["draft_device"] = str(parse_device(settings.draft_device).split(count)[index % count])
+    return settings.model_copy(update=update)
+
+
+def _named_draft(settings: Settings, machine: Machine) -> Device | None:
+    """What the drafters divide: GPUs not more than they are, one for each or shared."""
+    if settings.draft_device is None:
+        return None
+    device, count = parse_device(settings.draft_device), max(1, settings.drafter_count)
+    check_device(device, machine, "SSD_DRAFT_DEVICE")
+    if device.kind == "cuda" and len(device.indices) > count:
+        why = "the draft model uses one" if count == 1 else f"SSD_DRAFTERS is {count}, and each uses one"
+        raise SettingsError(f"SSD_DRAFT_DEVICE is {device}, but {why}: name {count} GPU{'s' * (count > 1)}")
+    if count > 1 and not device.indices:
+        return Device("cpu", machine.cores)  # the drafters have to divide them
+    return device
+
+
 def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> Device | None:
     if text is None:
         return None
     device = parse_device(text)
     check_device(device, machine, setting)
     if device.kind == "cuda" and len(device.indices) != ranks:
-        why = "the draft model uses one" if "DRAFT" in setting else f"SSD_TENSOR_PARALLEL is {ranks}"
-        raise SettingsError(f"{setting} is {device}, but {why}: name {ranks} GPU{'s' * (ranks > 1)}")
+        raise SettingsError(
+            f"{setting} is {device}, but SSD_TENSOR_PARALLEL is {ranks}: name {ranks} GPU{'s' * (ranks > 1)}"
+        )
     if ranks > 1 and not device.indices:
         return Device("cpu", machine.cores)  # ranks have to divide them
     return device
 
 
 def _mode(settings: Settings, machine: Machine) -> Mode:
+    remote = settings.drafters == 0
+    if remote and not settings.drafter_address and settings.mode in (Mode.AUTO, Mode.SSD):
+        raise SettingsError(
+            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, "
+            "e.g. to tcp://127.0.0.1:4711, or SSD_MODE=ar"
+        )
     if settings.mode is Mode.AUTO:
+        if remote:
+            return Mode.SSD
         if settings.draft_model is None:
             return Mode.AR
         spare = (machine.gpus or len(machine.cores)) > settings.tensor_parallel
         return Mode.SSD if spare else Mode.SD
-    if settings.mode is not Mode.AR and settings.draft_model is None:
+    if (
+        settings.mode is not Mode.AR
+        and settings.draft_model is None
+        and not (remote and settings.mode is Mode.SSD)
+    ):
         raise SettingsError(
             f"mode {settings.mode.value} needs a draft model: set SSD_DRAFT to a folder or a hub id, "
             "or SSD_MODE=ar"
@@ -122,14 +164,16 @@ def _free_gpus(machine: Machine, ranks: int, draft: Device | None) -> Device | N
     return None
 
 
-def _draft_device(target: Device | None, machine: Machine) -> Device:
-    """A second GPU where there is one, else the last core that the target does not use."""
+def _draft_device(target: Device | None, machine: Machine, count: int) -> Device:
+    """A GPU for each of `count` drafters as far as there are free ones, else the last cores that the target
+    does not use. One that chooses its cores itself keeps at least one."""
     if target is not None and target.kind == "cuda":
-        spare = [gpu for gpu in range(machine.gpus) if gpu not in target.indices]
-        return Device("cuda", (spare[0],)) if spare else Device("cpu", machine.cores[-1:])
-    used = target.indices if target is not None else ()
-    free = [core for core in machine.cores if core not in used] or list(machine.cores)
-    return Device("cpu", (free[-1],))
+        spare = tuple(gpu for gpu in range(machine.gpus) if gpu not in target.indices)
+        return Device("cuda", spare[:count]) if spare else Device("cpu", machine.cores[-count:])
+    if target is not None:
+        free = [core for core in machine.cores if core not in target.indices] or list(machine.cores)
+        return Device("cpu", tuple(free[-count:]))
+    return Device("cpu", machine.cores[-min(count, max(1, len(machine.cores) - 1)) :])
 
 
 def _others(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:

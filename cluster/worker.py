@@ -14,7 +14,7 @@ from pathlib import Path
 
 import setproctitle
 
-from ssd_serve.cluster.placement import of_rank
+from ssd_serve.cluster.placement import of_drafter, of_rank
 from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.devices import parse_device, pin
@@ -68,13 +68,13 @@ def _pin_rank(settings: Settings, rank: int) -> None:
 
 
 def run_drafter(name: str, drafter_socket: str) -> int:
-    """Body of a drafter process; returns its exit code."""
-    settings = enter_worker(name)
+    """Body of a drafter process, whose name ends with its number; returns its exit code."""
+    settings = of_drafter(enter_worker(name), int(name.rpartition("-")[2]))
     if settings.draft_device is not None:
         pin(parse_device(settings.draft_device))
     from ssd_serve.drafter.process import run
 
-    return run(settings, name, drafter_socket)
+    return run(settings, name, [drafter_socket])
 
 
 def leave_worker(name: str, error: SsdError) -> int:

@@ -68,6 +68,7 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
         vocabulary=facts.vocabulary,
         context=facts.context,
         name=name,
+        source=settings.draft_model,
         step_ms=1e3 * seconds[widths.width],
     )
     return Assembled(core, hello, emulated)

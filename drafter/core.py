@@ -7,8 +7,9 @@ It speaks in messages but owns no socket, holds no KV and runs no model: those a
 source's. Losslessness never depends on it.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ssd_serve.cache.expansions import ROOT_STEP, pack
 from ssd_serve.cache.expansions import Expansion as Expanded
@@ -24,10 +25,11 @@ from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pau
 class _Drafted:
     """What the core remembers about one request."""
 
-    __slots__ = ("candidates", "epoch", "frontier", "parameters", "position", "sequence", "tree")
+    __slots__ = ("candidates", "epoch", "frontier", "parameters", "paused", "position", "sequence", "tree")
 
-    def __init__(self, message: Open, limits: GrowthLimits, ends: frozenset[int]) -> None:
+    def __init__(self, message: Open, limits: GrowthLimits, ends: frozenset[int], paused: bool) -> None:
         self.epoch = message.epoch
+        self.paused = paused
         self.parameters: SamplingParameters = message.parameters
         self.position = len(message.prompt) + len(message.output) - 1
         self.tree = SpeculationTree(message.root, limits.nodes)
@@ -41,6 +43,12 @@ class _Drafted:
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
         self.candidates: dict[int, Candidates] = {}
+
+    def reach(self) -> float:
+        """Log reach of the next node to expand, or -inf. While it pauses, a root is still read."""
+        if self.paused and self.tree.root.expanded:
+            return -math.inf
+        return self.frontier.reach()
 
 
 class DrafterCore:
@@ -67,9 +75,9 @@ class DrafterCore:
         self._paused = False
 
     @property
-    def requests(self) -> int:
-        """Number of open requests."""
-        return len(self._requests)
+    def requests(self) -> Collection[int]:
+        """The open requests."""
+        return self._requests.keys()
 
     @property
     def nodes(self) -> int:
@@ -88,7 +96,18 @@ class DrafterCore:
             return self._snapshot(message)
         elif isinstance(message, Pause):
             self._paused = message.paused
+            self.pause(self.requests, message.paused)
         return []
+
+    def pause(self, requests: Collection[int], paused: bool) -> None:
+        """Pause with some open requests, or go on."""
+        for request in requests:
+            self._requests[request].paused = paused
+
+    def forget(self, request: int) -> None:
+        """Free everything of an open request."""
+        del self._requests[request]
+        self._source.close(request)
 
     def step(self) -> list[Growth]:
         """One draft step over all requests; empty when nothing is worth expanding."""
@@ -116,13 +135,10 @@ class DrafterCore:
         waiting = self._requests
         width = self._limits.width if self._widths is None else self._widths.width
         while len(picked) < width:
-            request = max(waiting, key=lambda each: waiting[each].frontier.reach(), default=None)
-            if request is None or waiting[request].frontier.reach() == float("-inf"):
+            request = max(waiting, key=lambda each: waiting[each].reach(), default=None)
+            if request is None or waiting[request].reach() == -math.inf:
                 break
-            drafted = waiting[request]
-            if self._paused and drafted.tree.root.expanded:
-                break
-            picked.append((request, drafted.frontier.pop()))
+            picked.append((request, waiting[request].frontier.pop()))
         return picked
 
     def _expansion(self, request: int, node: Node) -> Expansion:
@@ -152,17 +168,13 @@ class DrafterCore:
             return
         if known is not None:
             self._source.close(message.request)
-        self._requests[message.request] = _Drafted(message, self._limits, self._ends)
+        self._requests[message.request] = _Drafted(message, self._limits, self._ends, self._paused)
         self._source.open(message.request, message.prompt + message.output, message.parameters, message.seed)
 
     def _close(self, message: Close) -> None:
         known = self._requests.get(message.request)
         if known is not None and known.epoch <= message.epoch:
-            self._forget(message.request)
-
-    def _forget(self, request: int) -> None:
-        del self._requests[request]
-        self._source.close(request)
+            self.forget(message.request)
 
     def _outcome(self, message: Outcome) -> list[DrafterMessage]:
         drafted = self._requests.get(message.request)
@@ -177,7 +189,7 @@ class DrafterCore:
         drafted.position += len(message.tokens)
         if drafted.tree.root.name != message.root:
             self._log.warning("derived root differs", request=message.request, position=message.position)
-            self._forget(message.request)  # its tree and its source stand at different roots now
+            self.forget(message.request)  # its tree and its source stand at different roots now
             return [Resync(message.request, message.epoch)]
         drafted.frontier.rebuild()
         kept = [node.name for node in drafted.tree.expanded()]

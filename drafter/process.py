@@ -1,97 +1,109 @@
-"""The drafter process: *drain outcomes, pick, forward, append, publish*, and sleep on the socket
-otherwise."""
+"""The drafter process: *drain outcomes, pick, forward, append, publish*, and sleep on the sockets otherwise.
+
+It drafts for one verifier or for several, and waits for those that are not there.
+"""
 
 import time
+from collections.abc import Sequence
 
-from ssd_serve.cluster.channel import Channel
-from ssd_serve.cluster.listener import connect
+from ssd_serve.cluster.dialling import Dial
+from ssd_serve.cluster.polling import poll
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.errors import EngineDeadError, PairMismatchError
+from ssd_serve.drafter.target import Target
+from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import settle_memory
-from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, Pause, Refusal, Resync
+from ssd_serve.messages import Growth, Heartbeat
 from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.settings import Settings
 
-_BEAT_S = 1.0
-_JOIN_S = 600.0
+_BEAT_S = 0.5
+_DIALLING_S = 0.05
+"""How often those that are not there are looked for, at most."""
 _BLEND = 0.05
 
 
-def run(settings: Settings, name: str, drafter_socket: str) -> int:
-    """Load, join the verifier, draft until it is gone. Returns the exit code."""
+def run(settings: Settings, name: str, addresses: Sequence[str]) -> int:
+    """Load, join the verifiers at these addresses, and draft for ever. Raises `PairMismatchError` when none
+    of them wants this draft model."""
     log = get_logger(name, settings.log_level, settings.log_format)
     native = native_library(settings, log)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
     settle_memory()
-    channel = connect(drafter_socket, _JOIN_S)
-    _join(channel, drafter.hello)
-    log.info("joined", step_ms=round(drafter.hello.step_ms, 2))
-    Loop(channel, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated).run()
+    targets = [
+        Target(
+            drafter.core,
+            drafter.hello,
+            log,
+            (place, len(addresses)),
+            Dial(address, log, key=settings.cluster_key or ""),
+        )
+        for place, address in enumerate(addresses)
+    ]
+    Loop(targets, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated).run()
     return 0
 
 
 class Loop:
-    """Steps the core for as long as the channel lives."""
+    """Steps the core for as long as there is anybody to draft for."""
 
     def __init__(
-        self, channel: Channel, core: DrafterCore, step_s: float, emulated: EmulatedModel | None = None
+        self,
+        targets: Sequence[Target],
+        core: DrafterCore,
+        step_s: float,
+        emulated: EmulatedModel | None = None,
     ) -> None:
-        self._channel = channel
+        self._targets = targets
         self._emulated = emulated
         self._core = core
         self._step_s = step_s
         self._beat_at = 0.0
 
     def run(self) -> None:
-        """Until the verifier is gone. Never spins: without work it sleeps on the socket."""
-        while not self._channel.closed:
-            self._drain()
-            started = time.perf_counter()
-            growth = self._core.step()
-            if growth:
-                self._publish(growth)
-                self._step_s += _BLEND * (time.perf_counter() - started - self._step_s)
-            else:
-                self._channel.wait(_BEAT_S)
-            self._beat()
+        """Until all verifiers are gone for good. Never spins: without work it sleeps on the sockets."""
+        while not all(target.over for target in self._targets):
+            self.turn()
 
-    def _drain(self) -> None:
-        for message in self._channel.receive():
-            if isinstance(message, Refusal):
-                raise PairMismatchError(message.message)
-            if isinstance(message, Open | Outcome | Close | Resync | Pause):
-                for reply in self._core.handle(message):
-                    self._channel.send(reply)
+    def turn(self) -> None:
+        """One step, or a sleep."""
+        for target in self._targets:
+            target.hear()
+        if all(target.refused for target in self._targets):
+            raise PairMismatchError(self._targets[0].refused)
+        started = time.perf_counter()
+        growth = self._core.step()
+        if growth:
+            self._publish(growth)
+            self._step_s += _BLEND * (time.perf_counter() - started - self._step_s)
+        else:
+            self._sleep()
+        self._beat()
 
     def _publish(self, growth: list[Growth]) -> None:
-        """A full queue drops growth: the verifier sees the gap in the sequence and asks for a snapshot."""
         for message in growth:
-            self._channel.send(message)
+            self._targets[message.request % len(self._targets)].grew(message)
+
+    def _sleep(self) -> None:
+        channels = [target.channel for target in self._targets if target.channel is not None]
+        missing = any(target.channel is None and not target.over for target in self._targets)
+        if channels:
+            poll(channels, _DIALLING_S if missing else _BEAT_S)
+        elif missing:
+            time.sleep(_DIALLING_S)
 
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
-            forwards = self._emulated.forwards if self._emulated else 0
-            overruns = self._emulated.overruns if self._emulated else 0
-            self._channel.send(
-                Heartbeat(
-                    step_ms=1e3 * self._step_s, nodes=self._core.nodes, forwards=forwards, overruns=overruns
-                )
+            emulated = self._emulated
+            beat = Heartbeat(
+                step_ms=1e3 * self._step_s,
+                nodes=self._core.nodes,
+                forwards=emulated.forwards if emulated else 0,
+                overruns=emulated.overruns if emulated else 0,
             )
-
-
-def _join(channel: Channel, hello: Hello) -> None:
-    """Greet the verifier and wait for its answer."""
-    channel.send(hello)
-    while not channel.closed:
-        channel.wait(1.0)
-        for message in channel.receive():
-            if isinstance(message, Hello):
-                return
-            if isinstance(message, Refusal):
-                raise PairMismatchError(message.message)
-    raise EngineDeadError("the verifier went away before the drafter could join")
+            for target in self._targets:
+                target.beat(beat)

@@ -24,7 +24,7 @@ from ssd_serve.server.naming import HEADER, NamedRequests
 from ssd_serve.server.openapi import describe_bodies
 from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ssd_serve.server.root_path import RootPath, path_within
-from ssd_serve.server.service import Gate, Service
+from ssd_serve.server.service import Gate, OtherPages, Service
 from ssd_serve.server.streaming import ClientGoneError
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.server.tokenizing import TokenizingEndpoints
@@ -44,8 +44,10 @@ def create_app(
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
     gate: Gate | None = None,
+    others: OtherPages | None = None,
 ) -> FastAPI:
-    """Build the application. Its lifespan starts and stops the engine client."""
+    """Build the application. Its lifespan starts and stops the engine client. `others`: where this server is
+    one of several behind one address, what gets the metrics page of all of them."""
     limits = limits or Limits()
     service = Service(
         settings=settings,
@@ -53,11 +55,10 @@ def create_app(
         engine=engine_client,
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
-        metrics=Metrics(
-            lambda: engine_client.ready, lambda: engine_client.status, lambda: service.trouble() is None
-        ),
+        metrics=Metrics(engine_client, lambda: service.trouble() is None),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         gate=gate or Gate(),
+        others=others,
     )
 
     @asynccontextmanager
@@ -76,6 +77,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.state.metrics_page = service.metrics.render
     _add_routes(app, service)
     _add_error_handlers(app)
     if settings.api_key:

@@ -1,18 +1,19 @@
 """The server's end of the conversation with the verifier process.
 
-Sends Submit, Abort and Finish; hands reports on to whoever submitted. Lives on one event loop and never
+Sends Submit, Abort and Finish; hands reports on to whoever submitted. When the verifier dies, what runs is
+submitted again to the one that comes after it, and goes on where it was. Lives on one event loop and never
 blocks it. Knows nothing about HTTP or text, and nothing about how the engine works.
 """
 
 import asyncio
 import itertools
 import logging
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from ssd_serve.errors import EngineDeadError, OverloadedError, ProtocolError
+from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.messages import (
     Abort,
     Committed,
@@ -26,209 +27,198 @@ from ssd_serve.messages import (
     Status,
     Submit,
 )
+from ssd_serve.server.line import Line, MessageChannel
+from ssd_serve.server.submitted import Deliver, Interrupted, Submitted
 
 logger = logging.getLogger(__name__)
 
-RETRY_SEND_S = 0.01
+_MOST_LOSSES = 3
+"""A request that was running at so many deaths in a row, without a token between them, may be their cause."""
 
-
-class MessageChannel(Protocol):
-    """What the client needs of a channel; none of it blocks."""
-
-    @property
-    def closed(self) -> bool:
-        """The peer is gone."""
-        ...
-
-    @property
-    def pending(self) -> int:
-        """Bytes that the kernel has not taken yet."""
-        ...
-
-    def send(self, message: Message) -> bool:
-        """False: not taken, the queue is full or the channel closed."""
-        ...
-
-    def flush(self) -> bool:
-        """Send what can be sent; True when nothing is pending."""
-        ...
-
-    def receive(self) -> list[Message]:
-        """All waiting messages, in order."""
-        ...
-
-    def fileno(self) -> int:
-        """Descriptor to wait on for reading."""
-        ...
-
-    def close(self) -> None:
-        """Close now."""
-        ...
-
-
-Report = Committed | Finished | Refused | EngineDeadError
-"""What a submitter is told about its request. After anything but Committed nothing more follows."""
-
-Deliver = Callable[[Report], None]
+Reconnect = Callable[[], MessageChannel]
+"""Waits, on a thread, for the channel of the next engine; raises `EngineDeadError` where none will come."""
 
 
 class EngineClient:
-    """One per server and channel. `start` on the event loop, then `submit`; `stop` closes the channel.
+    """One per server. `start` on the event loop, then `submit`; `stop` closes the channel.
 
-    `ready`, `status` and `progress` hold the latest of each; `dead` is the reason once the engine is gone.
+    `ready`, `status` and `progress` hold the latest of each; `dead` is the reason once the engine is gone for
+    good. `restarts` and `resumed` count engines that came after another one, and requests that went on there.
     """
 
-    def __init__(self, channel: MessageChannel) -> None:
-        self._channel = channel
+    def __init__(self, channel: MessageChannel, reconnect: Reconnect | None = None) -> None:
+        """Without `reconnect` the first death is for good, as it is before the engine was ever ready."""
+        self._line = Line(channel, self._hear, self._lose)
+        self._reconnect = reconnect
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._descriptor = -1
         self._numbers = itertools.count(1)
-        self._submitters: dict[int, Deliver] = {}
-        self._unsent: deque[Abort | Finish] = deque()
-        self._retry: asyncio.TimerHandle | None = None
-        self._flushing = False
+        self._running: dict[int, Submitted] = {}
         self._heard_at = time.monotonic()
+        self._lost_at: float | None = None
         self.ready: Ready | None = None
         self.status: Status | None = None
         self.progress = ""
         self.dead: str | None = None
+        self.restarts = 0
+        self.resumed = 0
 
     @property
     def active(self) -> int:
         """Requests that have not ended."""
-        return len(self._submitters)
+        return len(self._running)
 
     @property
     def silent_s(self) -> float:
         """Seconds since the engine last said anything."""
         return time.monotonic() - self._heard_at
 
+    @property
+    def lost_s(self) -> float | None:
+        """Seconds since the engine was lost whose successor is not ready yet; None where there is one."""
+        return None if self._lost_at is None else time.monotonic() - self._lost_at
+
     def start(self) -> None:
         """Begin to listen on the running event loop. A second call changes nothing."""
-        if self._loop is not None:
-            return
-        self._loop = asyncio.get_running_loop()
-        self._heard_at = time.monotonic()
-        self._descriptor = self._channel.fileno()
-        if self._descriptor >= 0:
-            self._loop.add_reader(self._descriptor, self._drain)
-        self._drain()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._heard_at = time.monotonic()
+            self._line.start(self._loop)
 
     def stop(self) -> None:
         """Abort what runs, close the channel, and tell every submitter. The engine takes it as the end."""
-        for request in self._submitters:
-            self._send_surely(Abort(request=request))
+        for request in self._running:
+            self._line.send_surely(Abort(request=request))
         self._die("the server is shutting down")
 
     def submit(
         self, prompt: tuple[int, ...], parameters: SamplingParameters, seed: int, deliver: Deliver
     ) -> int:
-        """Send a request and return its number; `deliver` is called on the event loop with each report."""
+        """Send a request and return its number; `deliver` is called on the event loop with each report.
+
+        While another engine is awaited, the request waits with those that will go on there.
+        """
+        if self.dead is None and self._lost_at is None and self._line.closed:
+            self._line.drain()
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         request = next(self._numbers)
         message = Submit(request=request, prompt=prompt, parameters=parameters, seed=seed)
-        if not self._send(message):
-            if self._channel.closed:
-                self._die("the engine process ended")
-                raise EngineDeadError(self.dead or "")
+        if self._lost_at is not None:
+            self._line.send_surely(message)
+        elif not self._line.send(message) and not self._line.closed:
             raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
-        self._submitters[request] = deliver
+        self._running[request] = Submitted(message, deliver)
         return request
 
     def abort(self, request: int) -> None:
         """The client is gone: free the request. Does nothing when it has already ended."""
-        if self._submitters.pop(request, None) is not None:
-            self._send_surely(Abort(request=request))
+        if self._running.pop(request, None) is not None:
+            self._line.send_surely(Abort(request=request))
 
     def finish(self, request: int) -> None:
-        """A stop string was found: end the request; its `Finished` follows. Nothing when it has ended."""
-        if request in self._submitters:
-            self._send_surely(Finish(request=request))
-
-    def _send(self, message: Message) -> bool:
-        if self._unsent and not isinstance(message, Abort | Finish):
-            return False
-        taken = self._channel.send(message)
-        if taken and self._channel.pending:
-            self._flush_when_writable()
-        return taken
-
-    def _send_surely(self, message: Abort | Finish) -> None:
-        """Send now, or keep it until the queue has room: a lost Abort would hold its slots for ever."""
-        if self.dead is None:
-            self._unsent.append(message)
-            self._send_unsent()
-
-    def _send_unsent(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        while self._unsent and self._send(self._unsent[0]):
-            self._unsent.popleft()
-        if self._unsent and not self._channel.closed and self._loop is not None:
-            self._retry = self._loop.call_later(RETRY_SEND_S, self._send_unsent)
-
-    def _flush_when_writable(self) -> None:
-        if self._flushing or self._loop is None or self._descriptor < 0:
+        """A stop string was found: end the request; its `Finished` follows, or an error where the engine has
+        died. Nothing when it has ended."""
+        submitted = self._running.get(request)
+        if submitted is None:
             return
-        self._flushing = True
-        self._loop.add_writer(self._descriptor, self._flush)
+        submitted.finishing = True
+        if self._lost_at is None:
+            self._line.send_surely(Finish(request=request))
+        else:
+            self._end(request, EngineDeadError("the figures of the request went with the engine"))
 
-    def _flush(self) -> None:
-        if self._channel.flush():
-            self._stop_flushing()
-        if self._channel.closed:
-            self._drain()
-
-    def _stop_flushing(self) -> None:
-        if self._flushing and self._loop is not None:
-            self._flushing = False
-            self._loop.remove_writer(self._descriptor)
-
-    def _drain(self) -> None:
-        """Dispatch everything that waits; notice the end."""
-        try:
-            messages = self._channel.receive()
-        except ProtocolError as error:
-            self._die(f"the engine sent something that is not the protocol: {error}")
-            return
+    def _hear(self, messages: Sequence[Message]) -> None:
+        self._heard_at = time.monotonic()
         for message in messages:
             self._dispatch(message)
-        if messages:
-            self._heard_at = time.monotonic()
-        if self._channel.closed and self.dead is None:
-            self._die("the engine process ended")
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Committed):
-            deliver = self._submitters.get(message.request)
-            if deliver is not None:
-                deliver(message)
+            submitted = self._running.get(message.request)
+            if submitted is not None:
+                submitted.take(message)
+                submitted.deliver(message)
         elif isinstance(message, Finished | Refused):
-            deliver = self._submitters.pop(message.request, None)
-            if deliver is not None:
-                deliver(message)
+            self._end(message.request, message)
         elif isinstance(message, Status):
             self.status = message
         elif isinstance(message, Ready):
-            self.ready = message
+            self._welcome(message)
         elif isinstance(message, Progress):
             self.progress = message.text
         else:
             logger.warning("unexpected %s from the engine", type(message).__name__)
 
+    def _end(self, request: int, report: Finished | Refused | EngineDeadError) -> None:
+        submitted = self._running.pop(request, None)
+        if submitted is not None:
+            submitted.deliver(report)
+
+    def _welcome(self, ready: Ready) -> None:
+        """An engine can generate: the first one, or another."""
+        self.ready = ready
+        lost_s = self.lost_s
+        if lost_s is not None:
+            resumed = sum(submitted.interrupted for submitted in self._running.values())
+            logger.warning("the engine is back after %.1f s; requests that go on: %d", lost_s, resumed)
+            self._lost_at = None
+            self.restarts += 1
+            self.resumed += resumed
+
+    def _lose(self, reason: str) -> None:
+        """The engine is gone. What runs waits for the next one, if one may come."""
+        if self._reconnect is None or self._loop is None or self.ready is None:
+            self._die(reason)
+            return
+        if self._lost_at is None:
+            logger.warning("%s; requests that wait for the next one: %d", reason, self.active)
+            self._lost_at = time.monotonic()
+            for request, submitted in list(self._running.items()):
+                self._interrupt(request, submitted)
+        # A thread of its own: the loop's pool would be waited for when the server ends.
+        threading.Thread(
+            target=self._await_engine, args=(self._reconnect, self._loop), name="reconnect", daemon=True
+        ).start()
+
+    def _interrupt(self, request: int, submitted: Submitted) -> None:
+        submitted.interrupt()
+        if submitted.finishing:
+            self._end(request, EngineDeadError("the figures of the request went with the engine"))
+        elif submitted.losses >= _MOST_LOSSES:
+            reason = f"{submitted.losses} engines in a row died while they worked on this request"
+            logger.error("request %d is given up: %s", request, reason)
+            self._end(request, EngineDeadError(reason))
+        else:
+            submitted.deliver(Interrupted())
+
+    def _await_engine(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
+        """On a thread: get the next channel, or the reason why there is none."""
+        found: MessageChannel | EngineDeadError
+        try:
+            found = reconnect()
+        except EngineDeadError as error:
+            found = error
+        with suppress(RuntimeError):  # the loop has ended, and with it who waited
+            loop.call_soon_threadsafe(self._go_on, found)
+
+    def _go_on(self, found: MessageChannel | EngineDeadError) -> None:
+        """Submit everything again, behind the tokens that it has. The engine reads it when it has loaded."""
+        if isinstance(found, EngineDeadError):
+            self._die(str(found))
+            return
+        if self.dead is not None or self._loop is None:
+            found.close()
+            return
+        self._line = Line(found, self._hear, self._lose)
+        for submitted in self._running.values():
+            self._line.send_surely(submitted.again())
+        self._line.start(self._loop)
+
     def _die(self, reason: str) -> None:
         if self.dead is not None:
             return
         self.dead = reason
-        self._stop_flushing()
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        if self._loop is not None and self._descriptor >= 0:
-            self._loop.remove_reader(self._descriptor)
-        self._channel.close()
-        submitters, self._submitters = self._submitters, {}
-        for deliver in submitters.values():
-            deliver(EngineDeadError(reason))
+        self._line.close()
+        running, self._running = self._running, {}
+        for submitted in running.values():
+            submitted.deliver(EngineDeadError(reason))

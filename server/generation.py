@@ -11,10 +11,10 @@ from types import TracebackType
 
 from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.messages import Committed, Figures, Finished, Refused, SamplingParameters, TokenLogprobs
-from ssd_serve.server.engine_client import Report
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.metrics import Stopwatch
 from ssd_serve.server.service import Service
+from ssd_serve.server.submitted import Interrupted, Report
 from ssd_serve.server.text import TextAssembler, TextRules
 
 _LONGEST_END_S = 5.0
@@ -88,6 +88,8 @@ class _Choice:
         self.assembler = TextAssembler(detokenizer, plan.rules)
         self.watch = Stopwatch(service.metrics, len(plan.prompt))
         self.running = False
+        self.interrupted = False
+        """More than one engine works on it: none of them knows all its figures."""
         self._reports = 0
 
     @property
@@ -123,11 +125,11 @@ class _Choice:
     def end(self, report: Finished) -> Piece:
         """The engine ended the choice; held back text may still complete a stop string."""
         text = self.assembler.finish(report.stop_token if report.reason == "stop" else None)
-        if self.stopped:
-            ending = Ending("stop", self.assembler.stopped_by, report.figures)
-        else:
-            ending = Ending(report.reason, report.stop_token, report.figures)
-        self.close(ending.reason)
+        reason = "stop" if self.stopped else report.reason
+        cause = self.assembler.stopped_by if self.stopped else report.stop_token
+        figures = self._seen() if self.interrupted else report.figures
+        self.close(reason)
+        ending = Ending(reason, cause, figures, complete=not self.interrupted)
         return Piece(self.index, text, (), (), (), ending)
 
     def close(self, reason: str) -> None:
@@ -139,11 +141,14 @@ class _Choice:
     def end_alone(self) -> Piece:
         """The text is complete but the engine did not say so: only what was seen here is known."""
         self.close("stop")
+        ending = Ending("stop", self.assembler.stopped_by, self._seen(), complete=False)
+        return Piece(self.index, "", (), (), (), ending)
+
+    def _seen(self) -> Figures:
+        """What can be counted here."""
         tokens = self.assembler.tokens
         # The first report ends the prompt; each later one is a round, whose last token is the bonus.
-        figures = Figures(rounds=self._reports - 1, tokens=tokens, accepted=tokens - self._reports)
-        ending = Ending("stop", self.assembler.stopped_by, figures, complete=False)
-        return Piece(self.index, "", (), (), (), ending)
+        return Figures(rounds=self._reports - 1, tokens=tokens, accepted=tokens - self._reports)
 
 
 class Run:
@@ -193,6 +198,8 @@ class Run:
                 if not choice.stopped:
                     yield choice.absorb(report)
                     self._finish_if_stopped(choice)
+            elif isinstance(report, Interrupted):
+                choice.interrupted = True
             elif isinstance(report, Finished) and report.reason != "error":
                 yield choice.end(report)
             elif choice.stopped or report is None:

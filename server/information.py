@@ -44,8 +44,9 @@ class InformationEndpoints:
         return JSONResponse({"server_load": self.service.engine.active})
 
     async def metrics(self) -> Response:
-        """The Prometheus page."""
-        return Response(self.service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        """The Prometheus page; of all servers where there are several behind this address."""
+        page = await self.service.others() if self.service.others else self.service.metrics.render()
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     def _card(self) -> dict[str, object]:
         ready = self.service.engine.ready

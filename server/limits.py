@@ -35,3 +35,5 @@ class Limits:
     """A stream with nothing to say for so long sends a comment, so that proxies keep it open."""
     engine_silence_s: float = 60.0
     """A verifier that says nothing for so long is reported as hanging."""
+    hold_s: float = 30.0
+    """New requests wait for an engine that was lost no longer ago than this; later they are told to retry."""

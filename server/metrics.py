@@ -6,6 +6,7 @@ servers in one process do not meet.
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -47,6 +48,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "generation_tokens": ("tokens generated", lambda s: s.generation_tokens),
     "num_preemptions": ("requests set aside for lack of slots", lambda s: s.preemptions),
     "drafter_restarts": ("drafters started again", lambda s: s.drafter_restarts),
+    "drafter_moves": ("requests that went from one drafter to another", lambda s: s.drafter_moves),
     "spec_decode_num_drafts": ("rounds (target forwards of a request)", lambda s: s.totals.rounds),
     "spec_decode_num_draft_tokens": ("nodes verified", lambda s: s.totals.drafted),
     "spec_decode_num_accepted_tokens": ("nodes accepted", lambda s: s.totals.accepted),
@@ -65,31 +67,62 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
 }
 
 
+class EngineView(Protocol):
+    """What metrics read of the server's end of the engine."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """What it said last about itself."""
+        ...
+
+    @property
+    def status(self) -> Status | None:
+        """What it said last about its work."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """Engines that came after another one."""
+        ...
+
+    @property
+    def resumed(self) -> int:
+        """Requests that went on in another engine."""
+        ...
+
+
 class EngineCollector(Collector):
     """Reads what the engine said last when scraped."""
 
-    def __init__(
-        self, ready: Callable[[], Ready | None], status: Callable[[], Status | None], up: Callable[[], bool]
-    ) -> None:
-        self._ready = ready
-        self._status = status
+    def __init__(self, engine: EngineView, up: Callable[[], bool]) -> None:
+        self._engine = engine
         self._up = up
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges and counters; only `engine_up` before the engine has said anything."""
+        """Gauges and counters; little before the engine has said anything."""
         yield GaugeMetricFamily("ssd_engine_up", "1 when tokens can be generated", value=float(self._up()))
-        ready = self._ready()
+        yield CounterMetricFamily(
+            "ssd_engine_restarts", "engines that came after another one", value=self._engine.restarts
+        )
+        yield CounterMetricFamily(
+            "ssd_requests_resumed", "requests that went on in another engine", value=self._engine.resumed
+        )
+        ready = self._engine.ready
         if ready is not None:
             mode = GaugeMetricFamily("ssd_mode", "1 for the mode; ssd has a drafter", labels=["mode"])
             mode.add_metric([ready.mode], 1.0)
             yield mode
-        status = self._status()
+        status = self._engine.status
         if status is None:
             return
         for name, (text, read) in _GAUGES.items():
             yield GaugeMetricFamily(f"ssd_{name}", text, value=float(read(status)))
         for name, (text, read) in _COUNTERS.items():
             yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+        requests = GaugeMetricFamily("ssd_drafter_requests", "requests of each drafter", labels=["drafter"])
+        for name, count in status.drafter_requests.items():
+            requests.add_metric([name], float(count))
+        yield requests
         yield from _layouts(status)
         attention = GaugeMetricFamily(
             "ssd_tree_decode_backend", "1 for the target's tree attention", labels=["backend"]
@@ -124,11 +157,9 @@ def _layouts(status: Status) -> Iterator[Metric]:
 class Metrics:
     """The registry and the server's own histograms."""
 
-    def __init__(
-        self, ready: Callable[[], Ready | None], status: Callable[[], Status | None], up: Callable[[], bool]
-    ) -> None:
+    def __init__(self, engine: EngineView, up: Callable[[], bool]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(ready, status, up))
+        self.registry.register(EngineCollector(engine, up))
         self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)
         self.between = self._histogram(
             "inter_token_latency_seconds", "between tokens, a round's shared out", SECONDS

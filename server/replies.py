@@ -54,8 +54,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]:
     """How speculation went over all choices, in vLLM's shape and with what only this engine knows.
 
-    `draft_acceptance_rate` counts nodes, so a wide tree has a low one. Where a stop string ended a choice
-    (not `complete`), the server never learns what only the engine counts: null.
+    `draft_acceptance_rate` counts nodes, so a wide tree has a low one. Where the engine did not
+    tell all its figures (not `complete`), what only the engine counts is null.
     """
     rounds = sum(one.rounds for one in figures)
     tokens = sum(one.tokens for one in figures)

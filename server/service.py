@@ -5,6 +5,7 @@ Built once by the app. Knows no protocol fields.
 
 import hashlib
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -17,6 +18,9 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.settings import EMBEDDED, Settings
+
+OtherPages = Callable[[], Awaitable[bytes]]
+"""Gets the metrics page of all servers behind this address."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class Service:
     metrics: Metrics
     off_loop: OffLoop
     gate: Gate
+    others: OtherPages | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -52,6 +57,8 @@ class Service:
             return unavailable(engine.dead, "engine_dead", 10)
         if self.gate.closed:
             return unavailable("the server is shutting down", "shutting_down", 10)
+        if engine.lost_s is not None:
+            return unavailable(f"restarting: {engine.progress or 'the engine has died'}", "restarting", 5)
         if engine.ready is None:
             return unavailable(f"loading: {engine.progress or 'the engine is starting'}", "loading", 2)
         if engine.silent_s > self.limits.engine_silence_s:
@@ -63,11 +70,13 @@ class Service:
         return None
 
     def require_ready(self) -> Ready:
-        """The engine's description, or the 503 that says why there is none."""
+        """The engine's description, or the 503 that says why there is none. For a while after an engine was
+        lost, the next one is expected: requests wait for it."""
         if self.engine.dead is not None:
             raise EngineDeadError(self.engine.dead)
-        trouble = self.trouble()
-        if self.engine.ready is None or self.gate.closed:
+        trouble, lost_s = self.trouble(), self.engine.lost_s
+        too_long = lost_s is not None and lost_s > self.limits.hold_s
+        if self.engine.ready is None or self.gate.closed or too_long:
             raise trouble or unavailable("loading", "loading")
         return self.engine.ready
 

@@ -93,6 +93,8 @@ def build_server(
     app = create_app(settings, engine_client, tokenizer, limits, gate)
     config = uvicorn.Config(
         app,
+        # Whatever other packages have brought: one parser of HTTP is tested.
+        http="h11",
         # The process's own logging is set up by whoever started it.
         log_config=None,
         log_level="info" if settings.log_level == "debug" else "warning",

@@ -121,7 +121,7 @@ def assemble_verifier(
 
 def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:
     """Where it is remembered what each layout gives with this pair on these devices."""
-    draft = (settings.draft_model, settings.draft_device, settings.target_device_alone)
+    draft = (settings.draft_models, settings.drafters, settings.draft_device, settings.target_device_alone)
     device = settings.target_device or "cpu"
     return GainFile(folder, {**identity(model, device), "draft": draft, "mode": settings.mode.value}, log)
 
@@ -197,7 +197,9 @@ def _engine(
     governed = settings.speculation_may_stop and settings.mode is not Mode.AR
     governing_or_none = governing if governed else None
     decider = Decider(drafters, cost, policy, draft_bounds, governing=governing_or_none, clock=outside.clock)
-    bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, settings.tree_nodes)
+    # Each model's drafter fills its own tree.
+    tree_nodes = settings.tree_nodes * max(1, len(settings.draft_models))
+    bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, tree_nodes)
     return outside.engine(rounds, Scheduler(pool, prefix, limits), drafters, decider, bounds)
 
 

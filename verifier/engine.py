@@ -90,14 +90,18 @@ class Engine:
         """Whether `step` has work."""
         return bool(self._requests)
 
-    def submit(self, message: Submit) -> Refused | None:
-        """Queue a request, or say why it is impossible."""
+    def submit(self, message: Submit) -> Refused | Finished | None:
+        """Queue a request, or say why it is impossible, or how the output that it brings had ended."""
         refused = self._impossible(message)
         if refused is not None:
             return refused
-        parameters = message.parameters
-        counts = TokenCounts(message.prompt) if needs_counts(parameters) else None
+        counts = TokenCounts(message.prompt, message.output) if needs_counts(message.parameters) else None
         request = accept(message, self._bounds.eos, counts, self._bounds.tree_nodes, self._bounds.vocabulary)
+        ended = request.ended(request.tokens[-1], request.left) if message.output else ""
+        if ended:
+            return Finished(
+                request.number, ended, request.figures, request.tokens[-1] if ended == "stop" else None
+            )
         self._requests[request.number] = request
         self.scheduler.submit(request)
         self.totals.prompt_tokens += len(message.prompt)
@@ -265,7 +269,7 @@ class Engine:
         bounds, number = self._bounds, message.request
         if not message.prompt:
             return Refused(number, "the prompt is empty", "prompt")
-        if min(message.prompt) < 0 or max(message.prompt) >= bounds.vocabulary:
+        if not all(0 <= token < bounds.vocabulary for token in (*message.prompt, *message.output)):
             return Refused(number, f"token ids must lie in 0..{bounds.vocabulary - 1}", "prompt")
         longest = min(bounds.context, self.scheduler.pool.slots - 1)
         length = len(message.prompt) + message.parameters.max_tokens
@@ -276,6 +280,6 @@ class Engine:
             return Refused(number, "max_tokens must be at least 1", "max_tokens")
         if number in self._requests:
             return Refused(number, "request number is in use", "request")
-        if self.scheduler.full():
+        if self.scheduler.full() and not message.output:
             return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
         return None

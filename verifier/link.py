@@ -4,6 +4,7 @@ Sends never block: what does not fit is said later. Knows its channel and messag
 what drafts are for.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from ssd_serve.verifier.request import Request
 
 _SILENT_STEPS = 3
 _SILENT_EXTRA_S = 0.020
+_LAGGING_S, _LAGGING_STEPS = 1.0, 20
+"""So long a silence means that a drafter does not keep up; a long prompt alone takes less."""
+_GOOD_S = 2.0
+"""For so long who lagged must do well: else its requests would go to and fro."""
 _HELD_TOKENS = 64
 """Tokens of a request that a paused drafter hears together: one cheap chunk. What begins while it pauses and
 ends sooner costs it nothing."""
@@ -29,12 +34,16 @@ class _Held:
 
 class Link:
     """One connected drafter; it has joined once its `Hello` was checked. `synchronous`: it works only while
-    it is waited for, so its silence means nothing."""
+    it is waited for, so its silence means nothing. `number` is nobody else's."""
 
-    def __init__(self, channel: Channel, clock: Callable[[], float], synchronous: bool = False) -> None:
+    def __init__(
+        self, channel: Channel, clock: Callable[[], float], synchronous: bool = False, number: int = 0
+    ) -> None:
         self.channel = channel
+        self.number = number
         self.synchronous = synchronous
         self.name = ""
+        self.source = ""
         self.joined = False
         self.paused = False
         """Nothing is expected of it now; it hears what was committed in larger pieces."""
@@ -44,6 +53,7 @@ class Link:
         self._clock = clock
         self._heard_at = clock()
         self._asked_at = 0.0
+        self._lagged_at = -math.inf
         self._told: set[int] = set()
         """Requests that it knows."""
         self._untold: dict[int, tuple[Request, int]] = {}
@@ -70,6 +80,14 @@ class Link:
             return True
         return self._clock() - self._asked_at < _SILENT_STEPS * self.step_s + _SILENT_EXTRA_S
 
+    def lags(self) -> bool:
+        """Whether it does not keep up, or did not lately: it is silent for long, or its queue is full."""
+        now = self._clock()
+        silent_s = now - self._asked_at if self._heard_at < self._asked_at else 0.0
+        if self._behind or silent_s > _LAGGING_S + _LAGGING_STEPS * self.step_s:
+            self._lagged_at = now
+        return not self.synchronous and now - self._lagged_at < _GOOD_S
+
     def heard(self, message: Message) -> None:
         """It has said something."""
         self._heard_at = self._clock()
@@ -77,14 +95,13 @@ class Link:
             self.step_s = message.step_ms / 1e3
             self.overruns = (message.overruns, message.forwards)
 
-    def join(self, mine: Hello, theirs: Hello, requests: Mapping[int, Request]) -> None:
-        """Its `Hello` was found to agree: answer, and tell it of every running request."""
-        self.name, self.joined, self.step_s = theirs.name, True, theirs.step_ms / 1e3
+    def join(self, mine: Hello, theirs: Hello) -> None:
+        """Its `Hello` was found to agree: answer."""
+        self.name, self.source = theirs.name, theirs.source
+        self.joined, self.step_s = True, theirs.step_ms / 1e3
         self.channel.send(mine)
         self._unpaused = True
         self._say_paused()
-        for request in requests.values():
-            self.open(request, request.opened())
 
     def pause(self, paused: bool) -> None:
         """Pause, or go on: with everything that it has not been told."""
@@ -99,7 +116,8 @@ class Link:
                 self._reopen(request)
 
     def open(self, request: Request, message: Open) -> None:
-        """A request begins, or begins again; while this drafter pauses it is not told at once."""
+        """A request begins, begins again, or comes from another drafter; while this one pauses it is not told
+        at once."""
         number = request.number
         self._held.pop(number, None)
         if not self.joined:
@@ -107,7 +125,7 @@ class Link:
         if self.paused and number not in self._told:
             self._untold[number] = request, len(request.tokens)
             return
-        self._say_open(message)
+        self._say_open(request, message)
 
     def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
         """A round committed `tokens`, which the request has already; it is said with the next `flush`."""
@@ -132,7 +150,7 @@ class Link:
             self.channel.flush()
 
     def close(self, request: Request) -> None:
-        """A request has ended."""
+        """A request has ended, or went to another drafter."""
         number = request.number
         if self._untold.pop(number, None) is not None:
             return
@@ -169,10 +187,12 @@ class Link:
     def _reopen(self, request: Request) -> None:
         """Tell of a request in the middle of its epoch: other drafters keep their trees."""
         self._held.pop(request.number, None)
-        self._say_open(request.opened())
+        self._say_open(request, request.opened())
 
-    def _say_open(self, message: Open) -> None:
+    def _say_open(self, request: Request, message: Open) -> None:
         number = message.request
+        if request.replica is not None:
+            request.replica.restart(self.name)
         self._untold.pop(number, None)
         self._unclosed.pop(number, None)  # a late `Close` must not end what begins now
         self._told.add(number)

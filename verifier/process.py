@@ -89,12 +89,13 @@ class Loop:
 
     def await_drafter(self, timeout_s: float, already: int) -> None:
         """Wait until a drafter has joined, besides those that have `already`; go on without one when none
-        comes."""
+        comes, or when requests wait that a verifier before this one has begun."""
         self._engine.drain()
         deadline = time.monotonic() + timeout_s
-        while (
-            self._engine.drafters.alive <= already and time.monotonic() < deadline and not self._server.closed
-        ):
+        while self._engine.drafters.alive <= already and time.monotonic() < deadline:
+            self._take()
+            if self._engine.busy or self._server.closed:
+                return
             self._accept()
             self._sleep(0.05)
             self._engine.drain()
@@ -114,9 +115,9 @@ class Loop:
     def _take(self) -> None:
         for message in self._server.receive():
             if isinstance(message, Submit):
-                refused = self._engine.submit(message)
-                if refused is not None:
-                    self._unsent.append(refused)
+                answer = self._engine.submit(message)
+                if answer is not None:
+                    self._unsent.append(answer)
             elif isinstance(message, Finish):
                 finished = self._engine.finish(message.request)
                 if finished is not None:
@@ -163,11 +164,11 @@ class Loop:
 
 
 def _await_server(servers: Listener) -> Channel:
-    if servers.wait(_CONNECT_S):
-        channel = servers.accept()
-        if channel is not None:
-            return channel
-    raise EngineDeadError("the server never connected to the verifier")
+    channel = servers.await_peer(_CONNECT_S)
+    if channel is None:
+        raise EngineDeadError("the server never connected to the verifier")
+    servers.close()  # who comes later wants the verifier that comes after this one
+    return channel
 
 
 def _say(server: Channel, log: Logger, text: str) -> None:
@@ -178,10 +179,10 @@ def _say(server: Channel, log: Logger, text: str) -> None:
 def _ready(settings: Settings, verifier: Assembled) -> Ready:
     return Ready(
         target=verifier.facts.name,
-        draft=(settings.draft_model or "") if settings.mode is not Mode.AR else "",
+        draft=(", ".join(settings.draft_models) or "others") if settings.mode is not Mode.AR else "",
         mode=settings.mode.value,
         target_device=settings.target_device or "cpu",
-        draft_device=settings.draft_device or "",
+        draft_device=settings.draft_device or settings.drafter_address or "",
         context=min(verifier.facts.context, verifier.slots - 1),
         vocabulary=verifier.facts.vocabulary,
         slots=verifier.slots,
@@ -212,7 +213,9 @@ def _status(engine: Engine) -> Status:
         generation_tokens=engine.totals.figures.tokens,
         preemptions=scheduler.preemptions,
         drafters_alive=engine.drafters.beside,
-        drafter_restarts=max(0, engine.drafters.joins - 1),
+        drafter_restarts=engine.drafters.rejoins,
+        drafter_requests=engine.drafters.requests,
+        drafter_moves=engine.drafters.moves,
         totals=copy(engine.totals.figures),
         forward_s=clocked.forward_s,
         wait_s=clocked.wait_s,

@@ -50,7 +50,7 @@ class RecordedEngine(Engine):
         self._tape = tape
         self._stepping = False
 
-    def submit(self, message: Submit) -> Refused | None:
+    def submit(self, message: Submit) -> Refused | Finished | None:
         """See `Engine.submit`."""
         self._tape.say(Kind.SUBMIT, message)
         return super().submit(message)

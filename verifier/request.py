@@ -61,6 +61,12 @@ class Request:
         """Number of output tokens."""
         return len(self.tokens) - self.prompt_length
 
+    def ended(self, token: int, left: int) -> str:
+        """Why the text ends with this token, behind which `left` more may come; empty when it goes on."""
+        if token in self.ends:
+            return "stop"
+        return "length" if left <= 0 else ""
+
     @property
     def left(self) -> int:
         """Output tokens that may still come."""
@@ -85,7 +91,7 @@ class Request:
 def accept(
     message: Submit, eos: tuple[int, ...], counts: TokenCounts | None, limit: int, vocabulary: int
 ) -> Request:
-    """The state of a newly submitted request."""
+    """The state of a request that was just submitted."""
     parameters = message.parameters
     ends = frozenset(parameters.stop_token_ids) | (frozenset() if parameters.ignore_eos else frozenset(eos))
     return Request(
@@ -93,9 +99,10 @@ def accept(
         parameters=parameters,
         seed=message.seed,
         prompt_length=len(message.prompt),
-        tokens=list(message.prompt),
+        tokens=[*message.prompt, *message.output],
         ends=ends,
         counts=counts,
         limit=limit,
         vocabulary=vocabulary,
+        scored=message.scored,
     )

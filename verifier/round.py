@@ -16,7 +16,6 @@ from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.verifier.cost import Reading
-from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import Part
 
 _NO_ROWS = range(0)
@@ -224,7 +223,7 @@ def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
     tree, choices = work.tree, sampled.choices
     rows, accepted = [start], []
     here, token = -1, choices[start]
-    ended = _ended(request, token, 1)
+    ended = request.ended(token, request.left - 1)
     for index, parent in enumerate(tree.parents):  # parents come first: one pass meets the whole path
         if parent != here or ended or tree.tokens[index] != token:
             continue
@@ -232,14 +231,7 @@ def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
         accepted.append(index)
         rows.append(start + 1 + index)
         token = choices[start + 1 + index]
-        ended = _ended(request, token, len(rows))
+        ended = request.ended(token, request.left - len(rows))
     tokens = tuple([choices[row] for row in rows])
     logprobs = tuple([found for row in rows if (found := sampled.logprobs[row]) is not None])
     return Walk(work, tuple(accepted), tokens, ended, logprobs, told)
-
-
-def _ended(request: Request, token: int, count: int) -> str:
-    """Why the text ends with this token, the round's `count`-th; empty when it goes on."""
-    if token in request.ends:
-        return "stop"
-    return "length" if count >= request.left else ""

@@ -16,6 +16,6 @@ def find_models(settings: Settings, show: Callable[[str], None]) -> Path:
     """The target's folder. The draft model is looked for too where the mode may use one."""
     show("looking for the models")
     free = int(psutil.virtual_memory().available)
-    if settings.draft_model is not None and settings.mode is not Mode.AR:
-        resolve_model(settings.draft_model, "draft", token=settings.hf_token, free_memory=free, report=show)
+    for draft in settings.draft_models if settings.mode is not Mode.AR else ():
+        resolve_model(draft, "draft", token=settings.hf_token, free_memory=free, report=show)
     return resolve_model(settings.target, "target", token=settings.hf_token, free_memory=free, report=show)

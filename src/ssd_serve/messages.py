@@ -11,7 +11,7 @@ from enum import Enum
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 
 
@@ -45,12 +45,17 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request. `request` is unique for the life of the verifier; seeds are 64-bit."""
+    """A request, new or gone on with. `request` is unique for the life of the verifier; seeds are 64-bit."""
 
     request: int
     prompt: tuple[int, ...]
     parameters: SamplingParameters
     seed: int
+    output: tuple[int, ...] = ()
+    """What a verifier before this one has generated: the text goes on behind it, with the tokens that it
+    would have had."""
+    scored: int = 0
+    """Prompt tokens, from the second on, whose log-probabilities were told before."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -162,6 +167,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     drafters_alive: int
     """Drafters with a device of their own, as `drafter_restarts`."""
     drafter_restarts: int
+    drafter_requests: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Requests that each drafter has, by its name."""
+    drafter_moves: int = 0
+    """Requests that went from one drafter to another."""
     totals: Figures
     forward_s: float
     wait_s: float
@@ -193,6 +202,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     vocabulary: int
     context: int
     name: str
+    source: str = ""
+    """What a drafter guesses with: those that name the same share the requests."""
     step_ms: float = 0.0
     """The drafter's measured step time, 0 when unknown."""
 

@@ -22,7 +22,7 @@ from ssd_serve.errors import SettingsError
 EMBEDDED = "embedded"
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
-SECRETS = frozenset({"api_key", "hf_token"})
+SECRETS = frozenset({"api_key", "cluster_key", "hf_token"})
 
 
 class Mode(str, Enum):
@@ -62,7 +62,15 @@ class Settings(BaseSettings):
     target: str = Field(default=EMBEDDED, description="target model: a folder, a hub id, or 'embedded'")
     draft: str | None = Field(
         default=None,
-        description="draft model: a folder, a hub id or 'embedded'; empty: none, or the embedded one",
+        description="draft model: a folder, a hub id or 'embedded'; empty: none, or the embedded one; "
+        "several with commas between draft beside each other",
+    )
+    drafters: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="drafter processes, which share the requests; empty: one for each draft model; "
+        "0: none here, they join at SSD_DRAFTER_ADDRESS",
     )
     mode: Mode = Field(
         default=Mode.AUTO, description="ar (plain), sd (draft inline), ssd (draft on its own device) or auto"
@@ -83,7 +91,14 @@ class Settings(BaseSettings):
         description="ranks that share the target: as many processes, each on a GPU or on a part of the cores",
     )
     draft_device: str | None = Field(
-        default=None, description="device of the drafter; empty: chosen by the mode"
+        default=None,
+        description="device of the drafter, or those of several: cuda:4-7, cpu:2-5; "
+        "empty: chosen by the mode",
+    )
+    drafter_address: str | None = Field(
+        default=None,
+        description="address at which drafters of other places join, e.g. tcp://127.0.0.1:4711 "
+        "(`ssd draft --connect`); empty: none",
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
@@ -194,6 +209,11 @@ class Settings(BaseSettings):
     run_dir: Path | None = Field(
         default=None, description="folder for sockets; empty: a private temporary one"
     )
+    cluster_key: str | None = Field(
+        default=None,
+        min_length=16,
+        description="key that processes which meet over TCP prove to know; empty: a random one for each run",
+    )
     record: Path | None = Field(
         default=None,
         description="folder to record sessions in, with all prompts and outputs, for `ssd replay`; empty: no",
@@ -217,9 +237,27 @@ class Settings(BaseSettings):
         return (init_settings, env_settings)
 
     @property
+    def draft_models(self) -> tuple[str, ...]:
+        """The draft models that are really meant: the embedded target brings its own."""
+        named = self.draft or (EMBEDDED if self.target == EMBEDDED else "")
+        return tuple(each.strip() for each in named.split(",") if each.strip())
+
+    @property
     def draft_model(self) -> str | None:
-        """The draft model that is really meant: the embedded target brings its own."""
-        return self.draft or (EMBEDDED if self.target == EMBEDDED else None)
+        """The first of them, which also drafts inline."""
+        return next(iter(self.draft_models), None)
+
+    @property
+    def drafter_count(self) -> int:
+        """Drafter processes that are started here where a mode has any. Raises `SettingsError` where they are
+        fewer than the draft models."""
+        models = len(self.draft_models)
+        count = self.drafters if self.drafters is not None else models
+        if 0 < count < models:
+            raise SettingsError(
+                f"SSD_DRAFT names {models} draft models, but SSD_DRAFTERS is {count}: each needs a drafter"
+            )
+        return count
 
 
 @dataclass(frozen=True, slots=True)

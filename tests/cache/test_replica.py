@@ -253,7 +253,18 @@ def test_two_drafters_share_a_tree() -> None:
     replica.apply(growth_of(ROOT_EXPANSION, source="d0"))
     replica.apply(growth_of(Expansion(50, ROOT_STEP, [2, 8], [-0.1, -0.7]), source="d1"))
     replica.apply(growth_of(Expansion(50, 8, [6], [-0.1]), sequence=1, source="d1"))
-    assert contents(replica.tree) == {50: [1, 8, 2], mix(50, 8): [6]}
+    assert contents(replica.tree) == {50: [2, 1, 8], mix(50, 8): [6]}
+
+
+def test_a_drafter_that_begins_again_counts_from_0() -> None:
+    replica = make_replica(1, 50)
+    for sequence in range(5):
+        assert replica.apply(growth_of(sequence=sequence))
+    assert replica.apply(growth_of(sequence=0))
+    assert replica.apply(growth_of(sequence=2))  # nobody said that it begins again
+    replica.restart("d0")
+    assert replica.apply(growth_of(sequence=0))
+    assert not replica.apply(growth_of(sequence=2))
 
 
 def test_a_full_replica_drops_growth_and_goes_on() -> None:

@@ -32,16 +32,23 @@ class Reference:
         return self.candidates[path] if path else self.base
 
     def expand(self, path: Path, tokens: Sequence[int], values: Sequence[float]) -> bool:
-        if len(self.candidates) + len(tokens) > LIMIT:
+        if len({*self.candidates, *((*path, token) for token in tokens)}) > LIMIT:
             return False
         above = self.cumulative(path)
         first = len(set(tokens)) == len(tokens) and not any(known[:-1] == path for known in self.candidates)
         least = above
         for token, value in zip(tokens, values, strict=False):
             least = min(least, above + value)
-            cumulative = least if first else above + min(value, 0.0)
-            self.candidates.setdefault((*path, token), cumulative)
+            self.name_again((*path, token), least if first else above + min(value, 0.0))
         return True
+
+    def name_again(self, path: Path, cumulative: float) -> None:
+        """The better estimate stays, and what is below a candidate becomes as much more probable."""
+        more = cumulative - self.candidates.setdefault(path, cumulative)
+        if more > 0:
+            below = [known for known in self.candidates if known[: len(path)] == path]
+            self.candidates |= {known: self.candidates[known] + more for known in below}
+            self.candidates[path] = cumulative
 
     def advance(self, tokens: Path) -> bool:
         hit = tokens in self.candidates
@@ -189,7 +196,10 @@ def test_candidates_of_two_drafters_are_merged(
     for guesses in (mine, theirs):
         ranked = sorted(guesses, key=lambda pair: -pair[1])
         tree.expand(tree.root, [token for token, _ in ranked], [value for _, value in ranked])
-    expected = {**dict(theirs), **dict(mine)}
+    first, second = dict(mine), dict(theirs)
+    expected = {
+        token: max(first.get(token, -math.inf), second.get(token, -math.inf)) for token in {**first, **second}
+    }
     assert dict(zip(tree.root.tokens, tree.root.cumulatives, strict=True)) == expected
     assert len(tree) == len(expected)
 

@@ -126,24 +126,6 @@ def test_only_the_owner_can_reach_a_unix_listener(tmp_path: Path) -> None:
     assert not Path(listener.address).exists()
 
 
-def test_the_same_code_works_over_tcp() -> None:
-    listener = Listener.loopback()
-    client = connect(listener.address)
-    assert listener.wait(1.0)
-    server = listener.accept()
-    assert server is not None
-    server.send(growth(0, 500_000))
-    server.flush()
-    received: list[Message] = []
-    while not received:
-        poll([client, server], 5.0)
-        received = client.receive()
-        server.flush()
-    assert received == [growth(0, 500_000)]
-    for closeable in (client, server, listener):
-        closeable.close()
-
-
 def test_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
     stale = Listener.unix(tmp_path / "s")
     fresh = Listener.unix(tmp_path / "s")

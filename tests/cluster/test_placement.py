@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.cluster.placement import Placement, of_rank, place, resolved
+from ssd_serve.cluster.placement import Placement, of_drafter, of_rank, place, resolved
 from ssd_serve.devices import Device, Machine, parse_device
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Mode, Settings
@@ -177,3 +177,71 @@ def test_ranks_divide_a_device(device: str, ranks: int, parts: list[str]) -> Non
 def test_several_gpus_are_no_device_of_one_process() -> None:
     with pytest.raises(SettingsError, match="cuda:0-1 are 2 GPUs where one is meant"):
         _ = parse_device("cuda:0-1").torch_name
+
+
+@pytest.mark.parametrize(
+    ("have", "drafters", "target", "draft"),
+    [
+        (machine(8), 4, cpu(0, 1, 2, 3), cpu(4, 5, 6, 7)),
+        (machine(4), 4, cpu(0), cpu(1, 2, 3)),
+        (machine(2), 2, cpu(0), cpu(1)),
+        (machine(1), 2, cpu(0), cpu(0)),
+        (machine(4, 8), 4, gpu(0), gpus(1, 2, 3, 4)),
+        (machine(4, 3), 4, gpu(0), gpus(1, 2)),
+        (machine(4, 1), 2, gpu(0), cpu(2, 3)),
+    ],
+)
+def test_several_drafters_get_a_device_each_as_far_as_there_are_any(
+    have: Machine, drafters: int, target: Device, draft: Device
+) -> None:
+    placement = place(Settings(mode=Mode.SSD, drafters=drafters), have)
+    assert (placement.target, placement.draft) == (target, draft)
+
+
+def test_drafters_divide_their_device_and_take_the_draft_models_by_turns() -> None:
+    settings = Settings(
+        mode=Mode.SSD,
+        target="t",
+        draft="a, b",
+        drafters=4,
+        target_device="cuda:0-3",
+        tensor_parallel=4,
+        draft_device="cuda:4,5,6,7",
+    )
+    whole = resolved(settings, place(settings, machine(8, 8)))
+    each = [of_drafter(whole, index) for index in range(4)]
+    assert [one.draft_device for one in each] == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
+    assert [one.draft_models for one in each] == [("a",), ("b",), ("a",), ("b",)]
+    cores = Settings(mode=Mode.SSD, drafters=3, target_device="cpu:0", draft_device="cpu:2-5")
+    parts = [of_drafter(resolved(cores, place(cores, machine(6))), index).draft_device for index in range(3)]
+    assert parts == ["cpu:2", "cpu:3", "cpu:4-5"]
+
+
+def test_each_draft_model_has_a_drafter_where_nothing_is_said() -> None:
+    settings = Settings(mode=Mode.SSD, target="t", draft="a,b,c")
+    assert settings.drafter_count == 3
+    assert place(settings, machine(8)).draft == cpu(5, 6, 7)
+    assert resolved(settings, place(settings, machine(8))).draft_models == ("a", "b", "c")
+    synchronous = Settings(mode=Mode.SD, target="t", draft="a,b")
+    assert resolved(synchronous, place(synchronous, machine(2))).draft_models == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Settings(target="t", draft="a,b,c", drafters=2), "names 3 draft models, but SSD_DRAFTERS is 2"),
+        (Settings(mode=Mode.SSD, drafters=2, draft_device="cuda:1-3"), "each uses one: name 2 GPUs"),
+        (Settings(mode=Mode.SSD, draft_device="cuda:1-2"), "the draft model uses one: name 1 GPU"),
+        (Settings(mode=Mode.SSD, drafters=0), "no SSD_DRAFTER_ADDRESS"),
+        (Settings(mode=Mode.SD, target="t", drafters=0, drafter_address="tcp://h:1"), "needs a draft model"),
+    ],
+)
+def test_impossible_drafters(settings: Settings, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        place(settings, machine(8, 8))
+
+
+def test_without_drafters_of_its_own_the_target_has_all_cores_and_others_may_join() -> None:
+    settings = Settings(target="t", drafters=0, drafter_address="tcp://127.0.0.1:4711")
+    assert place(settings, machine(4)) == Placement(Mode.SSD, cpu(0, 1, 2, 3), None, cpu(0, 1, 2, 3))
+    assert resolved(settings, place(settings, machine(4))).draft is None

@@ -1,15 +1,34 @@
-"""The drafter's loop, at the end of a deterministic channel."""
+"""The drafter's loop, at the ends of deterministic channels."""
+
+import time
+from collections.abc import Callable
 
 import pytest
 
+from ssd_serve.cluster.channel import Channel
+from ssd_serve.cluster.dialling import Dial
 from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.process import Loop
-from ssd_serve.errors import PairMismatchError
-from ssd_serve.messages import Close, Growth, Heartbeat, Open, Refusal, SamplingParameters
-from tests.fakes import EOS, ScriptedSource
+from ssd_serve.drafter.target import Target
+from ssd_serve.errors import EngineDeadError, PairMismatchError
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import (
+    Close,
+    Growth,
+    Heartbeat,
+    Hello,
+    Open,
+    Outcome,
+    Pause,
+    Refusal,
+    Resync,
+    SamplingParameters,
+)
+from tests.fakes import EOS, HELLO, ScriptedSource
 
+QUIET = get_logger("drafter-0", level="error")
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
 OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 
@@ -17,7 +36,7 @@ OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 def make() -> tuple[Loop, DrafterCore, MemoryChannel, MemoryChannel]:
     mine, verifiers = memory_pair()
     core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
-    return Loop(mine, core, 0.001), core, mine, verifiers
+    return Loop([Target(core, HELLO, QUIET, channel=mine)], core, 0.001), core, mine, verifiers
 
 
 def test_it_publishes_growth_then_sleeps_on_its_socket_until_the_verifier_leaves() -> None:
@@ -45,7 +64,7 @@ def test_it_drops_what_is_closed() -> None:
         verifiers.send(message)
     mine.on_wait = verifiers.close
     loop.run()
-    assert core.requests == 0
+    assert not core.requests
     assert not any(isinstance(message, Growth) for message in verifiers.receive())
 
 
@@ -54,3 +73,103 @@ def test_a_refusal_ends_it_with_the_reason() -> None:
     verifiers.send(Refusal("another tokenizer"))
     with pytest.raises(PairMismatchError, match="another tokenizer"):
         loop.run()
+
+
+class Shared:
+    """One drafter with two verifiers."""
+
+    def __init__(self) -> None:
+        self.core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+        pairs = [memory_pair() for _ in range(2)]
+        self.verifiers = [pair[1] for pair in pairs]
+        targets = [
+            Target(self.core, HELLO, QUIET, (place, 2), channel=pair[0]) for place, pair in enumerate(pairs)
+        ]
+        self.loop = Loop(targets, self.core, 0.001)
+
+    def turn(self, times: int = 1) -> list[list[Growth]]:
+        """What each verifier hears of growth."""
+        for _ in range(times):
+            self.loop.turn()
+        return [[each for each in its.receive() if isinstance(each, Growth)] for its in self.verifiers]
+
+
+def test_two_verifiers_may_have_requests_of_the_same_number() -> None:
+    shared = Shared()
+    shared.verifiers[0].send(Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=10))
+    shared.verifiers[1].send(Open(1, 4, (7, 8), (), SamplingParameters(max_tokens=9), 0, root=20))
+    first, second = shared.turn(4)
+    assert {(each.request, each.epoch) for each in first} == {(1, 1)}
+    assert {(each.request, each.epoch) for each in second} == {(1, 4)}
+    assert first[0].parents == (10).to_bytes(8, "little")
+    assert second[0].parents == (20).to_bytes(8, "little")
+    shared.verifiers[1].send(Outcome(1, 4, 5, (3,), 99))  # a gap
+    shared.loop.turn()
+    assert [each for each in shared.verifiers[1].receive() if isinstance(each, Resync)] == [Resync(1, 4)]
+    shared.verifiers[0].send(Close(1, 1))
+    shared.turn()
+    assert list(shared.core.requests) == [3]
+
+
+def test_one_verifier_pauses_and_the_other_does_not() -> None:
+    shared = Shared()
+    shared.verifiers[0].send(Pause(True))
+    shared.verifiers[0].send(OPEN)
+    shared.verifiers[1].send(OPEN)
+    first, second = shared.turn(3)
+    assert len(first) == 1  # the root is read, so that it can go on at once
+    assert len(second) == 3
+    shared.verifiers[0].send(Pause(False))
+    first, _ = shared.turn(3)
+    assert first
+
+
+def test_a_verifier_that_goes_takes_its_requests_with_it_and_the_other_is_served() -> None:
+    shared = Shared()
+    for its in shared.verifiers:
+        its.send(OPEN)
+    shared.turn()
+    shared.verifiers[0].close()
+    _, second = shared.turn(3)
+    assert second
+    assert list(shared.core.requests) == [3]
+
+
+def test_a_refusal_of_one_verifier_does_not_end_the_others() -> None:
+    shared = Shared()
+    shared.verifiers[0].send(Refusal("another tokenizer"))
+    shared.verifiers[0].close()
+    shared.verifiers[1].send(OPEN)
+    assert shared.turn(2)[1]
+    shared.verifiers[1].send(Refusal("another vocabulary"))
+    with pytest.raises(PairMismatchError, match="another tokenizer"):
+        shared.loop.turn()
+
+
+def test_a_verifier_that_comes_back_is_greeted_again() -> None:
+    ends: list[MemoryChannel] = []
+
+    def reach(_address: str) -> Channel:
+        if len(ends) == 1 and not ends[0].closed:
+            raise EngineDeadError("nobody there")
+        mine, its = memory_pair()
+        ends.append(its)
+        return mine
+
+    core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+    loop = Loop([Target(core, HELLO, QUIET, dial=Dial("here", QUIET, reach))], core, 0.001)
+    until(loop, lambda: len(ends) == 1)
+    ends[0].send(HELLO)
+    ends[0].send(OPEN)
+    until(loop, lambda: bool(core.requests))
+    ends[0].close()
+    until(loop, lambda: not core.requests)
+    until(loop, lambda: len(ends) == 2)
+    until(loop, lambda: any(isinstance(each, Hello) for each in ends[1].receive()))
+
+
+def until(loop: Loop, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        loop.turn()

@@ -7,7 +7,8 @@ import pytest
 from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.messages import Abort, Committed, Figures, Finished, Heartbeat, Message, SamplingParameters
-from ssd_serve.server.engine_client import EngineClient, Report
+from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.submitted import Report
 from tests.server.fakes import READY, channel_pair
 
 pytestmark = pytest.mark.anyio
@@ -16,7 +17,7 @@ PARAMETERS = SamplingParameters()
 
 async def drain(client: EngineClient) -> None:
     """A memory channel has no descriptor to watch: look once, as the event loop would."""
-    client._drain()  # pyright: ignore[reportPrivateUsage]
+    client._line.drain()  # pyright: ignore[reportPrivateUsage]
     await asyncio.sleep(0)
 
 

@@ -23,6 +23,8 @@ from ssd_serve.verifier.drafters import Drafters, check_hello
 from ssd_serve.verifier.request import Request, accept
 from tests.fakes import HELLO, VOCABULARY
 
+OTHER = replace(HELLO, name="d1")
+
 
 class Clock:
     """A time that passes when told."""
@@ -51,6 +53,10 @@ class House:
 
     def drain(self) -> int:
         return self.drafters.drain(self.requests)
+
+    def end_round(self) -> None:
+        self.drafters.flush()
+        self.drain()
 
     def commit(self, number: int, *tokens: int) -> None:
         request = self.requests[number]
@@ -89,12 +95,12 @@ def test_a_drafter_inline_does_not_hide_that_the_other_has_left() -> None:
     house = House()
     house.join(synchronous=True)
     its = house.join()
-    assert (house.drafters.alive, house.drafters.beside, house.drafters.joins) == (2, 1, 1)
+    assert (house.drafters.alive, house.drafters.beside, house.drafters.rejoins) == (2, 1, 0)
     its.close()
     house.drain()
     assert (house.drafters.alive, house.drafters.beside) == (1, 0)
     house.join()
-    assert (house.drafters.beside, house.drafters.joins) == (1, 2)
+    assert (house.drafters.beside, house.drafters.rejoins) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +210,7 @@ def test_behind_a_full_queue_waits_one_open() -> None:
 
 def test_a_full_queue_of_one_drafter_does_not_reach_the_other() -> None:
     house = House()
-    stuck, well = house.join(capacity=3), house.join()
+    stuck, well = house.join(capacity=3), house.join(replace(OTHER, source="another model"))
     well.receive()
     house.commit(0, 5)
     assert len(of(Outcome, well.receive())) == 1
@@ -259,7 +265,7 @@ def test_a_synchronous_drafter_is_never_silent_and_nobody_is_not_waited_for() ->
 
 def test_who_talks_nonsense_or_leaves_is_forgotten() -> None:
     house = House()
-    first, second, third = house.join(), house.join(), house.join()
+    first, second, third = (house.join(replace(HELLO, name=name)) for name in ("a", "b", "c"))
     first.send_raw(b"\xff" * 64)
     second.close()
     third.send(Refusal("I leave"))
@@ -284,9 +290,79 @@ def test_who_joins_late_hears_where_a_request_stands_and_nobody_else_does() -> N
     first = house.join()
     house.commit(0, 4)
     first.receive()
-    second = house.join()
+    second = house.join(replace(OTHER, source="another model"))
     replica = house.requests[0].replica
     assert replica is not None
     opened = {message.request: message for message in second.receive() if isinstance(message, Open)}
     assert (opened[0].epoch, opened[0].root) == (house.requests[0].epoch, replica.tree.root.name)
     assert first.receive() == []
+
+
+def test_drafters_of_one_model_share_the_requests() -> None:
+    house = House()
+    first, second = house.join(), house.join(OTHER)
+    assert house.drafters.requests == {"d0": 2, "d1": 0}
+    house.end_round()
+    assert house.drafters.requests == {"d0": 1, "d1": 1}
+    assert house.drafters.moves == 1
+    (closed,) = of(Close, first.receive())
+    (opened,) = of(Open, second.receive())
+    assert isinstance(closed, Close)
+    assert isinstance(opened, Open)
+    assert (closed.request, closed.epoch) == (opened.request, opened.epoch) == (1, 1)
+    house.commit(0, 4)
+    house.commit(1, 5)
+    assert [len(of(Outcome, its.receive())) for its in (first, second)] == [1, 1]
+    for _ in range(5):
+        house.end_round()
+    assert house.drafters.moves == 1
+
+
+def test_the_requests_of_a_drafter_that_leaves_go_to_the_others_at_once() -> None:
+    house = House()
+    first, second = house.join(), house.join(OTHER)
+    house.end_round()
+    second.receive()
+    request = house.requests[0]
+    assert request.replica is not None
+    first.send(growth(request))
+    first.close()
+    house.drain()
+    assert [message.request for message in second.receive() if isinstance(message, Open)] == [0]
+    assert house.drafters.requests == {"d1": 2}
+    assert request.epoch == 1
+    assert len(request.replica.tree) == 2  # what was drafted is not lost
+    house.join()
+    house.end_round()
+    assert house.drafters.requests == {"d1": 1, "d0": 1}
+
+
+def test_the_requests_of_a_drafter_that_lags_go_to_the_others() -> None:
+    house = House()
+    first, second = house.join(), house.join(OTHER)
+    house.end_round()
+    house.clock.now += 1.0
+    for number in (0, 1):
+        house.commit(number, 4)
+    house.clock.now += 1.1
+    second.send(Heartbeat(step_ms=1.0))
+    house.end_round()
+    assert house.drafters.requests == {"d0": 0, "d1": 2}
+    first.send(Heartbeat(step_ms=1.0))
+    house.clock.now += 0.5
+    house.end_round()
+    assert house.drafters.requests == {"d0": 0, "d1": 2}  # not back at once
+    house.clock.now += 2.1
+    second.send(Heartbeat(step_ms=1.0))
+    house.end_round()
+    assert house.drafters.requests == {"d0": 1, "d1": 1}
+
+
+def test_a_drafter_that_comes_back_replaces_what_is_left_of_it() -> None:
+    house = House()
+    lost = house.join()
+    house.join()
+    house.drain()
+    assert lost.closed
+    assert house.drafters.requests == {"d0": 2}
+    assert (house.drafters.alive, house.drafters.rejoins) == (1, 1)

@@ -13,6 +13,7 @@ from ssd_serve.messages import (
     Finished,
     Open,
     Outcome,
+    Refused,
     SamplingParameters,
     Submit,
     VerifierReport,
@@ -54,7 +55,7 @@ def test_impossible_requests_are_refused_with_the_field(
 ) -> None:
     engine, _ = make_engine(Case(slots=100))
     refused = engine.submit(Submit(1, prompt, parameters, 0))
-    assert refused is not None
+    assert isinstance(refused, Refused)
     assert refused.field == field
     assert word in refused.message
     assert not engine.busy
@@ -65,11 +66,11 @@ def test_a_number_in_use_and_a_full_queue_are_refused() -> None:
     assert engine.submit(Submit(1, (1,), GREEDY, 0)) is None
     engine.step()
     again = engine.submit(Submit(1, (1,), GREEDY, 0))
-    assert again is not None
+    assert isinstance(again, Refused)
     assert again.field == "request"
     assert engine.submit(Submit(2, (1,), GREEDY, 0)) is None
     full = engine.submit(Submit(3, (1,), GREEDY, 0))
-    assert full is not None
+    assert isinstance(full, Refused)
     assert full.retry_after_s > 0
 
 

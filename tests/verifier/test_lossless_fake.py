@@ -140,7 +140,7 @@ def test_a_drafter_that_dies_is_done_without_and_a_new_one_rejoins() -> None:
 
     outputs = run(engine, mixed_requests(6), each)
     assert same(outputs, plain(6))
-    assert engine.drafters.joins == 2
+    assert engine.drafters.rejoins == 1
 
 
 class Garbage:

@@ -1,0 +1,58 @@
+"""What the server keeps of a request that runs: enough to begin it again behind the tokens that it has.
+
+Shared noise makes that possible: another verifier gives the tokens that this one would have given. Knows
+messages, no channel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ssd_serve.errors import EngineDeadError
+from ssd_serve.messages import Committed, Finished, Refused, Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The engine died; another one will go on with the request. Figures will be the last one's alone."""
+
+
+Report = Committed | Interrupted | Finished | Refused | EngineDeadError
+"""What a submitter is told about its request. Only after Committed and Interrupted something follows."""
+
+Deliver = Callable[[Report], None]
+
+
+@dataclass(slots=True)
+class Submitted:
+    """One request as it was first submitted, and how far it has come."""
+
+    first: Submit
+    deliver: Deliver
+    tokens: list[int] = field(default_factory=list[int])
+    scored: int = 0
+    """Tokens of the prompt whose log-probabilities have come."""
+    finishing: bool = False
+    """The server has found its end; only figures are missing."""
+    interrupted: bool = False
+    fed: bool = False
+    """Its engine has given something."""
+    losses: int = 0
+    """Engines in a row that died while they had it, and gave nothing."""
+
+    def take(self, report: Committed) -> None:
+        """More of it has come."""
+        self.tokens.extend(report.tokens)
+        self.scored += len(report.prompt_logprobs)
+        self.fed = True
+
+    def interrupt(self) -> None:
+        """Its engine has died."""
+        self.losses = 0 if self.fed else self.losses + 1
+        self.fed, self.interrupted = False, True
+
+    def again(self) -> Submit:
+        """The request for an engine that knows nothing of it."""
+        first = self.first
+        return Submit(
+            first.request, first.prompt, first.parameters, first.seed, tuple(self.tokens), self.scored
+        )

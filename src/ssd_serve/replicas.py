@@ -1,0 +1,176 @@
+"""Replicas of the server behind one address, on Ray Serve: each is a front end with an engine of its own.
+
+`app` is what a Serve config imports (`import_path: ssd_serve.replicas:app`). Serve has port and TLS, chooses
+the replica with the fewest requests, starts and replaces replicas; what one is made of is as in `serve.py`.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import BackpressureConfig
+
+from ssd_serve.cluster.launcher import LocalEngine, local_engine
+from ssd_serve.cluster.supervisor import WorkerDiedError
+from ssd_serve.devices import Machine, this_machine
+from ssd_serve.errors import EngineDeadError, SettingsError
+from ssd_serve.finding import find_models
+from ssd_serve.logs import get_logger
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.serve import ServingClient, ServingTokenizer
+from ssd_serve.server.app import create_app
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.metrics_pages import join_pages
+from ssd_serve.settings import Settings, resolve
+
+DEPLOYMENT = "ssd"
+_PROXYS = {
+    "host": "http_options.host",
+    "port": "http_options.port",
+    "tls_certificate": "http_options.ssl_certfile",
+    "tls_key": "http_options.ssl_keyfile",
+}
+"""Settings of a server that listens itself, and where a Serve config has them."""
+_LOOK_EVERY_S = 0.1
+_FAREWELL_S = 0.5
+"""Between the engine's death and the replica's: time for running requests to be told."""
+_SPARE_REQUESTS = 8
+"""Beyond what decodes: health checks and scrapes must get through to a busy replica."""
+_LAST_WORDS_S = 10
+_PAGES_WITHIN_S = 3.0
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """The application of a Serve config, whose `args` are settings by field name. What they leave out comes
+    from the `SSD_` variables of the machine that a replica runs on. Wrong ones raise `SettingsError`."""
+    options = deployment_options(replica_settings(arguments))
+    # Serve adds to the class what mypy cannot know.
+    replica: Any = serve.ingress()(Replica)
+    deployment: Any = cast(Any, serve).deployment(**options)(replica)
+    application: serve.Application = deployment.bind(arguments)
+    return application
+
+
+def deployment_options(settings: Settings) -> dict[str, Any]:
+    """What Serve is told about replicas with these settings; a Serve config may say otherwise."""
+    return {
+        "name": DEPLOYMENT,
+        "max_ongoing_requests": settings.max_running + _SPARE_REQUESTS,
+        "max_queued_requests": settings.max_waiting,
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1.0),
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": settings.drain_seconds + _LAST_WORDS_S,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 30.0,
+        # What three starts cannot mend is a mistake: `serve status` shows it.
+        "max_constructor_retry_count": 3,
+    }
+
+
+def replica_settings(arguments: Mapping[str, Any]) -> Settings:
+    """Settings of one replica. Raises `SettingsError` for unknown ones, wrong ones and those of the proxy."""
+    for name in arguments:
+        if name not in Settings.model_fields:
+            raise SettingsError(f"args: '{name}' is not a setting (`ssd settings` lists all)")
+        if name in _PROXYS:
+            raise SettingsError(f"args: '{name}' is the proxy's: set {_PROXYS[name]} in the Serve config")
+    return resolve(arguments)
+
+
+def cores_of(machine: Machine, count: int, rank: int) -> Machine:
+    """The part of a machine's cores that replica number `rank` on it computes on, `count` of them. Ray counts
+    cores but binds nobody to them. All of them where there are too few, or the replica asked for none."""
+    parts = len(machine.cores) // count if count else 0
+    if parts < 2:
+        return machine
+    first = count * (rank % parts)
+    return Machine(machine.cores[first : first + count], machine.gpus)
+
+
+class Replica:
+    """A front end and its engine in one process of Ray. It is ready when it has been constructed."""
+
+    async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]
+        """Start the engine and wait until it can generate. Raises why it cannot."""
+        context = serve.get_replica_context()
+        self._name = context.replica_tag
+        self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._settings = replica_settings(arguments)
+        self._log = get_logger(f"replica-{self._name}", self._settings.log_level, self._settings.log_format)
+        self._limits = Limits()
+        self._parts = ExitStack()
+        try:
+            self._engine = await asyncio.to_thread(self._start_engine, context.rank.local_rank)
+            self._client = ServingClient(await asyncio.to_thread(self._engine.connect), self._engine)
+            self._client.start()
+            await self._ready()
+        except BaseException:
+            self._parts.close()
+            raise
+        self._watching = asyncio.create_task(self._watch())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The same application as `ssd serve` has; Serve calls this after the constructor."""
+        self._app = create_app(
+            self._engine.settings, self._client, self._tokenizer, self._limits, others=self._all_pages
+        )
+        return self._app
+
+    async def check_health(self) -> None:
+        """Raise what is wrong; Serve then replaces this replica."""
+        if self._client.dead is not None:
+            raise EngineDeadError(str(self._engine.failure or self._client.dead))
+        silent_s = self._client.silent_s
+        if silent_s > self._limits.engine_silence_s:
+            raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
+
+    def metrics_page(self) -> tuple[str, str]:
+        """The replica's name and its own page."""
+        page: bytes = self._app.state.metrics_page()
+        return self._name, page.decode()
+
+    def __del__(self) -> None:
+        """Serve calls it when no request runs any more, or when they have had their time."""
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
+        if hasattr(self, "_parts"):
+            self._parts.close()
+
+    def _start_engine(self, rank: int) -> LocalEngine:
+        tokenizer = Tokenizer(find_models(self._settings, lambda text: self._log.debug(text)))
+        self._tokenizer = ServingTokenizer(tokenizer)
+        asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
+        machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
+        return self._parts.enter_context(local_engine(self._settings, self._log, machine=machine))
+
+    async def _ready(self) -> None:
+        while self._client.ready is None:
+            if self._client.dead is not None:
+                reason = await asyncio.to_thread(self._engine.await_failure, _LAST_WORDS_S)
+                # Not the reason itself: Ray could not bring it to the controller.
+                raise EngineDeadError(str(reason or self._client.dead))
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _watch(self) -> None:
+        """A replica whose engine is dead answers fast, with errors: the least loaded one. It leaves at once
+        instead, and Serve sends what comes to others."""
+        while self._engine.failure is None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_FAREWELL_S)
+        failure: WorkerDiedError = self._engine.failure
+        self._log.error("replica leaves", why=str(failure))
+        await asyncio.to_thread(self._parts.close)
+        os._exit(failure.exit_code)
+
+    async def _all_pages(self) -> bytes:
+        """Of those replicas that answer in time."""
+        answers = await self._handle.broadcast("metrics_page").results_async(
+            timeout_s=_PAGES_WITHIN_S, return_exceptions=True
+        )
+        pages = [answer for answer in answers if not isinstance(answer, BaseException)]
+        return join_pages(dict(pages))

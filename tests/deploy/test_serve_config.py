@@ -1,0 +1,162 @@
+"""What Ray Serve is told, here and on Kubernetes: valid for Ray's own schema, and for the project."""
+
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from pydantic import ValidationError
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import (
+    DeploymentSchema,
+    HTTPOptionsSchema,
+    LoggingConfig,
+    RayActorOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+)
+
+from ssd_serve.replicas import DEPLOYMENT, deployment_options, replica_settings
+from tests.deploy.files import DEPLOY, read_yaml
+
+MANIFEST = "kubernetes/rayservice.yaml"
+
+
+def manifest() -> dict[str, Any]:
+    """The objects in it by kind."""
+    text = (DEPLOY / MANIFEST).read_text(encoding="utf-8")
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def configs() -> list[Any]:
+    return [read_yaml("serve.yaml"), yaml.safe_load(manifest()["RayService"]["spec"]["serveConfigV2"])]
+
+
+def application(config: Any) -> ServeApplicationSchema:
+    (only,) = ServeDeploySchema.model_validate(config).applications
+    return only
+
+
+@pytest.mark.parametrize("config", configs())
+def test_it_is_a_serve_config_of_the_replicas(config: Any) -> None:
+    told = application(config)
+    assert told.import_path == "ssd_serve.replicas:app"
+    assert told.deployment_names == [DEPLOYMENT]
+    # A proxy that answered with less patience would cut streams off.
+    assert ServeDeploySchema.model_validate(config).http_options.request_timeout_s is None
+
+
+@pytest.mark.parametrize("config", configs())
+def test_no_key_is_one_that_ray_does_not_know(config: Any) -> None:
+    """Ray's schema lets them pass."""
+    (told,) = config["applications"]
+    (deployment,) = told["deployments"]
+    for keys, model in (
+        (config, ServeDeploySchema),
+        (config["http_options"], HTTPOptionsSchema),
+        (config["logging_config"], LoggingConfig),
+        (told, ServeApplicationSchema),
+        (deployment, DeploymentSchema),
+        (deployment["autoscaling_config"], AutoscalingConfig),
+        (deployment["ray_actor_options"], RayActorOptionsSchema),
+    ):
+        assert set(keys) <= set(model.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_ongoing_requests", 0), ("num_replicas", 2), ("ray_actor_options", {"num_gpus": -1})],
+)
+def test_the_check_can_fail(key: str, value: object) -> None:
+    config = configs()[0]
+    config["applications"][0]["deployments"][0][key] = value
+    with pytest.raises(ValidationError):
+        ServeDeploySchema.model_validate(config)
+
+
+@pytest.mark.parametrize("config", configs())
+def test_the_number_of_replicas_has_limits(config: Any) -> None:
+    scaling = config["applications"][0]["deployments"][0]["autoscaling_config"]
+    # Ray's schema takes any dictionary there.
+    assert AutoscalingConfig.model_validate(scaling).min_replicas >= 2
+    with pytest.raises(ValidationError, match="max_replicas"):
+        AutoscalingConfig.model_validate({**scaling, "min_replicas": scaling["max_replicas"] + 1})
+    settings = replica_settings(config["applications"][0]["args"])
+    assert scaling["target_ongoing_requests"] < settings.max_running
+
+
+def test_replicas_are_told_from_their_settings() -> None:
+    settings = replica_settings({"max_running": 4, "max_waiting": 7, "drain_seconds": 60})
+    options = deployment_options(settings)
+    # What decodes, and room for /health and /metrics; what waits beyond that is refused as a server does it.
+    assert options["max_ongoing_requests"] > 4
+    assert options["max_queued_requests"] == 7
+    assert options["backpressure_config"].status_code == 429
+    assert options["graceful_shutdown_timeout_s"] > 60
+
+
+def test_one_machine_listens_on_loopback() -> None:
+    assert read_yaml("serve.yaml")["http_options"]["host"] == "127.0.0.1"
+
+
+def test_pods_are_reached_as_far_as_the_policy_says() -> None:
+    """A Pod has to listen to the others."""
+    policy, pods = manifest()["NetworkPolicy"]["spec"], groups()
+    labels = policy["podSelector"]["matchLabels"]
+    for pod in pods:
+        assert labels.items() <= pod["metadata"]["labels"].items()
+    assert [rule.get("ports") for rule in policy["ingress"] if "from" not in rule] == [[{"port": 8000}]]
+
+
+def groups() -> list[dict[str, Any]]:
+    """Templates of the head's and the workers' Pods."""
+    cluster = manifest()["RayService"]["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"]["template"], *(each["template"] for each in cluster["workerGroupSpecs"])]
+
+
+def test_a_worker_has_what_its_replica_asks_for() -> None:
+    (workers,) = manifest()["RayService"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    told = configs()[1]["applications"][0]
+    scaling, actor = (told["deployments"][0][key] for key in ("autoscaling_config", "ray_actor_options"))
+    (container,) = workers["template"]["spec"]["containers"]
+    asked = {name: str(int(actor[name.replace("-", "_")])) for name in ("num-cpus", "num-gpus")}
+    assert workers["rayStartParams"] == asked
+    assert container["resources"]["limits"]["amd.com/gpu"] == asked["num-gpus"]
+    assert container["resources"]["requests"]["cpu"] == asked["num-cpus"]
+    assert actor["num_gpus"] == told["args"]["tensor_parallel"] + 1
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (
+        scaling["min_replicas"],
+        scaling["max_replicas"],
+    )
+    assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > told["args"]["drain_seconds"]
+
+
+def test_pods_run_without_root_and_with_what_they_mount() -> None:
+    claims = {manifest()["PersistentVolumeClaim"]["metadata"]["name"]}
+    for pod in groups():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["runAsUser"] == 10001
+        (container,) = spec["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+        assert volumes["cache"]["persistentVolumeClaim"]["claimName"] in claims
+
+
+def test_secrets_are_named_and_not_written_down() -> None:
+    for pod in groups():
+        variables = {each["name"]: each for each in pod["spec"]["containers"][0]["env"]}
+        for name in ("SSD_API_KEY", "HF_TOKEN"):
+            assert "value" not in variables[name]
+            assert variables[name]["valueFrom"]["secretKeyRef"]["name"] == "ssd-secrets"
+
+
+def test_probes_ask_what_the_pod_answers() -> None:
+    (workers,) = groups()[1:]
+    (container,) = workers["spec"]["containers"]
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert probes["readiness"] == {
+        "path": "/-/healthz",
+        "port": configs()[1]["http_options"]["port"],
+    }
+    assert probes["startup"] == probes["liveness"]

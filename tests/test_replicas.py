@@ -1,0 +1,39 @@
+"""What a Serve config may say, and which cores a replica gets."""
+
+import pytest
+
+from ssd_serve.devices import Machine
+from ssd_serve.errors import SettingsError
+from ssd_serve.replicas import app, cores_of, replica_settings
+
+
+def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", "k")
+    settings = replica_settings({"max_running": 4})
+    assert (settings.max_running, settings.api_key) == (4, "k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"targt": "x"}, "'targt' is not a setting"),
+        ({"max_running": 0}, "--max-running"),
+        ({"port": 9000}, "http_options.port"),
+        ({"tls_key": "key.pem"}, "http_options.ssl_keyfile"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_starts(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        app(arguments)
+
+
+def test_replicas_of_a_machine_compute_on_different_cores() -> None:
+    machine = Machine((0, 1, 2, 3, 8), 2)
+    assert [cores_of(machine, 2, rank).cores for rank in range(3)] == [(0, 1), (2, 3), (0, 1)]
+    assert cores_of(machine, 2, 1).gpus == 2
+
+
+@pytest.mark.parametrize("count", [0, 3, 9])
+def test_all_cores_where_they_cannot_be_shared_out(count: int) -> None:
+    machine = Machine((0, 1, 2, 3), 0)
+    assert cores_of(machine, count, 1) == machine
