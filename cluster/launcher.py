@@ -39,14 +39,15 @@ class LocalEngine:
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
     ) -> None:
         self.settings = resolved(settings, placement)
+        told = self.settings.model_copy(update={"run_dir": run_dir.path})
         self.placement = placement
         self._run_dir = run_dir
         self._supervisor = Supervisor(
             _plans(placement, self.settings, run_dir, command),
-            self.settings,
+            told,
             log,
             on_failure=on_failure,
-            pulses=PulseWatch(run_dir.ranks.pulse) if self.settings.tensor_parallel > 1 else None,
+            pulses=PulseWatch(run_dir.ranks.pulse),
         )
 
     def start(self) -> None:
@@ -64,7 +65,7 @@ class LocalEngine:
 
     @property
     def restarts(self) -> int:
-        """How often a drafter was started again."""
+        """How often a process was started again."""
         return self._supervisor.restarts
 
     def pids(self) -> dict[str, int]:
@@ -72,13 +73,16 @@ class LocalEngine:
         return self._supervisor.pids()
 
     def connect(self, timeout_s: float = _CONNECT_S) -> SocketChannel:
-        """The channel to the verifier. Raises the reason when it died before it listened."""
+        """The channel to the verifier, to the next one when the last one died. Raises the reason when none
+        will come."""
         try:
-            return connect(
-                self._run_dir.server_socket, timeout_s, give_up=lambda: self._supervisor.failure is not None
-            )
+            return connect(self._run_dir.server_socket, timeout_s, give_up=lambda: self._supervisor.over)
         except EngineDeadError as error:
             raise self._supervisor.failure or error from None
+
+    def target_is_ready(self) -> None:
+        """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
+        self._supervisor.target_is_ready()
 
     def expect_end(self) -> None:
         """Say before the channel is closed that the workers' end is meant."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
@@ -26,7 +27,64 @@ ORPHANED = 75
 
 _STDERR = 2
 _SHAPES = "256"
-"""Of a chunk's products, those of the last fifty numbers of rows; a new one takes some 0.5 ms."""
+"""Of products that oneDNN keeps: those of the last fifty numbers of rows. A new one takes some 0.5 ms."""
+_DEFAULTS = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "LRU_CACHE_CAPACITY": _SHAPES,
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": _SHAPES,
+}
+"""Unless whoever starts us says otherwise."""
+_FAST_MEMORY = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+
+
+class Worker(Protocol):
+    """A started worker as its supervisor sees it, wherever it runs."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on its machine; 0 while it is not known."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        ...
+
+    @property
+    def started(self) -> float:
+        """When it was started, in seconds of the monotonic clock."""
+        ...
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start."""
+        ...
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of processor time that it has taken; 0 where nobody knows."""
+        ...
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """The kernel holds it until something is read or written; False where nobody knows."""
+        ...
+
+    def release(self) -> None:
+        """Let it leave by itself. Does not wait."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once. Does not wait."""
+        ...
+
+    def stop(self, grace_s: float = 3.0) -> int:
+        """Release it, and kill it if it has not left in time. Returns its exit code."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +120,23 @@ class WorkerProcess:
             return 0.0
         return float(times.user + times.system)
 
+    @property
+    def waits_for_disk(self) -> bool:
+        """The kernel holds it until something is read or written; a stopped one is held otherwise."""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_DISK_SLEEP)
+        except psutil.Error:
+            return False
+
     def release(self) -> None:
         """Close the lifeline: the worker leaves by itself. Does not wait."""
         if self.popen.stdin is not None:
             with contextlib.suppress(OSError):
                 self.popen.stdin.close()
+
+    def kill(self) -> None:
+        """End it at once. Does not wait."""
+        self.popen.kill()
 
     def stop(self, grace_s: float = 3.0) -> int:
         """Release the worker, and kill it if it has not left in time. Returns its exit code."""
@@ -90,17 +160,14 @@ def worker_environment() -> dict[str, str]:
     of operators are taken from memory that is mapped already, instead of being mapped page by page every
     time. Both are read when a process starts, so that they cannot be settings of the worker's. oneDNN keeps
     half a MiB for every shape of a product, in two caches of 1024 shapes unless they are bounded: a process
-    would grow for hours. Ranks on GPUs meet on loopback. Who sets these two otherwise has them so.
+    would grow for hours. Ranks on GPUs meet on loopback, unless the user names another network.
     """
-    return {
-        "NCCL_SOCKET_IFNAME": "lo",
-        "LRU_CACHE_CAPACITY": _SHAPES,
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": _SHAPES,
-        **os.environ,
-        "THP_MEM_ALLOC_ENABLE": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    }
+    return {**_DEFAULTS, **os.environ, **_FAST_MEMORY}
+
+
+def added_environment() -> dict[str, str]:
+    """What `worker_environment` adds to a machine's own environment."""
+    return {**_DEFAULTS, **_FAST_MEMORY}
 
 
 def start_worker(name: str, command: Sequence[str], settings: Settings) -> WorkerProcess:

@@ -1,5 +1,7 @@
-"""Watches worker processes: restarts drafters with back-off, reports the end of a vital worker once, and ends
-one that hangs where it says so by falling silent.
+"""Watches worker processes: ends those that hang, and starts again those that died.
+
+The target, which is the verifier and its ranks, dies and comes back as one; its end for good is reported
+once. Drafters come back one by one.
 
 Knows processes and exit codes, not messages: peers notice a death sooner by their closed channel.
 """
@@ -11,23 +13,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.cluster.process import ORPHANED, WorkerProcess, start_worker
-from ssd_serve.cluster.pulse import PulseWatch
+from ssd_serve.cluster.comeback import USER_ERRORS, Comeback, pause_before_restart
+from ssd_serve.cluster.process import ORPHANED, Worker, start_worker
+from ssd_serve.cluster.pulse import Listening
 from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
 _LOOK_EVERY_S = 0.1
-_LONGEST_PAUSE_S = 30.0
 _LONGEST_BUSY_SILENCE_S = 60.0
+"""For one that computes, waits for a disk, or is still loading."""
+_SETTLED_S = 30.0
+"""A drafter that lives for so long has loaded."""
 _LONG_LIFE_S = 60.0
 """A worker that lived this long died of something new: back-off starts afresh."""
-_USER_ERRORS = range(2, 10)
-"""Exit codes of mistakes that a restart cannot mend (see `errors.py`)."""
 _LEFT_BEHIND = (ORPHANED, RankLostError.exit_code)
 _CAUSE_ENDS_S = 10.0
 """A process closes its sockets before it has ended, and an interpreter may take seconds to end."""
-_TELLING = (*_USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code)
+_TELLING = (*USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code)
 
 
 class WorkerDiedError(EngineDeadError):
@@ -41,16 +44,25 @@ class WorkerDiedError(EngineDeadError):
     @property
     def explained(self) -> bool:
         """The worker itself has said why on stderr."""
-        return self.worker_code in _USER_ERRORS
+        return self.worker_code in USER_ERRORS
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How to start a worker. Without a `vital` one nothing works; others are started again."""
+    """How to start a worker. The `vital` ones are the target: without one of them nothing works."""
 
     name: str
     command: tuple[str, ...]
     vital: bool
+
+
+Starter = Callable[[WorkerPlan, Settings], Worker]
+"""Starts a worker where the launcher wants it."""
+
+
+def start_process(plan: WorkerPlan, settings: Settings) -> Worker:
+    """A process of this machine."""
+    return start_worker(plan.name, plan.command, settings)
 
 
 def describe_exit(code: int) -> str:
@@ -65,18 +77,12 @@ def describe_exit(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def pause_before_restart(restarts: int) -> float:
-    """Seconds to wait before restart number `restarts` (from 0): none, then 0.5, 1, 2, ... up to 30."""
-    return 0.0 if restarts == 0 else min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** min(restarts - 1, 10))
-
-
 @dataclass(slots=True)
 class _Watched:
     plan: WorkerPlan
-    process: WorkerProcess | None
+    process: Worker | None
     quick_deaths: int = 0
     due: float = 0.0
-    given_up: bool = False
     computed_s: float = -1.0
     left_behind_since: float = math.inf
     """Has ended because another one has, or is about to: that one is the cause and is waited for."""
@@ -91,9 +97,11 @@ class Supervisor:
         settings: Settings,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
-        pulses: PulseWatch | None = None,
+        pulses: Listening | None = None,
+        starter: Starter = start_process,
     ) -> None:
         """`pulses`: where workers that send signs of life are heard; silent ones are killed."""
+        self._starter = starter
         self._plans = plans
         self._pulses = pulses
         self._settings = settings
@@ -107,6 +115,7 @@ class Supervisor:
         self._failure: WorkerDiedError | None = None
         self._failed = threading.Event()
         self._restarts = 0
+        self._comeback = Comeback()
         # Linux kills workers with the thread that started them: this one lives until `stop`.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
@@ -116,8 +125,17 @@ class Supervisor:
         return self._failure
 
     @property
+    def over(self) -> bool:
+        """No worker will come back."""
+        return self._failure is not None or self._ending.is_set()
+
+    def target_is_ready(self) -> None:
+        """The target generates: from now on it is started again when it dies."""
+        self._comeback.ready()
+
+    @property
     def restarts(self) -> int:
-        """Restarts of all workers so far."""
+        """Restarts of all processes so far."""
         return self._restarts
 
     def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
@@ -164,8 +182,10 @@ class Supervisor:
         finally:
             self._end_all()
 
-    def _start(self, plan: WorkerPlan) -> WorkerProcess:
-        process = start_worker(plan.name, plan.command, self._settings)
+    def _start(self, plan: WorkerPlan) -> Worker:
+        if self._pulses is not None:
+            self._pulses.forget(plan.name)
+        process = self._starter(plan, self._settings)
         self._log.debug("process started", name=plan.name, pid=process.pid)
         return process
 
@@ -174,23 +194,29 @@ class Supervisor:
         silent = self._pulses.silent() if self._pulses is not None else {}
         for watched in self._watched:
             silent_s = silent.get(watched.plan.name)
-            if watched.process is None or silent_s is None or self._failure is not None:
+            if watched.process is None or silent_s is None or self.over:
                 continue
-            # One that compiles a kernel has no time for signs of life, but it computes.
-            before, watched.computed_s = watched.computed_s, watched.process.computed_s
-            if watched.computed_s != before and silent_s < _LONGEST_BUSY_SILENCE_S:
+            if silent_s < _LONGEST_BUSY_SILENCE_S and self._has_reason(watched, watched.process):
                 continue
-            watched.process.popen.kill()
+            watched.process.kill()
             code = watched.process.stop()
-            watched.process = None
             how = f"has given no sign of life for {silent_s:.0f} s, and was killed"
-            self._fail(WorkerDiedError(watched.plan.name, code, how))
+            self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code, how))
+
+    def _has_reason(self, watched: _Watched, process: Worker) -> bool:
+        """One that loads, compiles a kernel or waits for a disk has no time for signs of life."""
+        ready_at = self._comeback.ready_at
+        settled = ready_at is not None and (
+            watched.plan.vital or ready_at > process.started or process.age_s > _SETTLED_S
+        )
+        before, watched.computed_s = watched.computed_s, process.computed_s
+        return not settled or watched.computed_s != before or process.waits_for_disk
 
     def _look_at(self, watched: _Watched) -> None:
-        if self._ending.is_set() or self._failure is not None:
+        if self.over:
             return
         if watched.process is None:
-            if not watched.given_up and time.monotonic() >= watched.due:
+            if time.monotonic() >= watched.due:
                 self._restart(watched)
             return
         code = watched.process.exit_code
@@ -201,25 +227,49 @@ class Supervisor:
             watched.left_behind_since = min(watched.left_behind_since, now)
             if now - watched.left_behind_since < _CAUSE_ENDS_S:
                 return
-        process, watched.process = watched.process, None
+        self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code))
+
+    def _lose(self, watched: _Watched, process: Worker, error: WorkerDiedError) -> None:
+        """A process has ended: report that, or see that it comes back."""
         process.release()
-        if watched.plan.vital or self._never_worked(code):
-            watched.given_up = True
-            self._fail(WorkerDiedError(watched.plan.name, code))
+        watched.process = None
+        if watched.plan.vital:
+            self._lose_target(error)
+            return
+        if self._never_worked(error.worker_code):
+            self._fail(error)
             return
         if process.age_s >= _LONG_LIFE_S:
             watched.quick_deaths = 0
         pause = pause_before_restart(watched.quick_deaths)
         watched.quick_deaths += 1
         watched.due = time.monotonic() + pause
-        self._log.warning("process died", name=watched.plan.name, how=describe_exit(code), restart_in_s=pause)
+        self._log.warning("process died", name=watched.plan.name, why=str(error), restart_in_s=pause)
         if pause == 0.0:
             self._restart(watched)
+
+    def _lose_target(self, error: WorkerDiedError) -> None:
+        """One process of the target has ended: the others can do nothing without it."""
+        pause = self._comeback.pause(error.worker_code)
+        if pause is None:
+            self._fail(error)
+            return
+        self._log.warning("target died", why=str(error), restart_in_s=pause)
+        target = [watched for watched in self._watched if watched.plan.vital]
+        left = [watched.process for watched in target if watched.process is not None]
+        for process in left:
+            process.kill()
+        for process in left:
+            process.stop()
+        for watched in target:
+            watched.process = None
+            watched.due = time.monotonic() + pause
+            watched.left_behind_since = math.inf
 
     def _never_worked(self, code: int) -> bool:
         """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
         from the speed that there is no speculation."""
-        return code in _USER_ERRORS and self._restarts == 0
+        return code in USER_ERRORS and self._restarts == 0
 
     def _restart(self, watched: _Watched) -> None:
         self._restarts += 1

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import setproctitle
 
+from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_drafter, of_rank
 from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
+from ssd_serve.cluster.pulse import start_pulse
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import ProtocolError, SsdError
@@ -39,6 +41,8 @@ def enter_worker(name: str, stdin: io.FileIO | None = None) -> Settings:
         raise ProtocolError("a worker is started by `ssd serve`, which sends settings on stdin")
     settings = Settings.model_validate_json(line)
     threading.Thread(target=_follow_lifeline, args=(stream,), name="lifeline", daemon=True).start()
+    if settings.run_dir is not None:
+        start_pulse(RankFiles(settings.run_dir).pulse, name)
     return settings
 
 
@@ -48,7 +52,8 @@ def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> 
     _pin_rank(settings, 0)
     from ssd_serve.verifier.process import run
 
-    return run(settings, server_socket, drafter_socket, RankFiles(Path(ranks_folder)))
+    servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
+    return run(settings, servers, joining, RankFiles(Path(ranks_folder)))
 
 
 def run_rank(rank: int, ranks_folder: str) -> int:

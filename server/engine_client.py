@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Committed,
     Finish,
@@ -46,10 +47,17 @@ class EngineClient:
     good. `restarts` and `resumed` count engines that came after another one, and requests that went on there.
     """
 
-    def __init__(self, channel: MessageChannel, reconnect: Reconnect | None = None) -> None:
-        """Without `reconnect` the first death is for good, as it is before the engine was ever ready."""
+    def __init__(
+        self,
+        channel: MessageChannel,
+        reconnect: Reconnect | None = None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Without `reconnect` the first death is for good, as it is before the engine was ever ready.
+        `on_ready` is called whenever an engine can generate."""
         self._line = Line(channel, self._hear, self._lose)
         self._reconnect = reconnect
+        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._running: dict[int, Submitted] = {}
@@ -155,8 +163,15 @@ class EngineClient:
             submitted.deliver(report)
 
     def _welcome(self, ready: Ready) -> None:
-        """An engine can generate: the first one, or another."""
+        """An engine can generate: the first one, or another. One of another version is not talked to."""
+        if ready.protocol != PROTOCOL_VERSION:
+            self._die(
+                f"protocol versions differ (server {PROTOCOL_VERSION}, verifier {ready.protocol}): "
+                "install the same version of ssd-serve on both sides"
+            )
+            return
         self.ready = ready
+        self._on_ready()
         lost_s = self.lost_s
         if lost_s is not None:
             resumed = sum(submitted.interrupted for submitted in self._running.values())

@@ -12,12 +12,21 @@ from ssd_serve.cluster.channel import Channel, Waitable
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
-from ssd_serve.cluster.pulse import start_pulse
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.memory import settle_memory
-from ssd_serve.messages import Abort, Finish, Health, Message, Progress, Ready, Status, Submit
+from ssd_serve.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Finish,
+    Health,
+    Message,
+    Progress,
+    Ready,
+    Status,
+    Submit,
+)
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
@@ -31,13 +40,13 @@ _MOST_UNSENT = 4096
 _REMEMBER_S = 5.0
 
 
-def run(settings: Settings, server_socket: str, drafter_socket: str, files: RankFiles) -> int:
-    """Listen, load, serve until the server is gone. Returns the exit code.
+def run(settings: Settings, servers: Listener, joining: Listener, files: RankFiles) -> int:
+    """Load, serve until the server is gone. Returns the exit code.
 
-    `files`: where this process, rank 0 of the target, meets the others if there are any.
+    `servers`, `joining`: where the server and drafters connect. `files`: where this process, rank 0 of the
+    target, meets the others if there are any.
     """
     log = get_logger("verifier", settings.log_level, settings.log_format)
-    servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
@@ -56,8 +65,6 @@ def run(settings: Settings, server_socket: str, drafter_socket: str, files: Rank
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
     )
-    if ranks is not None:
-        start_pulse(files.pulse, "verifier")
     loop.run()
     return 0
 
@@ -167,7 +174,8 @@ def _await_server(servers: Listener) -> Channel:
     channel = servers.await_peer(_CONNECT_S)
     if channel is None:
         raise EngineDeadError("the server never connected to the verifier")
-    servers.close()  # who comes later wants the verifier that comes after this one
+    # Who comes later wants the verifier that comes after this one.
+    servers.close()
     return channel
 
 
@@ -188,6 +196,7 @@ def _ready(settings: Settings, verifier: Assembled) -> Ready:
         slots=verifier.slots,
         target_step_ms=1e3 * verifier.step_s,
         draft_step_ms=1e3 * verifier.engine.drafters.step_s,
+        protocol=PROTOCOL_VERSION,
     )
 
 

@@ -11,7 +11,6 @@ import msgspec
 
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_rank
-from ssd_serve.cluster.pulse import start_pulse
 from ssd_serve.cluster.ranks import Follower, Leader, RankFiles
 from ssd_serve.kernels.checked import DifferenceLog
 from ssd_serve.kernels.native.library import native_library
@@ -75,7 +74,6 @@ def run(settings: Settings, rank: int, files: RankFiles) -> None:
     )
     settle_memory()
     link.say_ready()
-    start_pulse(files.pulse, name)
     follow(model, link.hear)
 
 

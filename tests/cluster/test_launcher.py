@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.cluster import comeback
+from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.run_dir import make_run_dir
-from ssd_serve.cluster.supervisor import WorkerDiedError, describe_exit, pause_before_restart
+from ssd_serve.cluster.supervisor import WorkerDiedError, describe_exit
 from ssd_serve.devices import Machine
 from ssd_serve.errors import PermissionProblemError, SettingsError
 from ssd_serve.logs import get_logger
@@ -36,6 +38,10 @@ def workers(**behaviours: str) -> Callable[..., list[str]]:
     return command
 
 
+_ALIVE = 3
+"""Threads of a worker that beats: its own, its lifeline's and its pulse's."""
+
+
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -50,6 +56,11 @@ def alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def await_end(channel: SocketChannel) -> None:
+    assert until(lambda: not channel.receive() and channel.closed)
+    channel.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -139,8 +150,6 @@ def test_a_signal_to_the_whole_group_is_the_parents_affair() -> None:
 
 
 def test_a_drafter_that_always_dies_is_restarted_less_and_less_often() -> None:
-    assert [pause_before_restart(n) for n in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
-    assert pause_before_restart(1000) == 30.0
     command = workers(verifier="sleep", drafter="crash")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
         assert until(lambda: engine.restarts >= 2)
@@ -171,27 +180,66 @@ def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:
         assert str(engine.failure).startswith("the rank-1 process was killed by SIGKILL")
 
 
-def test_a_rank_that_hangs_is_killed_and_reported(tmp_path: Path) -> None:
-    command = workers(verifier="sleep", rank="beat")
-    settings = Settings(mode=Mode.AR, tensor_parallel=2, run_dir=tmp_path / "run")
+def test_a_target_that_was_ready_comes_back_whole() -> None:
+    command = workers(verifier="listen", rank="sleep", drafter="sleep")
+    settings = Settings(mode=Mode.SSD, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
-        pid = engine.pids()["rank-1"]
-        time.sleep(3.0)  # long enough for it to start and beat
-        os.kill(pid, signal.SIGSTOP)
-        began = time.monotonic()
+        channel = engine.connect()
+        engine.target_is_ready()
+        for victim in ("verifier", "rank-1"):
+            before = engine.pids()
+            os.kill(before[victim], signal.SIGKILL)
+            await_end(channel)
+            channel = engine.connect()
+            assert channel.wait(10.0)
+            assert isinstance(channel.receive()[0], Progress)
+            after = engine.pids()
+            assert {name for name in after if after[name] != before.get(name)} == {"verifier", "rank-1"}
+            assert not alive(before["verifier"])
+            assert not alive(before["rank-1"])
+            engine.target_is_ready()
+        assert engine.failure is None
+        channel.close()
+
+
+def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comeback, "pause_before_restart", lambda _restarts: 0.0)
+    command = workers(verifier="crash")
+    with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
+        engine.target_is_ready()
         assert until(lambda: engine.failure is not None)
-        assert 4.0 < time.monotonic() - began < 7.0
-        assert "rank-1 process has given no sign of life for 5 s, and was killed" in str(engine.failure)
-        assert not alive(pid)
+        assert 3 <= engine.restarts <= 10
+        with pytest.raises(WorkerDiedError, match="verifier process was killed by SIGKILL"):
+            engine.connect()
+
+
+@pytest.mark.parametrize("victim", ["verifier", "rank-1", "drafter-0"])
+def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Path) -> None:
+    command = workers(verifier="sleep", rank="sleep", drafter="sleep")
+    settings = Settings(mode=Mode.SSD, tensor_parallel=2, run_dir=tmp_path / "run")
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        before = engine.pids()
+        assert until(lambda: all(psutil.Process(pid).num_threads() >= _ALIVE for pid in before.values()))
+        time.sleep(1.0)  # long enough to beat
+        engine.target_is_ready()
+        os.kill(before[victim], signal.SIGSTOP)
+        began = time.monotonic()
+        lost = 1 if victim == "drafter-0" else 2
+        assert until(lambda: len(set(engine.pids().values()) - set(before.values())) == lost)
+        assert 4.0 < time.monotonic() - began < 8.0
+        assert not alive(before[victim])
+        assert engine.failure is None
     assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.slow
 def test_a_rank_that_computes_is_not_taken_for_a_hanging_one() -> None:
-    command = workers(verifier="sleep", rank="beat and compute")
+    command = workers(verifier="sleep", rank="compute")
     settings = Settings(mode=Mode.AR, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        engine.target_is_ready()
         assert engine.await_failure(11.0) is None
+        assert engine.restarts == 0
 
 
 def test_exits_are_described() -> None:

@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 
 from ssd_serve.cluster.listener import Listener
-from ssd_serve.cluster.pulse import start_pulse
-from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.cluster.worker import enter_worker, leave_worker
 from ssd_serve.errors import CheckpointError, RankLostError
 from ssd_serve.messages import Progress
 
 
 def main(role: str, behaviour: str, *arguments: str) -> int:
-    settings = enter_worker(role)
+    settings = enter_worker(
+        f"rank-{arguments[0]}" if role == "rank" else arguments[0] if role == "drafter" else role
+    )
     if behaviour == "refuse":
         return leave_worker(role, CheckpointError(f"the folder {settings.target} is half a checkpoint"))
     if behaviour == "crash":
@@ -27,11 +27,8 @@ def main(role: str, behaviour: str, *arguments: str) -> int:
         while not Path(arguments[-1], "crashed").exists():
             time.sleep(0.001)
         return leave_worker(role, RankLostError("another rank is gone"))
-    if behaviour == "beat":
-        start_pulse(RankFiles(Path(arguments[-1])).pulse, f"{role}-{arguments[0]}")
-    if behaviour == "beat and compute":
-        start_pulse(RankFiles(Path(arguments[-1])).pulse, f"{role}-{arguments[0]}")
-        time.sleep(0.2)
+    if behaviour == "compute":
+        time.sleep(0.2)  # long enough for a first sign of life
         sys.setswitchinterval(1000.0)  # no other thread has a turn, as in a compiler that holds the lock
         ends = time.monotonic() + 7.0
         while time.monotonic() < ends:
@@ -41,6 +38,7 @@ def main(role: str, behaviour: str, *arguments: str) -> int:
         listener = Listener.unix(arguments[0])
         listener.wait(60.0)
         channel = listener.accept()
+        listener.close()
         assert channel is not None
         channel.send(Progress(f"target {settings.target} on {settings.target_device}"))
     time.sleep(120)

@@ -128,16 +128,6 @@ def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path],
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_dead_verifier_ends_the_server_with_its_exit_code(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    with serving(pair, tmp_path) as (process, url, log):
-        await_health(url)
-        workers = children(process)
-        workers["ssd: verifier"].kill()
-        assert process.wait(15) == 70
-        assert "the verifier process was killed by SIGKILL" in log.read_text()
-        assert gone(list(workers.values()))
-
-
 def test_a_killed_server_leaves_nobody(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with serving(pair, tmp_path) as (process, url, _):
         await_health(url)

@@ -1,10 +1,11 @@
-"""`ssd serve` with a target on two ranks: the texts of one, and a clean end when a rank dies or hangs."""
+"""`ssd serve` with a target on two ranks: the texts of one, also when a rank dies or hangs."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -109,34 +110,34 @@ def test_two_ranks_give_the_texts_of_one_and_end_tidily(
 
 
 @pytest.mark.parametrize(
-    ("victim", "how", "within_s", "said"),
+    ("victim", "how", "within_s"),
     [
-        ("ssd: rank-1", signal.SIGKILL, 4.0, "the rank-1 process was killed by SIGKILL"),
-        ("ssd: rank-1", signal.SIGSTOP, 9.0, "the rank-1 process has given no sign of life for 5 s"),
-        ("ssd: verifier", signal.SIGSTOP, 9.0, "the verifier process has given no sign of life for 5 s"),
+        ("ssd: rank-1", signal.SIGKILL, 30.0),
+        ("ssd: rank-1", signal.SIGSTOP, 36.0),
+        ("ssd: verifier", signal.SIGSTOP, 36.0),
     ],
     ids=["rank killed", "rank stopped", "rank 0 stopped"],
 )
 @pytest.mark.slow
-def test_a_rank_that_dies_or_hangs_ends_the_server_in_seconds(
-    pair: Pair, tmp_path: Path, victim: str, how: signal.Signals, within_s: float, said: str
+def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
+    pair: Pair, tmp_path: Path, victim: str, how: signal.Signals, within_s: float
 ) -> None:
     with serving(pair, tmp_path, "ar", 2) as (process, url, log):
-        running = workers(process)
-        body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True}
-        with subprocess.Popen(
-            [sys.executable, "-c", f"import httpx; httpx.post({url!r} + '/v1/completions', json={body!r})"],
-            stderr=subprocess.DEVNULL,
-        ) as client:
-            time.sleep(0.7)  # in the middle of a text, or soon after: idle ranks must be noticed too
-            began = time.monotonic()
-            running[victim].send_signal(how)
-            assert process.wait(30) == 70, log.read_text()
-            took = time.monotonic() - began
-            client.kill()
-        assert said in log.read_text()
-        assert took < within_s, took
-        assert not psutil.wait_procs(list(running.values()), timeout=5.0)[1]
+        before = workers(process)
+        body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "seed": 5}
+        expected = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()["choices"]
+        timer = threading.Timer(0.3, before[victim].send_signal, (how,))
+        timer.start()  # in the middle of a text, or soon after: idle ranks must be noticed too
+        began = time.monotonic()
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=90.0).json()["choices"]
+        assert found == expected
+        timer.join()
+        while workers(process).get(victim) in (None, before[victim]):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        await_health(process, url, log)
+        assert time.monotonic() - began < within_s, log.read_text()
+        assert not psutil.wait_procs([before[name] for name in RANKS], timeout=5.0)[1]
 
 
 @pytest.mark.parametrize(

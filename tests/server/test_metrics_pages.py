@@ -2,12 +2,22 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from ssd_serve.messages import Ready, Status
 from ssd_serve.server.metrics import Metrics
 from ssd_serve.server.metrics_pages import join_pages
 
 
+class SilentEngine:
+    """An engine that has said nothing yet."""
+
+    ready: Ready | None = None
+    status: Status | None = None
+    restarts = 0
+    resumed = 0
+
+
 def page(requests: int) -> str:
-    metrics = Metrics(lambda: None, lambda: None, lambda: True)
+    metrics = Metrics(SilentEngine(), lambda: True)
     for _ in range(requests):
         metrics.ended.labels("stop").inc()
         metrics.first_token.observe(0.2)

@@ -48,7 +48,8 @@ class Engine:
                 self.requests[message.request] = (message, list(message.output), message.scored)
             elif isinstance(message, Abort):
                 self.requests.pop(message.request, None)
-            elif isinstance(message, Finish) and self.requests.pop(message.request, None):
+            elif isinstance(message, Finish) and message.request in self.requests:
+                del self.requests[message.request]
                 self.channel.send(Finished(message.request, "stop", Figures()))
 
     def step(self) -> None:

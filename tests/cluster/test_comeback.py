@@ -1,0 +1,59 @@
+"""When a target that died is started again, and when that is given up."""
+
+import pytest
+
+from ssd_serve.cluster.comeback import Comeback, pause_before_restart
+from ssd_serve.errors import CheckpointError, MemoryShortError
+
+KILLED = -9
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    assert [pause_before_restart(n) for n in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert pause_before_restart(1000) == 30.0
+
+
+def test_what_was_never_ready_does_not_come_back() -> None:
+    assert Comeback(Clock()).pause(KILLED) is None
+
+
+def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
+    clock = Clock()
+    comeback = Comeback(clock)
+    for _ in range(100):
+        comeback.ready()
+        clock.now += 60
+        assert comeback.pause(KILLED) == 0.0
+        assert comeback.ready_at is None
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_dies_quickly_comes_back_later_and_later_and_then_no_more(loads: bool) -> None:
+    clock = Clock()
+    comeback = Comeback(clock)
+    comeback.ready()
+    clock.now += 60
+    pauses: list[float | None] = []
+    for _ in range(8):
+        pauses.append(comeback.pause(KILLED))
+        if loads:
+            comeback.ready()
+        clock.now += 2
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, None]
+
+
+def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back() -> None:
+    comeback = Comeback(Clock())
+    comeback.ready()
+    assert comeback.pause(MemoryShortError.exit_code) == 0.5
+    assert comeback.pause(CheckpointError.exit_code) is None

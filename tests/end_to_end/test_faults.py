@@ -1,0 +1,211 @@
+"""Processes die and hang in the middle of streams: clients get the texts that they would have got."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.end_to_end.test_serve import await_health, children, free_port, gone
+from tests.end_to_end.tiny_pair import write_pair
+
+TOKENS = 60
+"""Some three seconds at least: a forward is stretched to 76 ms."""
+WISHES: tuple[dict[str, object], ...] = (
+    {"prompt": "def f(", "temperature": 0.0},
+    {"prompt": "import os\n", "temperature": 0.9, "presence_penalty": 0.4, "logprobs": 1},
+    {"prompt": "class Tree:", "temperature": 1.2, "top_p": 0.9, "n": 2},
+)
+
+
+@dataclass(eq=False)
+class Client(threading.Thread):
+    """Streams one request, and remembers what came and the longest silence."""
+
+    url: str
+    wish: dict[str, object]
+    tokens: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    longest_silence_s: float = 0.0
+    ends: list[str] = field(default_factory=list[str])
+    figures: dict[str, object] = field(default_factory=dict[str, object])
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def run(self) -> None:
+        body = {**self.wish, "max_tokens": TOKENS, "seed": 11, "ignore_eos": True, "stream": True}
+        last, pending = 0.0, b""
+        with httpx.stream(
+            "POST", f"{self.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60.0
+        ) as response:
+            for data in response.iter_raw():
+                now = time.monotonic()
+                self.longest_silence_s = max(self.longest_silence_s, now - (last or now))
+                last = now
+                *events, pending = (pending + data).split(b"\n\n")
+                for event in events:
+                    if event.startswith(b"data: {"):
+                        self._take(json.loads(event.removeprefix(b"data: ")))
+
+    def _take(self, chunk: dict[str, object]) -> None:
+        self.figures = chunk.get("metrics", self.figures)  # type: ignore[assignment]
+        choices: list[dict[str, object]] = chunk.get("choices", [])  # type: ignore[assignment]
+        for choice in choices:
+            new: list[int] = choice.get("token_ids") or []  # type: ignore[assignment]
+            self.tokens.setdefault(choice["index"], []).extend(new)  # type: ignore[arg-type]
+            if choice.get("finish_reason"):
+                self.ends.append(str(choice["finish_reason"]))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running server."""
+
+    process: "subprocess.Popen[bytes]"
+    url: str
+    log: Path
+
+    def pid(self, name: str) -> int:
+        """The process of this name, once it is there."""
+        deadline = time.monotonic() + 30
+        while f"ssd: {name}" not in (found := children(self.process)):
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        return int(found[f"ssd: {name}"].pid)
+
+    def stream(self, disturb: Callable[[], object] = lambda: None) -> list[Client]:
+        """All wishes at once; `disturb` is called when all have begun and none can have ended."""
+        clients = [Client(self.url, wish) for wish in WISHES]
+        for client in clients:
+            client.start()
+        while not all(len(next(iter(client.tokens.values()), [])) > 2 for client in clients):
+            assert all(client.is_alive() for client in clients), self.log.read_text()
+            time.sleep(0.01)
+        disturb()
+        for client in clients:
+            client.join(60)
+            assert not client.is_alive(), self.log.read_text()
+        return clients
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+@contextmanager
+def serving(folder: Path, **more: str) -> Generator[Serving]:
+    """The tiny pair, on devices that are slow enough to be killed in the middle of a text."""
+    folder.mkdir()
+    target, draft = write_pair(folder / "pair")
+    port = free_port()
+    settings = {
+        "SSD_TARGET": str(target),
+        "SSD_DRAFT": str(draft),
+        "SSD_MODE": "ssd",
+        "SSD_PORT": str(port),
+        "SSD_RUN_DIR": str(folder / "run"),
+        "SSD_EMULATE": "mi300x-70b-1b*4",
+        "SSD_BUDGET": "2",
+        "SSD_DTYPE": "fp32",
+        **more,
+    }
+    command = [sys.executable, "-m", "ssd_serve", "serve"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await_health(url)
+        yield Serving(process, url, folder / "log")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Serving]:
+    with serving(tmp_path_factory.mktemp("faults") / "server") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Serving) -> list[dict[int, list[int]]]:
+    clients = server.stream()
+    assert [len(tokens) for client in clients for tokens in client.tokens.values()] == [TOKENS] * 4
+    assert all(client.longest_silence_s < 3.0 for client in clients)
+    return [client.tokens for client in clients]
+
+
+def texts(clients: list[Client]) -> list[dict[int, list[int]]]:
+    assert [end for client in clients for end in client.ends] == ["length"] * 4
+    return [client.tokens for client in clients]
+
+
+def test_the_verifier_is_killed(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
+    restarts = server.metric("ssd_engine_restarts_total")
+    during: list[int] = []
+
+    def disturb() -> None:
+        os.kill(server.pid("verifier"), signal.SIGKILL)
+        time.sleep(0.3)
+        during.append(httpx.get(f"{server.url}/health").status_code)
+        body = {"prompt": "def g(", "max_tokens": 2}
+        during.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).status_code)
+
+    clients = server.stream(disturb)
+    assert texts(clients) == undisturbed
+    assert during == [503, 200], "health tells of the restart, and a new request waits for its end"
+    assert server.metric("ssd_engine_restarts_total") == restarts + 1
+    assert server.metric("ssd_requests_resumed_total") >= 4
+    speculation: dict[str, object] = clients[0].figures["speculative_decoding"]  # type: ignore[assignment]
+    assert speculation["num_tokens"] == TOKENS
+    assert speculation["num_draft_tokens"] is None, "no engine knows all of them"
+
+
+def test_the_verifier_hangs(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
+    clients = server.stream(lambda: os.kill(server.pid("verifier"), signal.SIGSTOP))
+    assert texts(clients) == undisturbed
+    assert "has given no sign of life for 5 s, and was killed" in server.log.read_text()
+
+
+def test_the_drafter_is_killed_or_hangs(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
+    server.pid("drafter-0")
+    for how in (signal.SIGSTOP, signal.SIGKILL):
+        clients = server.stream(lambda how=how: os.kill(server.pid("drafter-0"), how))  # type: ignore[misc]
+        assert texts(clients) == undisturbed
+        assert all(client.longest_silence_s < 3.0 for client in clients), "nobody waits for a drafter"
+
+
+def test_the_server_is_stopped_for_longer_than_workers_may_be_silent(
+    server: Serving, undisturbed: list[dict[int, list[int]]]
+) -> None:
+    def disturb() -> None:
+        restarts.append(server.metric("ssd_engine_restarts_total"))
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(6.5)
+        server.process.send_signal(signal.SIGCONT)
+
+    restarts: list[float] = []
+    assert texts(server.stream(disturb)) == undisturbed
+    assert server.metric("ssd_engine_restarts_total") == restarts[0]
+
+
+@pytest.mark.slow
+def test_a_verifier_that_cannot_come_back_ends_the_server_with_the_reason(tmp_path: Path) -> None:
+    with serving(tmp_path / "server", SSD_MODE="ar") as server:
+        (tmp_path / "server" / "pair" / "target" / "model.safetensors").unlink()
+        workers = list(children(server.process).values())
+        os.kill(server.pid("verifier"), signal.SIGKILL)
+        assert server.process.wait(30) == 6
+        assert "model.safetensors" in server.log.read_text()
+        assert gone(workers)
