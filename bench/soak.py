@@ -40,17 +40,24 @@ _HELD = (
     "ssd_drafter_requests",
 )
 """What must be 0 when nobody asks anything. Slots that a prefix reference keeps count as in use."""
-_TOLD = ("ssd_generation_tokens_total", "ssd_num_preemptions_total", "ssd_prefix_cache_hits_total")
+_TOLD = (
+    "ssd_engine_restarts_total",
+    "ssd_requests_resumed_total",
+    "ssd_generation_tokens_total",
+    "ssd_num_preemptions_total",
+    "ssd_prefix_cache_hits_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long, how many clients, and whose processes may be killed every `disturb_s` seconds or so."""
+    """How long, how many clients, and whose processes may be killed when one is disturbed, every `disturb_s`
+    seconds or so. Kills come in the first third: who lives long can be judged by its memory."""
 
     minutes: float
     clients: int = 8
     seed: int = 1
-    kills: tuple[str, ...] = ("drafter",)
+    kills: tuple[str, ...] = ("drafter", "verifier")
     disturb_s: float = 15.0
     warm_up_s: float = 120.0
     """What is left out of a process's slope; at most a third of the run."""
@@ -117,6 +124,7 @@ async def _session(
 ) -> End:
     """Traffic and disturbances for the planned time, then silence; returns what is held then."""
     until = time.monotonic() + 60 * plan.minutes
+    no_more_kills = until - 40 * plan.minutes
     async with client(server.url) as http:
         await probe(http, counted)
         kinds = KINDS if await can_chat(http) else {name: KINDS[name] for name in KINDS if name != "chat"}
@@ -133,7 +141,7 @@ async def _session(
                 pause_s = plan.disturb_s * source.uniform(0.5, 1.5)
                 await asyncio.sleep(max(0.0, min(pause_s, until - time.monotonic())))
                 if time.monotonic() < until:
-                    await asyncio.to_thread(disturber.disturb)
+                    await asyncio.to_thread(disturber.disturb, time.monotonic() < no_more_kills)
             crowd.stop.set()
             await running
             await probe(http, counted)

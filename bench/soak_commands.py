@@ -27,8 +27,8 @@ def add_soak(commands: Commands) -> None:
         "--kill",
         choices=("drafter", "verifier"),
         nargs="*",
-        default=["drafter"],
-        help="whose processes are killed; all are stalled now and then",
+        default=["drafter", "verifier"],
+        help="whose processes are killed in the first third; all are stalled now and then (both)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)

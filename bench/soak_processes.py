@@ -8,12 +8,13 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped]
 
-VICTIMS = ("drafter", "verifier")
+_KILLED: Mapping[str, float] = {"drafter": 0.5, "verifier": 0.2}
+"""How often one that is disturbed is killed, else it is stalled. A verifier takes longer to come back."""
 _LEAST_STALL_S, _MOST_STALL_S = 0.2, 1.5
 
 
@@ -72,7 +73,7 @@ class Family:
 
 
 class Disturber:
-    """Kills and stalls processes at random. `kills` names whose processes may be killed."""
+    """Kills and stalls processes at random. `kills`: whose processes may be killed."""
 
     def __init__(self, family: Family, kills: tuple[str, ...], source: random.Random) -> None:
         self._family = family
@@ -80,20 +81,21 @@ class Disturber:
         self._source = source
         self.done: dict[str, int] = {}
 
-    def disturb(self, sleep: Callable[[float], None] = time.sleep) -> str:
+    def disturb(self, may_kill: bool, sleep: Callable[[float], None] = time.sleep) -> str:
         """Do one thing; returns what, in words."""
         workers = {name: each for name, each in self._family.living().items() if name != "server"}
         if not workers:
             return ""
         name = self._source.choice(sorted(workers))
         process = workers[name]
-        kill = name.partition("-")[0] in self._kills and self._source.random() < 0.5
+        role = name.partition("-")[0]
+        kill = may_kill and role in self._kills and self._source.random() < _KILLED.get(role, 0.0)
         with contextlib.suppress(psutil.Error):
             if kill:
                 process.kill()
             else:
                 _stall(process, self._source.uniform(_LEAST_STALL_S, _MOST_STALL_S), sleep)
-        what = f"{'killed' if kill else 'stalled'} {name.partition('-')[0]}"
+        what = f"{'killed' if kill else 'stalled'} {role}"
         self.done[what] = self.done.get(what, 0) + 1
         return what
 

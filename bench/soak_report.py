@@ -124,12 +124,14 @@ def soak_table(result: Mapping[str, object]) -> str:
     lines += [_line(each) for each in found.processes]
     kinds = ", ".join(f"{name} {count}" for name, count in sorted(found.requests.items()))
     done = ", ".join(f"{name} {count}" for name, count in sorted(found.disturbances.items())) or "none"
+    told = ", ".join(f"{name} {value:g}" for name, value in found.end.told.items())
     held = ", ".join(f"{name} {value:g}" for name, value in found.end.held.items())
     lines += [
         "",
         f"- mode {found.mode}; requests: {kinds}; failed: {found.failed}; equal probes: {found.probes}",
         f"- disturbances: {done}",
         f"- in silence: {held}",
+        f"- told by the last engine: {told}",
         f"- exit code {found.end.exit_code}, orphans {len(found.end.orphans)}, "
         f"leftovers {len(found.end.leftovers)}",
         "",

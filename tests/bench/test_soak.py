@@ -124,7 +124,7 @@ def test_a_short_soak_of_a_real_server_finds_nothing(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     settings = Settings(target=str(target), draft=str(draft), mode=Mode.SSD, cache_dir=tmp_path / "cache")
     said: list[str] = []
-    plan = Plan(minutes=0.15, clients=4, disturb_s=2.0)
+    plan = Plan(minutes=0.15, clients=4, kills=("drafter",), disturb_s=2.0)
     result = msgspec.json.decode(msgspec.json.encode(run_soak(settings, plan, said.append)))
     assert result["problems"] == []
     assert sum(result["requests"].values()) > 20
