@@ -37,7 +37,7 @@ def place(settings: Settings, machine: Machine) -> Placement:
         raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
     target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE", ranks)
     draft = _named_draft(settings, machine)
-    mode = _mode(settings, machine)
+    mode = chosen_mode(settings, machine.gpus or len(machine.cores))
     if mode is not Mode.SSD or not settings.drafter_count:
         target = target or _free_gpus(machine, ranks, None) or Device("cpu", machine.cores)
         alone = _alone(settings, target, machine) if mode is Mode.SSD else None
@@ -114,7 +114,8 @@ def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> 
     return device
 
 
-def _mode(settings: Settings, machine: Machine) -> Mode:
+def chosen_mode(settings: Settings, devices: int) -> Mode:
+    """What auto means with so many GPUs, or cores. Raises `SettingsError` for a mode that cannot be."""
     remote = settings.drafters == 0
     if remote and not settings.drafter_address and settings.mode in (Mode.AUTO, Mode.SSD):
         raise SettingsError(
@@ -126,8 +127,7 @@ def _mode(settings: Settings, machine: Machine) -> Mode:
             return Mode.SSD
         if settings.draft_model is None:
             return Mode.AR
-        spare = (machine.gpus or len(machine.cores)) > settings.tensor_parallel
-        return Mode.SSD if spare else Mode.SD
+        return Mode.SSD if devices > settings.tensor_parallel else Mode.SD
     if (
         settings.mode is not Mode.AR
         and settings.draft_model is None

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
@@ -25,6 +26,53 @@ ORPHANED = 75
 """Exit code of a worker whose parent, or whose rank 0, went away or let it go."""
 
 _STDERR = 2
+_OWN_NETWORK = {"NCCL_SOCKET_IFNAME": "lo"}
+_FAST_MEMORY = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+
+
+class Worker(Protocol):
+    """A started worker as its supervisor sees it, wherever it runs."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on its machine; 0 while it is not known."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        ...
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start."""
+        ...
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of processor time that it has taken; 0 where nobody knows."""
+        ...
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether it is known to wait for a disk."""
+        ...
+
+    def release(self) -> None:
+        """Let it leave by itself. Does not wait."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once. Does not wait."""
+        ...
+
+    def stop(self, grace_s: float = 3.0) -> int:
+        """Release it, and kill it if it has not left in time. Returns its exit code."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +122,10 @@ class WorkerProcess:
             with contextlib.suppress(OSError):
                 self.popen.stdin.close()
 
+    def kill(self) -> None:
+        """End it at once. Does not wait."""
+        self.popen.kill()
+
     def stop(self, grace_s: float = 3.0) -> int:
         """Release the worker, and kill it if it has not left in time. Returns its exit code."""
         self.release()
@@ -97,13 +149,12 @@ def worker_environment() -> dict[str, str]:
     time. Both are read when a process starts, so that they cannot be settings of the worker's. Ranks on GPUs
     meet on loopback, unless the user names another network.
     """
-    return {
-        "NCCL_SOCKET_IFNAME": "lo",
-        **os.environ,
-        "THP_MEM_ALLOC_ENABLE": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    }
+    return {**_OWN_NETWORK, **os.environ, **_FAST_MEMORY}
+
+
+def added_environment() -> dict[str, str]:
+    """What `worker_environment` adds to a machine's own environment."""
+    return {**_OWN_NETWORK, **_FAST_MEMORY}
 
 
 def start_worker(name: str, command: Sequence[str], settings: Settings) -> WorkerProcess:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 _EVERY_S = 0.5
 LONGEST_SILENCE_S = 5.0
@@ -29,6 +30,22 @@ def _beat(path: Path, name: bytes) -> None:
             with contextlib.suppress(OSError):  # the watcher is busy or gone; the lifeline knows which
                 sender.sendto(name, str(path))
             time.sleep(_EVERY_S)
+
+
+class Listening(Protocol):
+    """Hears signs of life, however they come."""
+
+    def silent(self) -> dict[str, float]:
+        """Who has said nothing for too long, and for how many seconds. Ask several times a second."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """A worker of this name begins anew: it is watched from its first sign of life on."""
+        ...
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+        ...
 
 
 class PulseWatch:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.cluster.comeback import USER_ERRORS, Comeback, pause_before_restart
-from ssd_serve.cluster.process import ORPHANED, WorkerProcess, start_worker
-from ssd_serve.cluster.pulse import PulseWatch
+from ssd_serve.cluster.process import ORPHANED, Worker, start_worker
+from ssd_serve.cluster.pulse import Listening
 from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
@@ -56,6 +56,15 @@ class WorkerPlan:
     vital: bool
 
 
+Starter = Callable[[WorkerPlan, Settings], Worker]
+"""Starts a worker where the launcher wants it."""
+
+
+def start_process(plan: WorkerPlan, settings: Settings) -> Worker:
+    """A process of this machine."""
+    return start_worker(plan.name, plan.command, settings)
+
+
 def describe_exit(code: int) -> str:
     """`was killed by SIGKILL`, `ended with code 6`."""
     if code >= 0:
@@ -71,7 +80,7 @@ def describe_exit(code: int) -> str:
 @dataclass(slots=True)
 class _Watched:
     plan: WorkerPlan
-    process: WorkerProcess | None
+    process: Worker | None
     quick_deaths: int = 0
     due: float = 0.0
     computed_s: float = -1.0
@@ -88,9 +97,11 @@ class Supervisor:
         settings: Settings,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
-        pulses: PulseWatch | None = None,
+        pulses: Listening | None = None,
+        starter: Starter = start_process,
     ) -> None:
         """`pulses`: where workers that send signs of life are heard; silent ones are killed."""
+        self._starter = starter
         self._plans = plans
         self._pulses = pulses
         self._settings = settings
@@ -171,10 +182,10 @@ class Supervisor:
         finally:
             self._end_all()
 
-    def _start(self, plan: WorkerPlan) -> WorkerProcess:
+    def _start(self, plan: WorkerPlan) -> Worker:
         if self._pulses is not None:
             self._pulses.forget(plan.name)
-        process = start_worker(plan.name, plan.command, self._settings)
+        process = self._starter(plan, self._settings)
         self._log.debug("process started", name=plan.name, pid=process.pid)
         return process
 
@@ -187,16 +198,16 @@ class Supervisor:
                 continue
             if silent_s < _LONGEST_BUSY_SILENCE_S and self._has_reason(watched, watched.process):
                 continue
-            watched.process.popen.kill()
+            watched.process.kill()
             code = watched.process.stop()
             how = f"has given no sign of life for {silent_s:.0f} s, and was killed"
             self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code, how))
 
-    def _has_reason(self, watched: _Watched, process: WorkerProcess) -> bool:
+    def _has_reason(self, watched: _Watched, process: Worker) -> bool:
         """One that loads, compiles a kernel or waits for a disk has no time for signs of life."""
         ready_at = self._comeback.ready_at
         settled = ready_at is not None and (
-            watched.plan.vital or ready_at > process.started or process.age_s > _SETTLED_S
+            watched.plan.vital or ready_at > time.monotonic() - process.age_s or process.age_s > _SETTLED_S
         )
         before, watched.computed_s = watched.computed_s, process.computed_s
         return not settled or watched.computed_s != before or process.waits_for_disk
@@ -218,7 +229,7 @@ class Supervisor:
                 return
         self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code))
 
-    def _lose(self, watched: _Watched, process: WorkerProcess, error: WorkerDiedError) -> None:
+    def _lose(self, watched: _Watched, process: Worker, error: WorkerDiedError) -> None:
         """A process has ended: report that, or see that it comes back."""
         process.release()
         watched.process = None
@@ -247,7 +258,7 @@ class Supervisor:
         target = [watched for watched in self._watched if watched.plan.vital]
         left = [watched.process for watched in target if watched.process is not None]
         for process in left:
-            process.popen.kill()
+            process.kill()
         for process in left:
             process.stop()
         for watched in target:

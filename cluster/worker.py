@@ -14,6 +14,7 @@ from pathlib import Path
 
 import setproctitle
 
+from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_drafter, of_rank
 from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
 from ssd_serve.cluster.pulse import start_pulse
@@ -51,7 +52,8 @@ def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> 
     _pin_rank(settings, 0)
     from ssd_serve.verifier.process import run
 
-    return run(settings, server_socket, drafter_socket, RankFiles(Path(ranks_folder)))
+    servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
+    return run(settings, servers, joining, RankFiles(Path(ranks_folder)))
 
 
 def run_rank(rank: int, ranks_folder: str) -> int:

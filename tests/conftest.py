@@ -29,7 +29,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests must not depend on variables of whoever runs them."""
     for name in list(os.environ):
-        if name.startswith("SSD_") or name == "HF_TOKEN":
+        if name.startswith("SSD_") or name in ("HF_TOKEN", "RAY_ADDRESS"):
             monkeypatch.delenv(name)
 
 

@@ -29,13 +29,13 @@ _MOST_UNSENT = 4096
 _REMEMBER_S = 5.0
 
 
-def run(settings: Settings, server_socket: str, drafter_socket: str, files: RankFiles) -> int:
-    """Listen, load, serve until the server is gone. Returns the exit code.
+def run(settings: Settings, servers: Listener, joining: Listener, files: RankFiles) -> int:
+    """Load, serve until the server is gone. Returns the exit code.
 
-    `files`: where this process, rank 0 of the target, meets the others if there are any.
+    `servers`, `joining`: where the server and drafters connect. `files`: where this process, rank 0 of the
+    target, meets the others if there are any.
     """
     log = get_logger("verifier", settings.log_level, settings.log_format)
-    servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)

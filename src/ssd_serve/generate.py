@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ssd_serve.cluster.channel import Channel
-from ssd_serve.cluster.launcher import LocalEngine, local_engine
+from ssd_serve.cluster.engines import RunningEngine, start_engine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import get_logger
@@ -153,7 +153,7 @@ def run_generate(settings: Settings, wish: Wish, *, as_json: bool) -> int:
     tokenizer = Tokenizer(find_models(settings, line.show))
     log = get_logger("generate", settings.log_level, settings.log_format)
     line.show("starting")
-    with local_engine(settings, log) as engine:
+    with start_engine(settings, log) as engine:
         channel = engine.connect()
         ready = await_ready(engine, channel, line.show)
         line.clear()
@@ -165,7 +165,7 @@ def run_generate(settings: Settings, wish: Wish, *, as_json: bool) -> int:
     return 0
 
 
-def await_ready(engine: LocalEngine, channel: Channel, show: Callable[[str], None]) -> Ready:
+def await_ready(engine: RunningEngine, channel: Channel, show: Callable[[str], None]) -> Ready:
     """Wait until the verifier can generate, showing what it does meanwhile."""
     while True:
         for message in _receive(engine, channel):
@@ -176,7 +176,7 @@ def await_ready(engine: LocalEngine, channel: Channel, show: Callable[[str], Non
 
 
 def converse(
-    engine: LocalEngine, channel: Channel, tokenizer: Tokenizer, wish: Wish, write: Callable[[str], None]
+    engine: RunningEngine, channel: Channel, tokenizer: Tokenizer, wish: Wish, write: Callable[[str], None]
 ) -> Generated:
     """Send the request and write its text as it comes."""
     prompt = tuple(tokenizer.encode(wish.text))
@@ -209,7 +209,7 @@ def converse(
                 return generated
 
 
-def _receive(engine: LocalEngine, channel: Channel) -> list[object]:
+def _receive(engine: RunningEngine, channel: Channel) -> list[object]:
     """What the verifier says next; its death is an error."""
     channel.wait(_LOOK_EVERY_S)
     messages: list[object] = list(channel.receive())

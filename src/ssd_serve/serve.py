@@ -19,7 +19,7 @@ import setproctitle
 from rich.console import Console
 
 from ssd_serve.cluster.channel import Channel
-from ssd_serve.cluster.launcher import LocalEngine, local_engine
+from ssd_serve.cluster.engines import RunningEngine, start_engine
 from ssd_serve.devices import pin_cores
 from ssd_serve.finding import find_models
 from ssd_serve.listening import NotYet, listen
@@ -74,7 +74,7 @@ class ServingTokenizer:
 class ServingClient(EngineClient):
     """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
 
-    def __init__(self, channel: Channel, engine: LocalEngine) -> None:
+    def __init__(self, channel: Channel, engine: RunningEngine) -> None:
         super().__init__(channel, lambda: engine.connect(_COMES_BACK_S), engine.target_is_ready)
         self._engine = engine
 
@@ -100,7 +100,7 @@ def run_serve(settings: Settings) -> int:
         with NotYet(sock, tls) as not_yet:
             tokenizer = ServingTokenizer(Tokenizer(find_models(settings, line.show)))
             line.show("starting")
-            with local_engine(settings, log) as engine:
+            with start_engine(settings, log) as engine:
                 # After the workers: they would inherit the binding.
                 pin_cores(engine.placement.front_end)
                 client = ServingClient(engine.connect(), engine)
@@ -114,7 +114,7 @@ def run_serve(settings: Settings) -> int:
 
 
 async def _serve(
-    server: HttpServer, sock: socket.socket, client: EngineClient, engine: LocalEngine, line: ProgressLine
+    server: HttpServer, sock: socket.socket, client: EngineClient, engine: RunningEngine, line: ProgressLine
 ) -> None:
     """Answer requests from the start (503 while loading), and watch the engine beside it."""
     watching = asyncio.create_task(_watch(server, sock, client, engine, line))
@@ -126,7 +126,7 @@ async def _serve(
 
 
 async def _watch(
-    server: HttpServer, sock: socket.socket, client: EngineClient, engine: LocalEngine, line: ProgressLine
+    server: HttpServer, sock: socket.socket, client: EngineClient, engine: RunningEngine, line: ProgressLine
 ) -> None:
     announced = False
     while engine.failure is None:

@@ -22,6 +22,9 @@ from ssd_serve.errors import SettingsError
 EMBEDDED = "embedded"
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
+RAY_VARIABLE = "RAY_ADDRESS"
+_OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
+"""Variables of other programs that are read too."""
 SECRETS = frozenset({"api_key", "cluster_key", "hf_token"})
 
 
@@ -209,6 +212,24 @@ class Settings(BaseSettings):
     run_dir: Path | None = Field(
         default=None, description="folder for sockets; empty: a private temporary one"
     )
+    launcher: Literal["auto", "local", "ray"] = Field(
+        default="auto",
+        description="who places the processes: local (on this machine), ray (as Ray actors) or auto: ray "
+        "with several GPUs or a Ray address",
+    )
+    ray_address: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("SSD_RAY_ADDRESS", RAY_VARIABLE, "ray_address"),
+        description="Ray cluster to join, host:port or auto; RAY_ADDRESS is read too; empty: its own",
+    )
+    target_accelerator: str | None = Field(
+        default=None,
+        description="with Ray, kind of GPU for the target: mi300x, mi325x, mi350x, mi355x, h100, h200; "
+        "empty: any",
+    )
+    draft_accelerator: str | None = Field(
+        default=None, description="with Ray, kind of GPU for the drafters; empty: any"
+    )
     cluster_key: str | None = Field(
         default=None,
         min_length=16,
@@ -317,7 +338,7 @@ def origins(settings: Settings, flags: Mapping[str, object]) -> list[Origin]:
 
 
 def _variable_is_set(field: str) -> bool:
-    names = [variable_name(field), *([HUB_TOKEN_VARIABLE] if field == "hf_token" else [])]
+    names = [variable_name(field), _OTHER_VARIABLES.get(field, "")]
     return any(os.environ.get(name) for name in names)
 
 

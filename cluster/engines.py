@@ -1,0 +1,81 @@
+"""Which launcher runs the engine, and what callers know of a running engine, whoever launched it."""
+
+import importlib.util
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.placement import Placement
+from ssd_serve.cluster.supervisor import WorkerDiedError
+from ssd_serve.devices import Machine, this_machine
+from ssd_serve.logs import Logger
+from ssd_serve.settings import Settings
+
+CONNECT_S = 60.0
+"""The verifier listens before it loads anything, but importing takes a while on a busy core."""
+
+
+class RunningEngine(Protocol):
+    """A running verifier with its ranks, and its drafters in mode ssd."""
+
+    settings: Settings
+    """With nothing about modes and devices left to decide."""
+
+    placement: Placement
+
+    @property
+    def failure(self) -> WorkerDiedError | None:
+        """Why nothing can be generated any more, or None."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often workers were started again."""
+        ...
+
+    def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
+        """Wait for the reason after a channel has closed; None when there is none in time."""
+        ...
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name (`verifier`, `rank-1`, `drafter-0`), each on the machine where it runs."""
+        ...
+
+    def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
+        """The channel to the verifier, once it listens, also after it was started again. Raises the reason
+        when there will be none."""
+        ...
+
+    def target_is_ready(self) -> None:
+        """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
+        ...
+
+    def expect_end(self) -> None:
+        """Say before the channel is closed that the workers' end is meant."""
+        ...
+
+
+def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "ray"]:
+    """What `auto` means: Ray where there is a cluster or more than one GPU, and Ray is installed."""
+    if settings.launcher != "auto":
+        return settings.launcher
+    if settings.ray_address is not None:
+        return "ray"
+    return "ray" if machine.gpus > 1 and importlib.util.find_spec("ray") is not None else "local"
+
+
+@contextmanager
+def start_engine(settings: Settings, log: Logger) -> Generator[RunningEngine]:
+    """Start an engine for the length of a `with` block."""
+    machine = this_machine()
+    if chosen_launcher(settings, machine) == "local":
+        with local_engine(settings, log, machine=machine) as engine:
+            yield engine
+        return
+    # Ray is imported where it is used, and only there: it takes seconds, and need not be installed.
+    from ssd_serve.cluster.ray_launcher import ray_engine
+
+    with ray_engine(settings, log) as engine:
+        yield engine

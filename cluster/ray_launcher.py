@@ -1,0 +1,161 @@
+"""The `ray` launcher: the target's ranks and the drafters as Ray actors on one node or on several.
+
+Ray places, starts and ends them, and says when one is gone; tokens and trees pass through the same channels
+as between processes of one machine. Knows roles, bundles and addresses; not the meaning of messages.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.engines import CONNECT_S
+from ssd_serve.cluster.listener import connect
+from ssd_serve.cluster.placement import resolved
+from ssd_serve.cluster.ray_cluster import RayCluster, ray_cluster
+from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, ray_place
+from ssd_serve.cluster.ray_workers import Crew, PingWatch, told
+from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
+from ssd_serve.errors import EngineDeadError, SettingsError
+from ssd_serve.logs import Logger
+from ssd_serve.settings import Settings
+
+_LOOK_EVERY_S = 0.2
+_PLACE_S = 60.0
+_KEY_BYTES = 32
+
+
+class RayEngine:
+    """A running verifier with its ranks, and its drafters in mode ssd, as actors. See `RunningEngine`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        cluster: RayCluster,
+        decision: RayPlacement,
+        group: Any,
+        log: Logger,
+        on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+    ) -> None:
+        self.placement = decision.placement
+        self.settings = resolved(settings, decision.placement)
+        self._cluster = cluster
+        self._orders = _for_actors(self.settings)
+        self._crew = Crew(cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
+        self._supervisor = Supervisor(
+            _plans(decision),
+            self._orders,
+            log,
+            on_failure=on_failure,
+            pulses=PingWatch(cluster.ray, lambda: self._crew.workers),
+            starter=self._crew.start,
+        )
+
+    def start(self) -> None:
+        """Start the actors; they load their models while this process goes on."""
+        self._supervisor.start()
+
+    @property
+    def failure(self) -> WorkerDiedError | None:
+        """Why nothing can be generated any more, or None."""
+        return self._supervisor.failure
+
+    @property
+    def restarts(self) -> int:
+        """How often an actor was started again."""
+        return self._supervisor.restarts
+
+    def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
+        """Wait for the reason after a channel has closed; None when there is none in time."""
+        return self._supervisor.await_failure(timeout_s)
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name, of the actors that run, each on its node."""
+        return {name: pid for name, pid in self._supervisor.pids().items() if pid}
+
+    def nodes(self) -> dict[str, str]:
+        """Ids of the nodes on which the actors are, by name; of those that run."""
+        return {name: worker.node for name, worker in list(self._crew.workers.items()) if worker.node}
+
+    def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
+        """The channel to the verifier, once it listens, also after it was started again."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            promise = self._crew.addresses
+            found = told(self._cluster.ray, promise, _LOOK_EVERY_S)
+            if self._supervisor.over:
+                break
+            if found is None:
+                time.sleep(_LOOK_EVERY_S / 10)
+                continue
+            try:
+                return connect(
+                    found.server,
+                    deadline - time.monotonic(),
+                    key=self._orders.cluster_key or "",
+                    give_up=partial(self._is_over, promise),
+                )
+            except EngineDeadError:
+                continue
+        raise self.failure or EngineDeadError(
+            f"the verifier does not listen after {timeout_s:.0f} s: has a node of the cluster room for it?"
+        )
+
+    def target_is_ready(self) -> None:
+        """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
+        self._supervisor.target_is_ready()
+
+    def expect_end(self) -> None:
+        """Say before the channel is closed that the actors' end is meant."""
+        self._supervisor.expect_end()
+
+    def close(self) -> None:
+        """End all actors."""
+        self._supervisor.stop()
+
+    def _is_over(self, promise: Any) -> bool:
+        """Whether the verifier of this promise will never answer."""
+        return self._supervisor.over or self._crew.addresses is not promise
+
+
+@contextmanager
+def ray_engine(
+    settings: Settings,
+    log: Logger,
+    *,
+    on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+    place_s: float = _PLACE_S,
+) -> Generator[RayEngine]:
+    """Start an engine for the length of a `with` block, in the cluster that is named or one of its own."""
+    with ray_cluster(settings) as cluster:
+        decision = ray_place(settings, cluster.nodes)
+        group = cluster.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
+        try:
+            if not group.wait(place_s):
+                raise SettingsError(
+                    f"the Ray cluster has had no free {decision.bundles} for {place_s:.0f} s: others use its "
+                    "devices (`ray status` shows them)"
+                )
+            engine = RayEngine(settings, cluster, decision, group, log, on_failure)
+            try:
+                engine.start()
+                yield engine
+            finally:
+                engine.close()
+        finally:
+            cluster.ray.util.remove_placement_group(group)
+
+
+def _for_actors(settings: Settings) -> Settings:
+    """What actors get: no secret of the front end, and a key."""
+    key = settings.cluster_key or secrets.token_hex(_KEY_BYTES)
+    return settings.model_copy(update={"api_key": None, "cluster_key": key})
+
+
+def _plans(decision: RayPlacement) -> list[WorkerPlan]:
+    names = ["verifier", *(f"rank-{rank}" for rank in range(1, decision.ranks))]
+    plans = [WorkerPlan(name, (), vital=True) for name in names]
+    return plans + [WorkerPlan(f"drafter-{one}", (), vital=False) for one in range(decision.drafters)]

@@ -1,0 +1,160 @@
+"""What an engine asks a Ray cluster for: bundles, kinds of GPU, and the device of an actor. No Ray runs."""
+
+import pytest
+
+from ssd_serve.cluster.ray_placement import RayNode, RayPlacement, actors_device, node_of, ray_place
+from ssd_serve.errors import SettingsError
+from ssd_serve.settings import Mode, Settings
+
+MI300X = "AMD-Instinct-MI300X-OAM"
+
+
+def gpus(name: str, count: int, kind: str = "") -> RayNode:
+    return RayNode(name, cpus=64, gpus=count, kinds=(kind,) if kind else ())
+
+
+def cores(*counts: int) -> list[RayNode]:
+    return [RayNode(f"n{index}", cpus=count) for index, count in enumerate(counts)]
+
+
+def shapes(found: RayPlacement) -> list[tuple[float, float]]:
+    """CPUs and GPUs of every bundle."""
+    return [(bundle["CPU"], bundle.get("GPU", 0.0)) for bundle in found.bundles]
+
+
+def test_all_ranks_are_one_bundle_and_every_drafter_has_its_own() -> None:
+    settings = Settings(tensor_parallel=4, drafters=2)
+    found = ray_place(settings, [gpus("a", 8), gpus("b", 2)])
+    assert found.placement.mode is Mode.SSD
+    assert str(found.placement.target) == "cuda:0-3"
+    assert shapes(found) == [(4, 4), (1, 1), (1, 1)]
+
+
+def test_a_drafter_goes_to_another_node_where_the_targets_is_full() -> None:
+    assert shapes(ray_place(Settings(tensor_parallel=4), [gpus("a", 4), gpus("b", 1)])) == [(4, 4), (1, 1)]
+    assert shapes(ray_place(Settings(), cores(1, 1))) == [(1, 0), (1, 0)]
+
+
+def test_a_target_that_fits_no_node_is_a_clear_error() -> None:
+    with pytest.raises(SettingsError, match="needs 4 GPUs of one node, the largest has 2"):
+        ray_place(Settings(tensor_parallel=4), [gpus("a", 2), gpus("b", 2)])
+    with pytest.raises(SettingsError, match="the target needs 2 CPU of one node"):
+        ray_place(Settings(mode=Mode.AR, tensor_parallel=2, target_device="cpu"), cores(1, 1))
+
+
+def test_no_room_beside_the_target() -> None:
+    settings = Settings(mode=Mode.SSD, target_device="cpu:0-1", drafters=2)
+    with pytest.raises(SettingsError, match="room for 1 of 2 drafters, which need 1 CPU each"):
+        ray_place(settings, cores(3))
+    assert shapes(ray_place(settings, cores(2, 2))) == [(2, 0), (1, 0), (1, 0)]
+
+
+def test_modes_follow_what_the_cluster_has() -> None:
+    assert ray_place(Settings(), cores(1)).placement.mode is Mode.SD
+    assert ray_place(Settings(), [gpus("a", 1)]).placement.mode is Mode.SD
+    assert ray_place(Settings(target="a-model"), cores(8)).placement.mode is Mode.AR
+    with pytest.raises(SettingsError, match="needs a draft model"):
+        ray_place(Settings(target="a-model", mode=Mode.SSD), cores(8))
+
+
+def test_cores_that_nobody_names_are_the_largest_nodes_but_for_the_drafters() -> None:
+    assert shapes(ray_place(Settings(drafters=2), cores(4, 16))) == [(14, 0), (1, 0), (1, 0)]
+    assert shapes(ray_place(Settings(mode=Mode.AR, tensor_parallel=3), cores(8))) == [(6, 0)]
+
+
+def test_a_drafter_drafts_on_a_core_where_no_gpu_is_left() -> None:
+    found = ray_place(Settings(mode=Mode.SSD), [gpus("a", 1)])
+    assert str(found.placement.draft) == "cpu"
+    assert shapes(found) == [(1, 1), (1, 0)]
+    with pytest.raises(SettingsError, match="room for 0 of 1 drafters, which need 1 CPU and 1 GPU each"):
+        ray_place(Settings(mode=Mode.SSD, draft_device="cuda"), [gpus("a", 1)])
+
+
+@pytest.mark.parametrize(
+    ("wished", "kind"),
+    [
+        ("mi300x", MI300X),
+        ("mi300x", "AMD-Instinct-MI300X-HF"),
+        ("mi325x", "AMD-Instinct-MI325X-OAM"),
+        ("mi350x", "AMD-Instinct-MI350X-OAM"),
+        ("mi355x", "AMD-Instinct-MI355X-OAM"),
+        ("h100", "H100"),
+        ("H200", "H200"),
+    ],
+)
+def test_kinds_of_gpu_are_named_as_people_name_them(wished: str, kind: str) -> None:
+    nodes = [gpus("a", 8, "A100"), gpus("b", 8, kind)]
+    settings = Settings(target_accelerator=wished, tensor_parallel=8)
+    found = ray_place(settings, nodes)
+    assert found.bundles == [
+        {"CPU": 8.0, "GPU": 8.0, f"accelerator_type:{kind}": 0.001},
+        {"CPU": 1.0, "GPU": 1.0},
+    ]
+
+
+def test_a_small_target_and_partitioned_drafters_are_told_apart_by_kind() -> None:
+    """Eight MI300X, one of them in eight parts (CPX) on a node of its own: a part counts as a GPU."""
+    nodes = [gpus("h", 1, "H200"), gpus("parts", 8, MI300X)]
+    settings = Settings(target_accelerator="h200", draft_accelerator="mi300x", drafters=3)
+    found = ray_place(settings, nodes)
+    assert [next(name for name in bundle if ":" in name).partition(":")[2] for bundle in found.bundles] == [
+        "H200",
+        *[MI300X] * 3,
+    ]
+    with pytest.raises(
+        SettingsError, match=r"SSD_TARGET_ACCELERATOR is h100, and the cluster has AMD.*, H200"
+    ):
+        ray_place(Settings(target_accelerator="h100"), nodes)
+
+
+def test_a_kind_is_not_looked_for_where_the_model_computes_on_cores() -> None:
+    settings = Settings(target_device="cpu", draft_device="cpu", target_accelerator="h100")
+    assert shapes(ray_place(settings, cores(2))) == [(1, 0), (1, 0)]
+
+
+def test_gpus_are_as_many_as_processes_use() -> None:
+    with pytest.raises(SettingsError, match="SSD_TARGET_DEVICE is cuda:0-1: with Ray name 4 GPUs, or none"):
+        ray_place(Settings(target_device="cuda:0-1", tensor_parallel=4), [gpus("a", 8)])
+
+
+def test_named_devices_are_divided_among_the_processes() -> None:
+    settings = Settings(target_device="cuda:4-5", tensor_parallel=2, draft_device="cpu:8-11", drafters=2)
+    found = ray_place(settings, [gpus("a", 8)])
+    assert [found.rank.of(rank, 2) for rank in range(2)] == ["cuda:4", "cuda:5"]
+    assert [found.drafter.of(number, 2) for number in range(2)] == ["cpu:8-9", "cpu:10-11"]
+    assert shapes(found) == [(2, 2), (2, 0), (2, 0)]
+    assert ray_place(Settings(), cores(2)).rank.of(0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("named", "ids", "visible", "device"),
+    [
+        (None, [], None, "cpu"),
+        (None, ["3"], None, "cuda:3"),
+        (None, ["6"], "4,5,6,7", "cuda:2"),
+        (None, ["GPU-b"], "GPU-a,GPU-b", "cuda:1"),
+        (None, ["1"], "", "cuda:1"),
+        ("cuda:8", ["3"], None, "cuda:8"),
+        ("cpu:0-3", [], None, "cpu:0-3"),
+    ],
+)
+def test_an_actor_computes_where_ray_counts_it(
+    named: str | None, ids: list[str], visible: str | None, device: str
+) -> None:
+    assert actors_device(named, ids, visible) == device
+
+
+def test_nodes_are_read_from_rays_answer() -> None:
+    entry = {
+        "NodeID": "abc",
+        "Alive": True,
+        "Resources": {
+            "CPU": 8.0,
+            "GPU": 2.0,
+            f"accelerator_type:{MI300X}": 1.0,
+            "memory": 1e9,
+            "node:x": 1.0,
+        },
+    }
+    assert node_of(entry) == RayNode("abc", 8.0, 2.0, (MI300X,))
+    assert node_of({"NodeID": "d", "Resources": {}}) == RayNode("d")
