@@ -170,13 +170,13 @@ async def _strike(
     await asyncio.sleep(fault.lasts_s)
     more = await asyncio.to_thread(heal)
     heard = await clients.end()
+    noticed_s = await noticing
     whole_s: float | None = None
     speculates: bool | None = None
     if fault.survives:
         await asyncio.to_thread(site.await_whole, names, drafters)
         whole_s = round(time.monotonic() - struck, 2)
         speculates = await asyncio.to_thread(site.speculates)
-    noticed_s = await noticing
     verdict = judge(settings, undisturbed, heard)
     stalls = [one.stall(struck) for one in heard]
     recovered_s = max((end - struck for end, length in stalls if length > _A_STALL_S), default=0.0)

@@ -65,8 +65,9 @@ def _unhealthy(site: Site, _before: dict[str, int]) -> bool:
     return not site.healthy()
 
 
-def _replaced(name: str) -> Callable[[Site, dict[str, int]], bool]:
-    return lambda site, before: site.pids().get(name, before[name]) != before[name]
+def _reaped(name: str) -> Callable[[Site, dict[str, int]], bool]:
+    """Its parent has seen its end."""
+    return lambda _site, before: not psutil.pid_exists(before[name])
 
 
 def _all_gone(_site: Site, before: dict[str, int]) -> bool:
@@ -123,8 +124,8 @@ _PROCESSES = (
     Fault("nothing", lambda _site, _proxy: _nothing),
     Fault("kill -9 of the verifier", _signal("verifier", signal.SIGKILL), _unhealthy),
     Fault("SIGSTOP of the verifier", _signal("verifier", signal.SIGSTOP), _unhealthy),
-    Fault("kill -9 of the drafter", _signal("drafter-0", signal.SIGKILL), _replaced("drafter-0")),
-    Fault("SIGSTOP of the drafter", _signal("drafter-0", signal.SIGSTOP), _replaced("drafter-0")),
+    Fault("kill -9 of the drafter", _signal("drafter-0", signal.SIGKILL), _reaped("drafter-0")),
+    Fault("SIGSTOP of the drafter", _signal("drafter-0", signal.SIGSTOP), _reaped("drafter-0")),
     Fault("SIGSTOP of the server for 8 s", _pause_server, lasts_s=8.0),
     Fault("clients that never read", _full_clients, lasts_s=3.0),
 )
