@@ -1,5 +1,5 @@
 """The command line of the benchmarks: `ssd bench modes | load | peers | faults | packed | kernels |
-conformance | invariance | lossless | calibration | ablate | report`.
+conformance | invariance | lossless | calibration | ablate | channels | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ssd_serve.bench.ablate_commands import add_ablate
 from ssd_serve.bench.calibration_commands import add_calibration
+from ssd_serve.bench.channels_commands import add_channels
 from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
 from ssd_serve.bench.explain_commands import add_explain
@@ -50,6 +51,7 @@ def add_commands(subparsers: Commands) -> None:
     add_check(commands)
     add_calibration(commands)
     add_ablate(commands)
+    add_channels(commands)
     _add_report(commands)
 
 

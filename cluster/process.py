@@ -48,6 +48,11 @@ class Worker(Protocol):
         ...
 
     @property
+    def started(self) -> float:
+        """When it was started, in seconds of the monotonic clock."""
+        ...
+
+    @property
     def age_s(self) -> float:
         """Seconds since the start."""
         ...
@@ -59,7 +64,7 @@ class Worker(Protocol):
 
     @property
     def waits_for_disk(self) -> bool:
-        """Whether it is known to wait for a disk."""
+        """The kernel holds it until something is read or written; False where nobody knows."""
         ...
 
     def release(self) -> None:

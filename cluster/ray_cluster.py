@@ -108,7 +108,7 @@ def _starting(stack: contextlib.ExitStack) -> dict[str, object]:
         "num_cpus": len(this_machine().cores),
         "include_dashboard": False,
         "object_store_memory": _OBJECT_BYTES,
-        "_system_config": _NOTHING_AHEAD,
+        "_system_config": dict(_NOTHING_AHEAD),  # Ray writes into it
     }
     folder = Path(tempfile.mkdtemp(prefix="ssd-ray-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)

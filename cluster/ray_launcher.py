@@ -17,7 +17,7 @@ from ssd_serve.cluster.listener import connect
 from ssd_serve.cluster.placement import resolved
 from ssd_serve.cluster.ray_cluster import RayCluster, ray_cluster
 from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, ray_place
-from ssd_serve.cluster.ray_workers import Crew, PingWatch, told
+from ssd_serve.cluster.ray_workers import LONGEST_SILENCE_S, Crew, PingWatch, told
 from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.logs import Logger
@@ -39,7 +39,9 @@ class RayEngine:
         group: Any,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+        silence_s: float = LONGEST_SILENCE_S,
     ) -> None:
+        """`silence_s`: how long an actor may give no sign of life."""
         self.placement = decision.placement
         self.settings = resolved(settings, decision.placement)
         self._cluster = cluster
@@ -50,7 +52,7 @@ class RayEngine:
             self._orders,
             log,
             on_failure=on_failure,
-            pulses=PingWatch(cluster.ray, lambda: self._crew.workers),
+            pulses=PingWatch(cluster.ray, lambda: self._crew.workers, silence_s),
             starter=self._crew.start,
         )
 
@@ -108,6 +110,10 @@ class RayEngine:
         """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
         self._supervisor.target_is_ready()
 
+    def suspect_verifier(self, silent_s: float) -> None:
+        """The verifier has said nothing for so long: it is killed and started again unless it computes."""
+        self._supervisor.suspect_verifier(silent_s)
+
     def expect_end(self) -> None:
         """Say before the channel is closed that the actors' end is meant."""
         self._supervisor.expect_end()
@@ -128,6 +134,7 @@ def ray_engine(
     *,
     on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
     place_s: float = _PLACE_S,
+    silence_s: float = LONGEST_SILENCE_S,
 ) -> Generator[RayEngine]:
     """Start an engine for the length of a `with` block, in the cluster that is named or one of its own."""
     with ray_cluster(settings) as cluster:
@@ -139,7 +146,7 @@ def ray_engine(
                     f"the Ray cluster has had no free {decision.bundles} for {place_s:.0f} s: others use its "
                     "devices (`ray status` shows them)"
                 )
-            engine = RayEngine(settings, cluster, decision, group, log, on_failure)
+            engine = RayEngine(settings, cluster, decision, group, log, on_failure, silence_s)
             try:
                 engine.start()
                 yield engine

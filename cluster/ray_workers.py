@@ -38,7 +38,7 @@ class RayWorker:
         self._running = running
         self._log = log
         self._where = self.ask("where")
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._code: int | None = None
         self._left: Any = None
 
@@ -66,7 +66,7 @@ class RayWorker:
     @property
     def age_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self.started
 
     @property
     def computed_s(self) -> float:
@@ -75,7 +75,7 @@ class RayWorker:
 
     @property
     def waits_for_disk(self) -> bool:
-        """Nor whether it waits there."""
+        """Nor what it waits for."""
         return False
 
     def release(self) -> None:
@@ -198,7 +198,7 @@ class PingWatch:
         self,
         ray: Any,
         workers: Callable[[], Mapping[str, RayWorker]],
-        longest_silence_s: float = LONGEST_SILENCE_S,
+        longest_silence_s: float,
     ) -> None:
         self._ray = ray
         self._workers = workers
@@ -218,8 +218,7 @@ class PingWatch:
         return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
 
     def forget(self, name: str) -> None:
-        """A worker of this name begins anew."""
-        self._asked.pop(name, None)
+        """An actor of this name begins anew: it is watched from its first answer on."""
         self._heard.pop(name, None)
 
     def close(self) -> None:

@@ -8,10 +8,12 @@ FROM rocm/pytorch:rocm7.2_ubuntu24.04_py3.12_pytorch_release_2.9.1
 RUN useradd --uid 10001 --create-home ssd && install -d -o ssd -g ssd /cache
 WORKDIR /opt/ssd-serve
 # An empty package first: a change of the sources does not install FlashInfer and the rest again.
-COPY constraints-rocm.txt pyproject.toml setup_rocm.sh ./
+COPY constraints.txt constraints-rocm.txt pyproject.toml setup_rocm.sh ./
 COPY deploy/rocm_packages.py deploy/
 RUN mkdir -p src/ssd_serve && touch README.md LICENSE src/ssd_serve/__init__.py \
-    && PIP_NO_CACHE_DIR=1 ./setup_rocm.sh --image
+    && PIP_NO_CACHE_DIR=1 ./setup_rocm.sh --image \
+    && python3 -m pip install --no-cache-dir -c constraints.txt 'ray[serve]>=2.60' \
+    && python3 -c 'import sys, torch; sys.exit(None if torch.version.hip else "this torch is not for ROCm")'
 COPY . .
 COPY deploy/healthcheck.py /opt/healthcheck.py
 # Kernels are found by name, not by what compiled them: another torch or FlashInfer needs another folder.

@@ -4,7 +4,7 @@ import pytest
 
 from ssd_serve.devices import Machine
 from ssd_serve.errors import SettingsError
-from ssd_serve.replicas import app, cores_of, replica_settings
+from ssd_serve.replicas import app, cores_of, replica_settings, resources
 
 
 def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +37,22 @@ def test_replicas_of_a_machine_compute_on_different_cores() -> None:
 def test_all_cores_where_they_cannot_be_shared_out(count: int) -> None:
     machine = Machine((0, 1, 2, 3), 0)
     assert cores_of(machine, count, 1) == machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ({}, {"num_cpus": 2}),
+        ({"mode": "ar"}, {"num_cpus": 1}),
+        ({"launcher": "ray", "target_device": "cuda:0-3"}, {"num_cpus": 1}),
+        ({"tensor_parallel": 2, "drafters": 3}, {"num_cpus": 5}),
+        (
+            {"tensor_parallel": 4, "target_device": "cuda:0-3", "draft_device": "cuda:4", "draft": "o/draft"},
+            {"num_cpus": 6, "num_gpus": 5},
+        ),
+    ],
+)
+def test_a_replica_asks_for_what_its_processes_compute_on(
+    arguments: dict[str, object], asked: dict[str, int]
+) -> None:
+    assert resources(replica_settings(arguments)) == asked

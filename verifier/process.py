@@ -16,7 +16,17 @@ from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.memory import settle_memory
-from ssd_serve.messages import Abort, Finish, Health, Message, Progress, Ready, Status, Submit
+from ssd_serve.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Finish,
+    Health,
+    Message,
+    Progress,
+    Ready,
+    Status,
+    Submit,
+)
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
@@ -180,6 +190,7 @@ def _ready(settings: Settings, verifier: Assembled) -> Ready:
         slots=verifier.slots,
         target_step_ms=1e3 * verifier.step_s,
         draft_step_ms=1e3 * verifier.engine.drafters.step_s,
+        protocol=PROTOCOL_VERSION,
     )
 
 

@@ -142,6 +142,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     slots: int
     target_step_ms: float
     draft_step_ms: float
+    protocol: int = 0
+    """The verifier's `PROTOCOL_VERSION`; one so old that it does not say counts as 0."""
 
 
 class Health(Enum):
@@ -193,15 +195,16 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First message both ways between verifier and drafter; a mismatch is refused with `Refusal`."""
+    """First message both ways between verifier and drafter; a mismatch is refused with `Refusal`. Only the
+    version has no default, so that the Hello of any version can be read and refused for it."""
 
     protocol: int
-    noise: str
-    tokenizer: str
+    noise: str = ""
+    tokenizer: str = ""
     """SHA-256 of the vocabulary, ids included."""
-    vocabulary: int
-    context: int
-    name: str
+    vocabulary: int = 0
+    context: int = 0
+    name: str = ""
     source: str = ""
     """What a drafter guesses with: those that name the same share the requests."""
     step_ms: float = 0.0

@@ -15,9 +15,10 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import BackpressureConfig
 
-from ssd_serve.cluster.launcher import LocalEngine, local_engine
+from ssd_serve.cluster.engines import RunningEngine, start_engine
+from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.supervisor import WorkerDiedError
-from ssd_serve.devices import Machine, this_machine
+from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import get_logger
@@ -26,7 +27,7 @@ from ssd_serve.serve import ServingClient, ServingTokenizer
 from ssd_serve.server.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
-from ssd_serve.settings import Settings, resolve
+from ssd_serve.settings import Mode, Settings, resolve
 
 DEPLOYMENT = "ssd"
 _PROXYS = {
@@ -69,7 +70,22 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "health_check_timeout_s": 30.0,
         # What three starts cannot mend is a mistake: `serve status` shows it.
         "max_constructor_retry_count": 3,
+        "ray_actor_options": resources(settings),
     }
+
+
+def resources(settings: Settings) -> dict[str, int]:
+    """What one replica asks Ray for: the GPUs that its settings name, counted from cuda:0, which is how Ray
+    shows a replica its own; a core for each process that computes on one, and with GPUs for the front end.
+    With the launcher `ray` only the front end's core: its engine asks for itself, and may be elsewhere."""
+    if settings.launcher == "ray":
+        return {"num_cpus": 1}
+    named = (settings.target_device, settings.draft_device)
+    devices = [parse_device(text) for text in named if text is not None]
+    gpus = max((1 + index for each in devices if each.kind == "cuda" for index in each.indices), default=0)
+    drafters = 0 if settings.mode is Mode.AR else settings.drafters or len(settings.draft_models)
+    workers = settings.tensor_parallel + drafters
+    return {"num_cpus": workers + 1, "num_gpus": gpus} if gpus else {"num_cpus": workers}
 
 
 def replica_settings(arguments: Mapping[str, Any]) -> Settings:
@@ -122,11 +138,12 @@ class Replica:
         return self._app
 
     async def check_health(self) -> None:
-        """Raise what is wrong; Serve then replaces this replica."""
+        """Raise what is wrong; Serve then replaces this replica. An engine that is being started again is
+        its launcher's business."""
         if self._client.dead is not None:
             raise EngineDeadError(str(self._engine.failure or self._client.dead))
         silent_s = self._client.silent_s
-        if silent_s > self._limits.engine_silence_s:
+        if self._client.lost_s is None and silent_s > self._limits.engine_silence_s:
             raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
 
     def metrics_page(self) -> tuple[str, str]:
@@ -141,9 +158,11 @@ class Replica:
         if hasattr(self, "_parts"):
             self._parts.close()
 
-    def _start_engine(self, rank: int) -> LocalEngine:
+    def _start_engine(self, rank: int) -> RunningEngine:
         tokenizer = Tokenizer(find_models(self._settings, lambda text: self._log.debug(text)))
         self._tokenizer = ServingTokenizer(tokenizer)
+        if self._settings.launcher == "ray":
+            return self._parts.enter_context(start_engine(self._settings, self._log))
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
         machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
         return self._parts.enter_context(local_engine(self._settings, self._log, machine=machine))

@@ -10,10 +10,15 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from ssd_serve.settings import Settings, resolve, variable_name
-from tests.deploy.files import DEPLOY, KINDS, environment, read_yaml, services
+from tests.deploy.files import DEPLOY, KINDS, by_default, environment, read_yaml, services
 
-OURS = [f"ssd-{kind}" for kind in KINDS]
+OURS = [f"{name}-{kind}" for name in ("ssd", "target") for kind in KINDS]
+"""Servers."""
+DRAFTERS = [f"drafter-{kind}" for kind in KINDS]
+NODES = [f"ray-{name}-{kind}" for name in ("head", "worker") for kind in KINDS]
 BESIDE = ["prometheus", "grafana"]
+BUILT = [*OURS, *DRAFTERS, *NODES, *(f"ray-serve-{kind}" for kind in KINDS)]
+NOT_OURS = {"HF_HOME", "HF_TOKEN", "HIP_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"}
 
 
 def check(path: Path) -> "subprocess.CompletedProcess[str]":
@@ -36,36 +41,108 @@ def test_the_check_of_the_specification_can_fail(tmp_path: Path) -> None:
     assert "stop_grace_periods" in done.stdout
 
 
-def test_each_profile_has_one_server_and_what_watches_it() -> None:
-    for kind in KINDS:
-        started = [name for name, service in services().items() if kind in service["profiles"]]
-        assert started == [f"ssd-{kind}", *BESIDE]
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_profile_has_its_services_and_what_watches_them(kind: str) -> None:
+    for profile, expected in {
+        kind: [f"ssd-{kind}", *BESIDE],
+        f"{kind}-split": [f"target-{kind}", f"drafter-{kind}", *BESIDE],
+        f"{kind}-ray": [f"ray-head-{kind}", f"ray-serve-{kind}"],
+        f"{kind}-ray-worker": [f"ray-worker-{kind}"],
+    }.items():
+        assert [name for name, each in services().items() if profile in each["profiles"]] == expected
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_server_is_built_from_its_dockerfile(name: str) -> None:
+@pytest.mark.parametrize("name", BUILT)
+def test_a_service_is_built_from_its_dockerfile(name: str) -> None:
     service = services()[name]
-    dockerfile = DEPLOY.parent / service["build"]["dockerfile"]
+    kind = name.rpartition("-")[2]
+    assert service["image"] == f"ssd-serve:{kind}"
+    assert service["build"]["dockerfile"] == f"deploy/{kind}.Dockerfile"
     assert (DEPLOY / service["build"]["context"]).resolve() == DEPLOY.parent
-    assert dockerfile.is_file()
-    # The image brings its own; compose takes it over unless it is told otherwise.
-    assert "HEALTHCHECK" in dockerfile.read_text()
-    assert "healthcheck" not in service
+    assert service["cap_drop"] == ["ALL"]
+    # The image brings a healthcheck for a server; compose takes it over unless it is told otherwise.
+    assert "HEALTHCHECK" in (DEPLOY / f"{kind}.Dockerfile").read_text()
+    assert ("healthcheck" in service) == (name not in OURS)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_variable_is_known_to_somebody(name: str) -> None:
+    known = {variable_name(field) for field in Settings.model_fields}
+    given = {each for each in services()[name]["environment"] if not each.startswith("RAY_")}
+    assert given <= known | NOT_OURS
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_variables_of_a_server_are_settings_with_possible_values(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = services()[name]
-    known = {variable_name(field) for field in Settings.model_fields}
-    given = {each for each in service["environment"] if each.startswith("SSD_")}
-    assert given <= known
-    for variable, value in environment(service).items():
+    for variable, value in environment(services()[name]).items():
         monkeypatch.setenv(variable, value)
     settings = resolve({})
     assert (settings.host, settings.port) == ("0.0.0.0", 8000)
-    assert settings.target == "embedded" if name == "ssd-cpu" else settings.draft_device == "cuda:1"
+    if name.endswith("cpu"):
+        assert settings.target == "embedded"
+    else:
+        assert (settings.target_device, settings.tensor_parallel) == ("cuda:0-3", 4)
+        assert settings.draft_device == ("cuda:4" if name.startswith("ssd") else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_target_and_drafter_meet_and_keep_to_their_devices(kind: str) -> None:
+    target, drafter = (services()[f"{name}-{kind}"] for name in ("target", "drafter"))
+    inside = environment(target)
+    assert inside["SSD_DRAFTERS"] == "0"
+    (port,) = re.findall(r"^tcp://0\.0\.0\.0:(\d+)$", inside["SSD_DRAFTER_ADDRESS"])
+    (alias,) = target["networks"]["default"]["aliases"]
+    assert drafter["command"] == ["draft", "--connect", f"tcp://{alias}:{port}"]
+    # Not published: only the private network has it, and only who knows the key.
+    assert not any(port in each for each in target["ports"])
+    for service in (target, drafter):
+        assert service["environment"]["SSD_CLUSTER_KEY"] is None
+    assert own_devices(target).isdisjoint(own_devices(drafter))
+    assert len(own_devices(drafter)) == 1
+
+
+def own_devices(service: dict[str, Any]) -> set[str]:
+    """Cores or GPUs of a container, as the host counts them."""
+    if "cpuset" in service:
+        return set(by_default(service["cpuset"]).split(","))
+    if "deploy" in service:
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        return set(device["device_ids"])
+    return set(service["environment"]["HIP_VISIBLE_DEVICES"].split(","))
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_ray_node_keeps_to_its_ports_and_asks_for_the_token(name: str) -> None:
+    node = services()[name]
+    words = [by_default(word).partition("=") for word in node["command"]]
+    options = {option: value for option, _, value in words if value}
+    ports = [
+        int(value) for option, value in options.items() if option.endswith("port") and "worker" not in option
+    ]
+    workers = range(int(options["--min-worker-port"]), int(options["--max-worker-port"]) + 1)
+    assert len(ports) == len(set(ports)) >= 6
+    assert not set(ports) & set(workers)
+    assert node["environment"]["RAY_AUTH_MODE"] == "token"
+    assert node["environment"]["RAY_AUTH_TOKEN"] is None
+    assert options.get("--dashboard-host", "127.0.0.1") == "127.0.0.1"
+    other = services()[name.replace("worker", "head")]
+    assert set(node["command"][4:]) <= set(other["command"]) or name.startswith("ray-head")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_is_told_what_serve_yaml_says(kind: str) -> None:
+    service = services()[f"ray-serve-{kind}"]
+    source, target, mode = service["volumes"][0].split(":")
+    assert (DEPLOY / source).is_file()
+    assert mode == "ro"
+    assert service["command"][-1] == target
+    assert service["depends_on"] == {f"ray-head-{kind}": {"condition": "service_healthy"}}
+    head = {
+        word.partition("=")[0]: word.partition("=")[2] for word in services()[f"ray-head-{kind}"]["command"]
+    }
+    assert service["command"][2] == f"http://{head['--dashboard-host']}:{head['--dashboard-port']}"
 
 
 def test_variables_of_compose_alone_do_not_look_like_settings() -> None:

@@ -1,9 +1,11 @@
-"""Replicas on a real Ray Serve: both answer alike, a dead engine is replaced, streams outlive an update."""
+"""Replicas on a real Ray Serve: both answer alike, a dead one is replaced, streams outlive an update."""
 
 import json
 import os
+import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -20,7 +22,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deploy.files import ROOT, read_yaml
+from tests.deploy.files import ROOT, by_default, environment, read_yaml, services
 from tests.end_to_end.test_serve import await_health, free_port
 
 pytestmark = pytest.mark.slow
@@ -32,23 +34,34 @@ FLAGS = ["--seed", "3", "--temperature", "0.8", "--max-tokens", "32", "--json"]
 
 @dataclass(frozen=True)
 class Fleet:
-    """A Serve that runs, and the file that it was told to run."""
+    """A Ray node that runs, as the service `ray-head-cpu` has it, and the Serve config that it was told."""
 
-    process: "subprocess.Popen[str]"
+    process: "subprocess.Popen[bytes]"
+    environment: dict[str, str]
+    dashboard: str
     url: str
     config: Path
 
     def tell(self, **settings: Any) -> None:
-        """Let it run the project's Serve config with a free port, tiny replicas and these settings."""
+        """What the service `ray-serve-cpu` does, with a free port, tiny replicas and these settings."""
         serving = read_yaml("serve.yaml")
         serving["http_options"]["port"] = int(self.url.rpartition(":")[2])
         application = serving["applications"][0]
         application["args"] = {**SETTINGS, **settings}
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 1}
         self.config.write_text(yaml.safe_dump(serving), encoding="utf-8")
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{self.config}\n")
-        self.process.stdin.flush()
+        service = services()["ray-serve-cpu"]
+        here = {"http://127.0.0.1:8265": self.dashboard, "/opt/serve.yaml": str(self.config)}
+        command = [*service["entrypoint"], *(here.get(word, word) for word in service["command"])]
+        subprocess.run(command, env=self.environment, check=True, capture_output=True)
+
+    def healthy(self) -> bool:
+        """What the healthcheck of the service says."""
+        check, *words = services()["ray-head-cpu"]["healthcheck"]["test"]
+        assert check == "CMD"
+        port = self.environment["AGENT_PORT"]
+        command = [word.replace("52365", port) for word in words]
+        return subprocess.run(command, env=self.environment, check=False, capture_output=True).returncode == 0
 
     def verifiers(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
@@ -86,34 +99,49 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.deploy.serve_run"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-    started = Fleet(process, f"http://127.0.0.1:{free_port()}", folder / "serve.yaml")
-    everything: list[psutil.Process] = []
-    try:
-        started.tell(mode="ssd")
-        await_health(started.url, 150.0)
-        yield started
-    finally:
-        everything = psutil.Process(process.pid).children(recursive=True)
-        assert process.stdin is not None
-        process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
-        process.wait()
-        for each in psutil.wait_procs(everything, timeout=10)[1]:
-            each.kill()
+    # The names of Ray's sockets would be too long there.
+    with tempfile.TemporaryDirectory(prefix="ray") as ray, (folder / "log").open("wb") as log:
+        command, ports = head(ray)
+        given = environment(services()["ray-head-cpu"])
+        variables = {
+            **os.environ,
+            **{name: value.replace("/cache", str(folder)) for name, value in given.items()},
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "AGENT_PORT": ports["--dashboard-agent-listen-port"],
+            "PYTHONPATH": str(ROOT / "src"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
+        dashboard = f"http://127.0.0.1:{ports['--dashboard-port']}"
+        url = f"http://127.0.0.1:{free_port()}"
+        started = Fleet(process, variables, dashboard, url, folder / "serve.yaml")
+        try:
+            until(started.healthy)
+            started.tell(mode="ssd")
+            await_health(url, 150.0)
+            yield started
+        finally:
+            everything = psutil.Process(process.pid).children(recursive=True)
+            for each in (psutil.Process(process.pid), *everything):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
+            psutil.wait_procs(everything, timeout=10)
+
+
+def head(folder: str) -> tuple[list[str], dict[str, str]]:
+    """The command of the service with free ports, by their options, and small."""
+    service = services()["ray-head-cpu"]
+    command: list[str] = [*service["entrypoint"], *map(by_default, service["command"])]
+    options = [word.partition("=")[0] for word in command]
+    # Workers may take any port.
+    ports = {name: str(free_port()) for name in options if name.endswith("port") and "worker" not in name}
+    command = [
+        f"{name}={ports[name]}" if name in ports else word
+        for name, word in zip(options, command, strict=True)
+    ]
+    command = [word for word in command if "worker-port" not in word]
+    return [*command, "--num-cpus=4", "--object-store-memory=80000000", f"--temp-dir={folder}"], ports
 
 
 def until(what: Callable[[], bool], seconds: float = 90.0) -> None:
@@ -131,8 +159,8 @@ def both_are_there(fleet: Fleet) -> bool:
 def generated() -> str:
     """What `ssd generate` says without speculation."""
     command = [sys.executable, "-m", "ssd_serve", "generate", str(WISH["prompt"]), *FLAGS]
-    environment = {**os.environ, "SSD_MODE": "ar", "SSD_DTYPE": "fp32", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    variables = {**os.environ, "SSD_MODE": "ar", "SSD_DTYPE": "fp32", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     text: str = json.loads(done.stdout)["text"]
     return text
 
@@ -147,15 +175,13 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
     assert min(counts.values()) > 0
 
 
-def test_a_dead_engine_is_replaced_while_the_other_replica_answers(fleet: Fleet, generated: str) -> None:
+def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
-    fleet.verifiers()[0].kill()
-    until(lambda: len(fleet.verifiers()) < 2)
-    # The replica tells its requests and leaves; then there is only the other one.
-    until(lambda: len(fleet.answered()) == 1)
-    (left,) = fleet.answered()
-    assert left in before
+    engine = fleet.verifiers()[0]
+    engine.parent().kill()
+    # Its processes go with it.
+    assert engine.wait(10) is None
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
     assert len(set(fleet.answered()) - before) == 1

@@ -57,7 +57,7 @@ def test_no_key_is_one_that_ray_does_not_know(config: Any) -> None:
         (told, ServeApplicationSchema),
         (deployment, DeploymentSchema),
         (deployment["autoscaling_config"], AutoscalingConfig),
-        (deployment["ray_actor_options"], RayActorOptionsSchema),
+        (deployment.get("ray_actor_options", {}), RayActorOptionsSchema),
     ):
         assert set(keys) <= set(model.model_fields)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Committed,
     Figures,
@@ -46,6 +47,7 @@ READY = Ready(
     slots=4096,
     target_step_ms=20.0,
     draft_step_ms=2.0,
+    protocol=PROTOCOL_VERSION,
 )
 STATUS = Status(
     layout="beside",

@@ -3,10 +3,20 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.errors import EngineDeadError, OverloadedError
-from ssd_serve.messages import Abort, Committed, Figures, Finished, Heartbeat, Message, SamplingParameters
+from ssd_serve.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Committed,
+    Figures,
+    Finished,
+    Heartbeat,
+    Message,
+    SamplingParameters,
+)
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.submitted import Report
 from tests.server.fakes import READY, channel_pair
@@ -121,3 +131,16 @@ async def test_more_than_the_kernel_takes_is_sent_when_it_can_be() -> None:
     assert len(arrived) == 30
     client.stop()
     theirs.close()
+
+
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+async def test_a_verifier_of_another_version_is_refused_clearly(version: int) -> None:
+    client, engine = pair()
+    engine.send(replace(READY, protocol=version))
+    await drain(client)
+    assert client.ready is None
+    assert client.dead is not None
+    assert f"server {PROTOCOL_VERSION}, verifier {version}" in client.dead
+    assert "install the same version" in client.dead
+    with pytest.raises(EngineDeadError, match="protocol versions differ"):
+        client.submit((1,), PARAMETERS, 7, lambda _report: None)

@@ -1,5 +1,6 @@
 """The verifier's side of its drafters: joins, queues, epochs, silence."""
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -124,6 +125,17 @@ def test_a_mismatch_is_refused_clearly(change: dict[str, object], word: str) -> 
     assert its.closed
     assert house.drafters.alive == 0
     assert house.drafters.channels == []
+
+
+def test_a_hello_of_another_version_is_read_far_enough_to_be_refused() -> None:
+    """Another version may lack fields that this one has, and have others."""
+    house = House()
+    body = msgspec.msgpack.encode({"type": "Hello", "protocol": 999, "colour": "red"})
+    its = house.join(msgspec.msgpack.decode(body, type=Hello))
+    (refusal,) = of(Refusal, its.receive())
+    assert isinstance(refusal, Refusal)
+    assert f"verifier {HELLO.protocol}, drafter 999" in refusal.message
+    assert "install the same version" in refusal.message
 
 
 def test_growth_is_drained_into_the_replica_of_its_epoch() -> None:

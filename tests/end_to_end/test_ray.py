@@ -1,0 +1,189 @@
+"""The `ray` launcher on a real Ray of several simulated nodes: who is where, and what happens when a node is
+lost. Texts are those of the local launcher."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from ssd_serve.cluster.engines import RunningEngine
+from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.ray_launcher import ray_engine
+from ssd_serve.errors import SettingsError
+from ssd_serve.generate import Wish, await_ready, converse
+from ssd_serve.logs import get_logger
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.settings import Mode, Settings
+from tests.end_to_end.tiny_pair import write_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
+QUIET = get_logger("server", level="error")
+WISH = Wish("def f(", temperature=0.9, seed=5, max_tokens=64)
+
+
+class SimulatedCluster:
+    """Ray nodes of this machine that only differ in what they say they have. The head has no cores."""
+
+    def __init__(self) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._ray: Any = ray
+        self._cluster: Any = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False},
+        )
+        self._ray.init(address=self._cluster.address, namespace="tests", log_to_driver=False)
+
+    def add(self, cpus: int) -> Any:
+        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=80 << 20)
+        assert until(lambda: self.id(node) in [each["NodeID"] for each in self._ray.nodes() if each["Alive"]])
+        return node
+
+    def lose(self, node: Any) -> None:
+        """Without a word, as when a machine fails."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    @staticmethod
+    def id(node: Any) -> str:
+        return str(node.node_id)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        self._cluster.shutdown()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SimulatedCluster]:
+    with closing(SimulatedCluster()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def settings(pair: tuple[Path, Path]) -> Settings:
+    target, draft = (str(folder) for folder in pair)
+    return Settings(
+        target=target,
+        draft=draft,
+        mode=Mode.SSD,
+        dtype="fp32",
+        budget=8,
+        kv_memory_mb=64,
+        log_level="warning",
+    )
+
+
+def text(engine: RunningEngine, settings: Settings) -> list[int]:
+    """Token ids of one request."""
+    channel = engine.connect()
+    await_ready(engine, channel, lambda _progress: None)
+    generated = converse(engine, channel, Tokenizer(Path(settings.target)), WISH, lambda _text: None)
+    engine.expect_end()
+    channel.close()
+    return generated.token_ids
+
+
+@pytest.fixture(scope="module")
+def expected(settings: Settings) -> list[int]:
+    """Of the local launcher, without drafts."""
+    plain = settings.model_copy(update={"mode": Mode.AR})
+    with local_engine(plain, QUIET) as engine:
+        return text(engine, plain)
+
+
+def test_target_and_drafter_share_a_node_that_has_room(
+    cluster: SimulatedCluster, settings: Settings, expected: list[int]
+) -> None:
+    small, large = cluster.add(1), cluster.add(2)
+    with ray_engine(settings, QUIET) as engine:
+        assert text(engine, settings) == expected
+        assert engine.nodes() == dict.fromkeys(("verifier", "drafter-0"), cluster.id(large))
+        pids = engine.pids()
+        assert set(pids) == {"verifier", "drafter-0"}
+        environment = psutil.Process(pids["verifier"]).environ()
+        assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
+    assert until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
+    cluster.lose(small)
+    cluster.lose(large)
+
+
+def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
+    cluster: SimulatedCluster, settings: Settings, expected: list[int]
+) -> None:
+    ranked = settings.model_copy(update={"tensor_parallel": 2})
+    large, small = cluster.add(2), cluster.add(1)
+    with ray_engine(ranked, QUIET) as engine:
+        channel = engine.connect()
+        await_ready(engine, channel, lambda _progress: None)
+        target = cluster.id(large)
+        assert engine.nodes() == {"verifier": target, "rank-1": target, "drafter-0": cluster.id(small)}
+        tokenizer = Tokenizer(Path(ranked.target))
+        cluster.lose(small)
+        assert converse(engine, channel, tokenizer, WISH, lambda _text: None).token_ids == expected
+        assert until(lambda: engine.restarts > 0)
+        another = cluster.add(1)
+        assert until(lambda: engine.nodes().get("drafter-0") == cluster.id(another))
+        assert engine.failure is None
+        engine.expect_end()
+        channel.close()
+    cluster.lose(large)
+    cluster.lose(another)
+
+
+def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster, settings: Settings) -> None:
+    ranked = settings.model_copy(update={"tensor_parallel": 2})
+    refused = pytest.raises(SettingsError, match="the target needs 2 CPU of one node")
+    with refused, ray_engine(ranked, QUIET):
+        pass
+
+
+def test_an_actor_that_hangs_is_killed_and_reported(cluster: SimulatedCluster, settings: Settings) -> None:
+    plain = settings.model_copy(update={"mode": Mode.AR})
+    node = cluster.add(1)
+    with ray_engine(plain, QUIET, silence_s=2.0) as engine:
+        channel = engine.connect()
+        await_ready(engine, channel, lambda _progress: None)
+        time.sleep(1.5)  # a first sign of life
+        os.kill(engine.pids()["verifier"], signal.SIGSTOP)
+        failure = engine.await_failure(20.0)
+        assert failure is not None
+        assert "the verifier process has given no sign of life" in str(failure)
+        channel.close()
+    cluster.lose(node)
+
+
+def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
+    cluster: SimulatedCluster, settings: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target, _ = write_pair(tmp_path)
+    (target / "model.safetensors").unlink()
+    node = cluster.add(1)
+    broken = settings.model_copy(update={"mode": Mode.AR, "target": str(target)})
+    with ray_engine(broken, QUIET) as engine:
+        channel = engine.connect()
+        failure = engine.await_failure(60.0)
+        channel.close()
+    assert failure is not None
+    assert (failure.exit_code, failure.explained) == (6, True)
+    assert capfd.readouterr().err.count("ssd: verifier: ") == 1
+    cluster.lose(node)
