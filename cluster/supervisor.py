@@ -24,6 +24,8 @@ from ssd_serve.settings import Settings
 _LOOK_EVERY_S = 0.1
 _LONGEST_BUSY_SILENCE_S = 60.0
 """For one that computes, waits for a disk, or is still loading."""
+_LONG_LOOK_S = 1.0
+"""On a busy machine a process that computes may get nothing for a moment."""
 _SETTLED_S = 30.0
 """A drafter that lives for so long has loaded."""
 _LONG_LIFE_S = 60.0
@@ -85,6 +87,8 @@ class _Watched:
     quick_deaths: int = 0
     due: float = 0.0
     computed_s: float = -1.0
+    computed_at: float = -math.inf
+    """When it was last seen to have computed."""
     left_behind_since: float = math.inf
     """Has ended because another one has, or is about to: that one is the cause and is waited for."""
 
@@ -230,8 +234,10 @@ class Supervisor:
         settled = ready_at is not None and (
             watched.plan.vital or ready_at > time.monotonic() - process.age_s or process.age_s > _SETTLED_S
         )
-        before, watched.computed_s = watched.computed_s, process.computed_s
-        return not settled or watched.computed_s != before or process.waits_for_disk
+        computed_s, now = process.computed_s, time.monotonic()
+        if computed_s != watched.computed_s:
+            watched.computed_s, watched.computed_at = computed_s, now
+        return not settled or now - watched.computed_at < _LONG_LOOK_S or process.waits_for_disk
 
     def _look_at(self, watched: _Watched) -> None:
         if self.over:

@@ -54,6 +54,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def titled(pid: int) -> bool:
+    return bool(psutil.Process(pid).cmdline()[0].startswith("ssd: "))
+
+
 def await_end(channel: SocketChannel) -> None:
     assert until(lambda: not channel.receive() and channel.closed)
     channel.close()
@@ -215,7 +219,8 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Pat
     settings = Settings(mode=Mode.SSD, tensor_parallel=2, run_dir=tmp_path / "run")
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
         before = engine.pids()
-        time.sleep(3.0)  # long enough for all to start and beat
+        assert until(lambda: all(titled(pid) for pid in before.values()))
+        time.sleep(1.0)  # long enough for a first sign of life
         engine.target_is_ready()
         os.kill(before[victim], signal.SIGSTOP)
         began = time.monotonic()
@@ -233,7 +238,7 @@ def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() 
         with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
             engine.target_is_ready()
             before = engine.pids()
-            time.sleep(1.5)
+            assert until(lambda: titled(before["verifier"]))  # noqa: B023
             ends = time.monotonic() + 6.5
             while time.monotonic() < ends:
                 engine.suspect_verifier(61.0)
