@@ -44,7 +44,9 @@ class MessageFaults:
         self._schedule = faultless if rates is None else seeded(seed, rates)
 
     def close(self) -> None:
-        """Cut the connections; who connects again reaches the verifier itself."""
+        """Cut the connections; who connects again reaches the verifier itself. A second call does nothing."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         self._thread.join()
         self._listener.close()
