@@ -1,5 +1,5 @@
 """The command line of the benchmarks: `ssd bench modes | load | peers | faults | packed | kernels |
-conformance | invariance | lossless | calibration | ablate | channels | report`.
+conformance | invariance | lossless | calibration | ablate | drafters | channels | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -15,6 +15,7 @@ from ssd_serve.bench.calibration_commands import add_calibration
 from ssd_serve.bench.channels_commands import add_channels
 from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
+from ssd_serve.bench.drafters_commands import add_drafters
 from ssd_serve.bench.explain_commands import add_explain
 from ssd_serve.bench.faults_commands import add_faults
 from ssd_serve.bench.kernel_commands import add_kernels
@@ -51,6 +52,7 @@ def add_commands(subparsers: Commands) -> None:
     add_check(commands)
     add_calibration(commands)
     add_ablate(commands)
+    add_drafters(commands)
     add_channels(commands)
     _add_report(commands)
 

@@ -32,14 +32,9 @@ def run(settings: Settings, name: str, addresses: Sequence[str]) -> int:
     native = native_library(settings, log)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
     settle_memory()
+    key = settings.cluster_key or ""
     targets = [
-        Target(
-            drafter.core,
-            drafter.hello,
-            log,
-            (place, len(addresses)),
-            Dial(address, log, key=settings.cluster_key or ""),
-        )
+        Target(drafter.core, drafter.hello, log, (place, len(addresses)), Dial(address, log, key=key))
         for place, address in enumerate(addresses)
     ]
     Loop(targets, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated).run()

@@ -13,6 +13,7 @@ from typing import Any, cast
 from ssd_serve import __version__
 from ssd_serve.bench.commands import add_commands as add_bench_commands
 from ssd_serve.doctor_commands import add_doctor, add_report
+from ssd_serve.draft_commands import add_draft
 from ssd_serve.errors import (
     CheckpointError,
     EngineDeadError,
@@ -84,6 +85,7 @@ def build_parser() -> Parser:
     parser.set_defaults(run=lambda _args: _no_command(parser))
     _add_serve(commands)
     _add_generate(commands)
+    add_draft(commands)
     _add_settings(commands)
     add_plan(commands)
     add_doctor(commands)
