@@ -1,5 +1,5 @@
 """The command line of the benchmarks: `ssd bench modes | load | peers | packed | kernels | conformance |
-invariance | lossless | calibration | ablate | channels | drafters | report`.
+invariance | lossless | calibration | ablate | drafters | channels | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -50,8 +50,8 @@ def add_commands(subparsers: Commands) -> None:
     add_check(commands)
     add_calibration(commands)
     add_ablate(commands)
-    add_channels(commands)
     add_drafters(commands)
+    add_channels(commands)
     _add_report(commands)
 
 

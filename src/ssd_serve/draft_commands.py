@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _drafting(settings: Settings) -> Settings:
     """With one draft model, and its device."""
-    if len(settings.draft_models) > 1 or settings.drafters not in (None, 1):
+    if len(settings.draft_models) > 1 or settings.drafters not in (None, 0, 1):
         raise SettingsError("`ssd draft` is one drafter with one draft model: start it once for each")
     machine = this_machine()
     device = Device("cuda", (0,)) if machine.gpus else Device("cpu", machine.cores)
