@@ -65,15 +65,15 @@ class VirtualRounds(Rounds):
         self, model: Model, noise: NoiseRows, eos: tuple[int, ...], clock: Clock, table: DeviceTable
     ) -> None:
         super().__init__(model, noise, eos)
-        self._clock = clock
+        self._virtual = clock
         self._table = table
 
     def launch(self, work: Sequence[Work]) -> Flight:
         """See `Rounds.launch`."""
         flight = super().launch(work)
-        started = self._clock.now
+        started = self._virtual.now
         over = started + self._table.target_s * max(1.0, flight.rows / self._table.flat_rows)
-        result = replace(flight.result, completion=_Landing(self._clock, over))
+        result = replace(flight.result, completion=_Landing(self._virtual, over))
         return replace(flight, started=started, result=result)
 
 
@@ -138,15 +138,18 @@ class Pair:
         policy: GrowPolicy,
         width: int,
         rounds: Rounds | None = None,
+        drafters: Drafters | None = None,
+        together: int = 1,
     ) -> tuple[Engine, ObservedDecider]:
-        """A fresh engine for one request at a time, without its drafter. Rounds stay in the flat part."""
+        """A fresh engine for `together` requests at a time, without its drafters. Rounds stay in the flat
+        part."""
         facts = self.target.facts
-        drafters = Drafters(self.hello(), clock=clock, log=get_logger("bench", "warning"))
-        bounds = DraftBounds(facts.context, self.table.flat_rows - 1, width)
+        drafters = drafters or Drafters(self.hello(), clock=clock, log=get_logger("bench", "warning"))
+        bounds = DraftBounds(facts.context, self.table.flat_rows - together, width)
         decider = ObservedDecider(drafters, self.cost(), policy, bounds, HostCost(0.0), clock=clock)
         engine = Engine(
             rounds or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.table),
-            Scheduler(SlotPool(self.target.slots), None, Limits(1, 16, 1024)),
+            Scheduler(SlotPool(self.target.slots), None, Limits(together, 1024, 1024)),
             drafters,
             decider,
             Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, TREE_NODES),

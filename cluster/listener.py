@@ -68,6 +68,15 @@ class Listener:
         address = f"{_TCP}{name}:{server.getsockname()[1]}"
         return cls(server, address, Gate(server, key, on_refusal))
 
+    @classmethod
+    def at(
+        cls, address: str, key: str = "", on_refusal: Callable[[str], None] = lambda _why: None
+    ) -> "Listener":
+        """Listen at an address: a path, or `tcp://host:port`, where peers must know the key."""
+        if address.startswith(_TCP):
+            return cls.tcp(*_host_and_port(address), key, on_refusal)
+        return cls.unix(address)
+
     @property
     def pending(self) -> int:
         """A listener sends nothing."""

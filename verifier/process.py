@@ -3,7 +3,7 @@ drafters."""
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 from msgspec.structs import replace
@@ -31,6 +31,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
+from ssd_serve.verifier.recording import Recorder
 
 _STATUS_S = 1.0
 _CONNECT_S = 120.0
@@ -46,15 +47,23 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     target, meets the others if there are any.
     """
     log = get_logger("verifier", settings.log_level, settings.log_format)
+    others = _others(settings, log)
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
-    verifier = assemble_verifier(own, lambda text: _say(server, log, text), log=log, ranks=ranks)
+    recorder = Recorder(own.record, own.record_mb << 20, log) if own.record is not None else None
+    verifier = assemble_verifier(
+        own, lambda text: _say(server, log, text), log=log, ranks=ranks, outside=recorder
+    )
+    if recorder is not None:
+        recorder.begin(own, verifier.facts, verifier.hello)
     settle_memory()
-    loop = Loop(server, joining, verifier.engine, lambda: _whole_status(verifier), verifier.remember, log)
+    loop = Loop(
+        server, [joining, *others], verifier.engine, lambda: _whole_status(verifier), verifier.remember, log
+    )
     if settings.mode is Mode.SSD:
-        _say(server, log, "waiting for the drafter")
-        loop.await_drafter(_JOIN_S, already=verifier.inline is not None)
+        _say(server, log, "waiting for the drafters")
+        loop.await_drafters(_JOIN_S, max(1, settings.drafter_count))
     server.send(_ready(settings, verifier))
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
@@ -69,7 +78,7 @@ class Loop:
     def __init__(
         self,
         server: Channel,
-        joining: Listener,
+        joining: Sequence[Listener],
         engine: Engine,
         status: Callable[[], Status],
         remember: Callable[[], None],
@@ -88,18 +97,18 @@ class Loop:
         self._health = engine.watch.health
         self._remembered_at = time.monotonic()
 
-    def await_drafter(self, timeout_s: float, already: int) -> None:
-        """Wait until a drafter has joined, besides those that have `already`; go on without one when none
-        comes, or when requests wait that a verifier before this one has begun."""
-        self._engine.drafters.drain({})
+    def await_drafters(self, timeout_s: float, count: int) -> None:
+        """Wait until so many drafters with a device of their own have joined; go on without those that do not
+        come, or when requests wait that a verifier before this one has begun."""
+        self._engine.drain()
         deadline = time.monotonic() + timeout_s
-        while self._engine.drafters.alive <= already and time.monotonic() < deadline:
+        while self._engine.drafters.beside < count and time.monotonic() < deadline:
             self._take()
             if self._engine.busy or self._server.closed:
                 return
             self._accept()
             self._sleep(0.05)
-            self._engine.drafters.drain({})
+            self._engine.drain()
 
     def run(self) -> None:
         """Until the server is gone."""
@@ -128,14 +137,15 @@ class Loop:
 
     def _sleep(self, timeout_s: float) -> None:
         """Until anybody says anything."""
-        sources: list[Waitable] = [self._server, self._joining, *self._engine.drafters.channels]
+        sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
         poll(sources, timeout_s)
 
     def _accept(self) -> None:
-        channel = self._joining.accept()
-        while channel is not None:
-            self._engine.drafters.connect(channel)
-            channel = self._joining.accept()
+        for listener in self._joining:
+            channel = listener.accept()
+            while channel is not None:
+                self._engine.drafters.connect(channel)
+                channel = listener.accept()
 
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
@@ -162,6 +172,17 @@ class Loop:
             self._log.info("speculation is well again")
         else:
             self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
+
+
+def _others(settings: Settings, log: Logger) -> list[Listener]:
+    """Where drafters of other places join, if they may."""
+    if not settings.drafter_address or settings.mode is not Mode.SSD:
+        return []
+
+    def refused(why: str) -> None:
+        log.warning("drafter refused", reason=why)
+
+    return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
 
 
 def _await_server(servers: Listener) -> Channel:
