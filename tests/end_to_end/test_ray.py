@@ -189,7 +189,7 @@ def seen_gpus() -> tuple[list[str], str | None]:
 
 
 def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, settings: Settings) -> None:
-    """Nodes that only say that they have GPUs: what is asked for goes to the right one, and all stay visible."""
+    """Nodes that only say that they have GPUs: what is asked for goes to the right one; all stay visible."""
     parts, whole = cluster.add(8, 8, "AMD-Instinct-MI300X-OAM"), cluster.add(4, 2, "H200")
     wished = settings.model_copy(
         update={
