@@ -24,7 +24,7 @@ from ssd_serve.cluster.ray_placement import actors_device
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import PermissionProblemError, SsdError
 from ssd_serve.logs import get_logger
-from ssd_serve.settings import Settings
+from ssd_serve.settings import Settings, visible_gpus
 
 LOOPBACK = "127.0.0.1"
 _TRACE_BYTES = 4000
@@ -131,9 +131,7 @@ class RoleActor:
     def _take_device(self) -> str:
         """Bind this thread, and torch's threads that it starts, to the device."""
         gpus = [str(one) for one in _ray().get_runtime_context().get_accelerator_ids().get("GPU", ())]
-        # What the node shows is known to the process alone that runs there.
-        visible = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
-        name = actors_device(self._order.device, gpus, visible)
+        name = actors_device(self._order.device, gpus, visible_gpus())
         device = parse_device(name)
         if device.kind == "cuda" or device.indices:
             pin(device)

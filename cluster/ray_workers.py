@@ -23,7 +23,7 @@ _CONTROL = "control"
 _PING_EVERY_S = 1.0
 LONGEST_SILENCE_S = 15.0
 """Pings pass through Ray, whose nodes may be busy: more patience than for a pulse on this machine."""
-_ALL_VISIBLE = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP", "ROCR")}
+ALL_VISIBLE = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP", "ROCR")}
 """See `actors_device`."""
 
 
@@ -185,7 +185,7 @@ class Crew:
             num_gpus=share.gpus,
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": {**added_environment(), **_ALL_VISIBLE}},
+            runtime_env={"env_vars": {**added_environment(), **ALL_VISIBLE}},
             scheduling_strategy=strategy,
         )
 

@@ -293,6 +293,11 @@ class Origin:
     meaning: str
 
 
+def visible_gpus() -> str | None:
+    """What the machine of this process shows of its GPUs, if not all: numbers or names, with commas."""
+    return os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def flag_name(field: str) -> str:
     """`--draft-width` for `draft_width`."""
     return "--" + field.replace("_", "-")

@@ -1,6 +1,7 @@
 """The `ray` launcher on a real Ray of several simulated nodes: who is where, and what happens when a node is
 lost. Texts are those of the local launcher."""
 
+import importlib
 import os
 import signal
 import time
@@ -14,12 +15,15 @@ import pytest
 
 from ssd_serve.cluster.engines import RunningEngine
 from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.ray_cluster import ray_cluster
 from ssd_serve.cluster.ray_launcher import ray_engine
+from ssd_serve.cluster.ray_placement import STRATEGY, ray_place
+from ssd_serve.cluster.ray_workers import ALL_VISIBLE
 from ssd_serve.errors import SettingsError
 from ssd_serve.generate import Wish, await_ready, converse
 from ssd_serve.logs import get_logger
 from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Mode, Settings, visible_gpus
 from tests.end_to_end.tiny_pair import write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
@@ -41,8 +45,11 @@ class SimulatedCluster:
         )
         self._ray.init(address=self._cluster.address, namespace="tests", log_to_driver=False)
 
-    def add(self, cpus: int) -> Any:
-        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=80 << 20)
+    def add(self, cpus: int, gpus: int = 0, kind: str = "") -> Any:
+        resources = {f"accelerator_type:{kind}": 1} if kind else {}
+        node = self._cluster.add_node(
+            num_cpus=cpus, num_gpus=gpus, resources=resources, object_store_memory=80 << 20
+        )
         assert until(lambda: self.id(node) in self._alive())
         return node
 
@@ -172,6 +179,48 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
         engine.expect_end()
         channel.close()
     cluster.take_away(large, another)
+
+
+def seen_gpus() -> tuple[list[str], str | None]:
+    """In an actor: the GPUs that Ray has counted for it, and which of them it is shown."""
+    ray: Any = importlib.import_module("ray")
+    ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return sorted(map(str, ids)), visible_gpus()
+
+
+def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, settings: Settings) -> None:
+    """Nodes that only say that they have GPUs: what is asked for goes to the right one; all stay visible."""
+    parts, whole = cluster.add(8, 8, "AMD-Instinct-MI300X-OAM"), cluster.add(4, 2, "H200")
+    wished = settings.model_copy(
+        update={
+            "tensor_parallel": 2,
+            "target_accelerator": "h200",
+            "draft_accelerator": "mi300x",
+            "drafters": 2,
+        }
+    )
+    with ray_cluster(wished) as joined:
+        decision = ray_place(wished, joined.nodes)
+        group = joined.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
+        assert group.wait(20.0)
+        assert joined.homes(group) == {0: cluster.id(whole), 1: cluster.id(parts), 2: cluster.id(parts)}
+        strategy = joined.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        asked = [
+            joined.ray.remote(seen_gpus)
+            .options(
+                num_cpus=1,
+                num_gpus=1,
+                runtime_env={"env_vars": ALL_VISIBLE},
+                scheduling_strategy=strategy(group, placement_group_bundle_index=bundle),
+            )
+            .remote()
+            for bundle in (0, 0)
+        ]
+        found = joined.ray.get(asked, timeout=60.0)
+        assert {len(ids) for ids, _ in found} == {1}
+        assert {shown for _, shown in found} == {None}
+        joined.ray.util.remove_placement_group(group)
+    cluster.take_away(parts, whole)
 
 
 def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster, settings: Settings) -> None:
