@@ -26,8 +26,10 @@ def _run(args: argparse.Namespace) -> int:
     from ssd_serve.bench.document import write_json
     from ssd_serve.bench.drafters import Plan, run_drafters
     from ssd_serve.bench.drafters_report import drafters_table
+    from ssd_serve.memory import settle_memory
 
     pair, prompts = embedded_pair(args.table)
+    settle_memory()  # as the verifier does
     plan = Plan(tuple(args.drafters), args.requests, args.prompt, args.tokens, args.temperature, args.width)
     result = run_drafters(
         pair, embedded_draft, prompts, plan, args.table, lambda text: print(text, file=sys.stderr, flush=True)

@@ -93,7 +93,6 @@ class WireChannel(VirtualChannel):
         self._not_host = not_host
         self._mine, self._theirs = FrameWriter(), FrameWriter()
         self._reader = FrameReader()
-        self.expansions = 0
 
     def send(self, message: Message) -> bool:
         """See `VirtualChannel.send`."""
@@ -105,7 +104,6 @@ class WireChannel(VirtualChannel):
         messages = super().receive()
         for frame in self._not_host.of(lambda: [bytes(self._theirs.encode(each)) for each in messages]):
             self._reader.feed(frame)
-        self.expansions += sum(len(each.parents) // 8 for each in messages if isinstance(each, Growth))
         return self._reader.take()
 
 
@@ -120,11 +118,6 @@ class VirtualDrafters(Drafters):
         self._wires: list[WireChannel] = []
         self.host = Host(not_host)
         self.candidates = 0
-
-    @property
-    def expansions(self) -> int:
-        """Nodes that drafters have expanded for the verifier."""
-        return sum(wire.expansions for wire in self._wires)
 
     def add(self, wire: WireChannel) -> None:
         """A drafter joins."""
