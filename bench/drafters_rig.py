@@ -20,7 +20,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import DrafterMessage, Growth, Hello, Message
+from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.verifier.drafters import Drafters
@@ -156,10 +156,11 @@ class DraftedEngine:
     def __init__(
         self, pair: Pair, drafts: Sequence[Model], together: int, width: int, candidates: int, depth: int
     ) -> None:
-        self.clock, self.not_host = Clock(), NotHost()
-        self.drafters = VirtualDrafters(pair.hello(), self.clock, self.not_host)
+        self.clock, not_host = Clock(), NotHost()
+        self.host = Host(not_host)
+        self.drafters = VirtualDrafters(pair.hello(), self.clock, not_host)
         facts = pair.target.facts
-        target = _Computing(pair.target, self.not_host)
+        target = _Computing(pair.target, not_host)
         rounds = VirtualRounds(target, pair.noise(), facts.eos_token_ids, self.clock, pair.table)
         self.engine: Engine
         self.engine, _ = pair.engine(
@@ -172,4 +173,8 @@ class DraftedEngine:
             source = ModelSource(model, SlotPool(DRAFT_SLOTS), pair.noise(), candidates)
             core = DrafterCore(source, limits, frozenset(facts.eos_token_ids), name)
             hello = replace(pair.hello(), name=name)
-            self.drafters.add(WireChannel(self.clock, core, model, hello, self.not_host))
+            self.drafters.add(WireChannel(self.clock, core, model, hello, not_host))
+
+    def step(self) -> list[VerifierReport]:
+        """One round of the engine."""
+        return self.host.of(self.engine.step)
