@@ -65,15 +65,15 @@ class VirtualRounds(Rounds):
         self, model: Model, noise: NoiseRows, eos: tuple[int, ...], clock: Clock, table: DeviceTable
     ) -> None:
         super().__init__(model, noise, eos)
-        self._clock = clock
+        self._virtual = clock
         self._table = table
 
     def launch(self, work: Sequence[Work]) -> Flight:
         """See `Rounds.launch`."""
         flight = super().launch(work)
-        started = self._clock.now
+        started = self._virtual.now
         over = started + self._table.target_s * max(1.0, flight.rows / self._table.flat_rows)
-        result = replace(flight.result, completion=_Landing(self._clock, over))
+        result = replace(flight.result, completion=_Landing(self._virtual, over))
         return replace(flight, started=started, result=result)
 
 

@@ -1,5 +1,5 @@
 """The command line of the benchmarks: `ssd bench modes | load | peers | packed | kernels | conformance |
-invariance | lossless | calibration | ablate | drafters | channels | report`.
+invariance | lossless | soak | calibration | ablate | drafters | channels | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -23,6 +23,7 @@ from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
 from ssd_serve.bench.restart import restart_as_worker
 from ssd_serve.bench.roofline_commands import add_roofline
+from ssd_serve.bench.soak_commands import add_soak
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError
@@ -48,6 +49,7 @@ def add_commands(subparsers: Commands) -> None:
     _add_lossless(commands)
     add_quality(commands)
     add_check(commands)
+    add_soak(commands)
     add_calibration(commands)
     add_ablate(commands)
     add_drafters(commands)

@@ -109,7 +109,7 @@ def _run_load(args: argparse.Namespace) -> int:
         trace_seconds=args.trace_seconds,
     )
     settings = settings_from(args)
-    signal.signal(signal.SIGTERM, _leave_tidily)
+    signal.signal(signal.SIGTERM, leave_tidily)
     result = run_load(settings, plan, lambda text: print(text, file=sys.stderr, flush=True))
     _write(args.json, json.dumps(result, indent=1) + "\n")
     _write(args.plot, load_plot(result))
@@ -117,7 +117,7 @@ def _run_load(args: argparse.Namespace) -> int:
     return 0
 
 
-def _leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
+def leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
     """SIGTERM: leave through every `finally`, so that the servers go too."""
     raise SystemExit(128 + signal.SIGTERM)
 

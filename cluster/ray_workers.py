@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ssd_serve.cluster.process import added_environment
-from ssd_serve.cluster.ray_actors import Addresses, End, Order, RoleActor
+from ssd_serve.cluster.ray_actors import Addresses, End, Order, RoleActor, kill_actor
 from ssd_serve.cluster.ray_cluster import RayCluster
 from ssd_serve.cluster.ray_placement import RayPlacement, Share
 from ssd_serve.cluster.supervisor import WorkerPlan
@@ -95,7 +95,17 @@ class RayWorker:
             with contextlib.suppress(Exception):
                 self._ray.get(self._left, timeout=grace_s if self.pid else 0.0)
         self.kill()
+        if not self._ray.wait([self._running], timeout=grace_s)[0]:
+            self._kill_process()
         return self.exit_code or -signal.SIGKILL
+
+    def _kill_process(self) -> None:
+        """Ray asks a process to end; one that is stopped, or hangs, does not hear it."""
+        pid, node = self._place()
+        if not pid:
+            return
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        self._ray.remote(kill_actor).options(num_cpus=0, scheduling_strategy=affinity).remote(pid)
 
     def _place(self) -> tuple[int, str]:
         if not self._is_there(self._where):

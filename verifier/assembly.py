@@ -6,6 +6,7 @@ Knows the parts; it opens no sockets and runs no round.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ssd_serve.cache.prefix import PrefixCache
@@ -28,14 +29,15 @@ from ssd_serve.models.memory import available_memory
 from ssd_serve.models.parallel import Alone, Group
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.cost import CostTable
+from ssd_serve.verifier.cost import CostTable, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
 from ssd_serve.verifier.drafters import Drafters, check_hello
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
-from ssd_serve.verifier.measuring import identity, remembered_cost
+from ssd_serve.verifier.measuring import identity, remembered_timings
+from ssd_serve.verifier.outside import Outside
 from ssd_serve.verifier.ranks import LeadingRank
 from ssd_serve.verifier.remembering import GainFile, TimingFiles
 from ssd_serve.verifier.round import Rounds
@@ -72,13 +74,15 @@ def assemble_verifier(
     policy: GrowPolicy | None = None,
     log: Logger | None = None,
     ranks: LeadingRank | None = None,
+    outside: Outside | None = None,
 ) -> Assembled:
     """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
-    draft beside it."""
+    draft beside it. `outside`: what is heard from there may be recorded, or come from a recording."""
+    outside = outside or Outside()
     device = settings.target_device or "cpu"
     path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
     sizes = model_sizes(path, device=device, dtype=settings.dtype, ranks=settings.tensor_parallel)
-    slots = _slots(settings, sizes, device)
+    slots = outside.found("slots", int, lambda: _slots(settings, sizes, device))
     say(f"loading the target {model_name(path)} on {device}")
     log = log or get_logger("verifier")
     native, differences = native_library(settings, log), DifferenceLog(log)
@@ -96,17 +100,20 @@ def assemble_verifier(
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
     folder = settings.cache_dir.expanduser()
-    governing = _governing(settings, model, TimingFiles(folder, log))
+    governing = _governing(settings, model, TimingFiles(folder, log), outside)
     layouts = _gain_file(settings, model, folder, log)
-    governing.governor.recall(_by_layout(layouts.read()))
+    gains = outside.found("gains", dict[int, dict[str, float]], layouts.read)
+    governing.governor.recall(_by_layout(gains))
     cost = next(iter(governing.costs.values()))
     step_s = cost.seconds(1)
     hello = _hello(model.facts, Tokenizer(path))
     if policy is None:
         policy = next(iter(governing.policies.values()))
-    rounds = _rounds(model, native)
-    engine = _engine(settings, model.facts, rounds, slots, Drafters(hello, log=log), cost, policy, governing)
-    inline = _inline(settings, hello, native, say) if Layout.INLINE in governing.policies else None
+    rounds = _rounds(outside.model(model), native, outside)
+    drafters = outside.drafters(hello, log)
+    engine = _engine(settings, model.facts, rounds, slots, drafters, cost, policy, governing, outside)
+    wanted = Layout.INLINE in governing.policies and outside.drafts_inline
+    inline = _inline(settings, hello, native, say) if wanted else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
     return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline, layouts, differences)
@@ -127,7 +134,7 @@ def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[Layou
     }
 
 
-def _governing(settings: Settings, model: Model, files: TimingFiles) -> Governing:
+def _governing(settings: Settings, model: Model, files: TimingFiles, outside: Outside) -> Governing:
     """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
     last."""
     beside = parse_device(settings.target_device or "cpu")
@@ -144,7 +151,7 @@ def _governing(settings: Settings, model: Model, files: TimingFiles) -> Governin
     for layout in reversed(layouts):  # the first one's cores are those that remain
         cores.enter(layout)
         if cores.of(layout) not in tables:
-            tables[cores.of(layout)] = remembered_cost(model, str(cores.of(layout)), files)
+            tables[cores.of(layout)] = _cost(model, str(cores.of(layout)), files, outside)
     return Governing(
         Governor(layouts),
         cores,
@@ -153,16 +160,21 @@ def _governing(settings: Settings, model: Model, files: TimingFiles) -> Governin
     )
 
 
+def _cost(model: Model, device: str, files: TimingFiles, outside: Outside) -> CostTable:
+    measure = partial(remembered_timings, model, device, files)
+    return CostTable(outside.found(f"timings on {device}", list[Timing], measure))
+
+
 def _policy(settings: Settings, layout: Layout) -> GrowPolicy:
     if layout is Layout.PLAIN or not settings.grow_first:
         return Never()
     return WhenItPays(concurrent=layout is Layout.BESIDE)
 
 
-def _rounds(model: Model, native: NativeLibrary | None) -> Rounds:
+def _rounds(model: Model, native: NativeLibrary | None, outside: Outside) -> Rounds:
     facts = model.facts
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
-    return Rounds(model, noise, facts.eos_token_ids, native)
+    return Rounds(model, noise, facts.eos_token_ids, native, outside.clock)
 
 
 def _engine(
@@ -174,6 +186,7 @@ def _engine(
     cost: CostTable,
     policy: GrowPolicy,
     governing: Governing,
+    outside: Outside,
 ) -> Engine:
     pool = SlotPool(slots)
     prefix = PrefixCache(pool) if settings.prefix_cache else None
@@ -182,12 +195,12 @@ def _engine(
     most_tpot_s = settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf
     draft_bounds = DraftBounds(facts.context, budget, settings.draft_width, most_tpot_s)
     governed = settings.speculation_may_stop and settings.mode is not Mode.AR
-    decider = Decider(drafters, cost, policy, draft_bounds, governing=governing if governed else None)
-    tree_nodes = settings.tree_nodes * max(
-        1, len(settings.draft_models)
-    )  # each model's drafter fills its own
+    governing_or_none = governing if governed else None
+    decider = Decider(drafters, cost, policy, draft_bounds, governing=governing_or_none, clock=outside.clock)
+    # Each model's drafter fills its own tree.
+    tree_nodes = settings.tree_nodes * max(1, len(settings.draft_models))
     bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, tree_nodes)
-    return Engine(rounds, Scheduler(pool, prefix, limits), drafters, decider, bounds)
+    return outside.engine(rounds, Scheduler(pool, prefix, limits), drafters, decider, bounds)
 
 
 def _inline(

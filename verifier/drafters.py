@@ -7,7 +7,7 @@ without nodes. Knows channels and messages, not how drafts are made, and no tens
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.polling import poll
@@ -26,10 +26,16 @@ class Drafters:
     """A list of drafters. `hello` is what they must agree with."""
 
     def __init__(
-        self, hello: Hello, clock: Callable[[], float] = time.monotonic, log: Logger | None = None
+        self,
+        hello: Hello,
+        clock: Callable[[], float] = time.monotonic,
+        log: Logger | None = None,
+        poll: Callable[[Sequence[Channel], float], Sequence[Channel]] = poll,
     ) -> None:
+        """`poll` waits until one of some channels has something to say."""
         self._hello = hello
         self._clock = clock
+        self._poll = poll
         self._log = log or get_logger("verifier")
         self._links: dict[int, Link] = {}
         self._connected = 0
@@ -149,11 +155,13 @@ class Drafters:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a drafter says something."""
-        return bool(poll([link.channel for link in self._links.values() if not link.paused], timeout_s))
+        return bool(self._poll([link.channel for link in self._links.values() if not link.paused], timeout_s))
 
     def listen(self, timeout_s: float) -> bool:
         """Wait until a drafter with a device of its own says something; False when there is none."""
-        return bool(poll([link.channel for link in self._links.values() if not link.synchronous], timeout_s))
+        return bool(
+            self._poll([link.channel for link in self._links.values() if not link.synchronous], timeout_s)
+        )
 
     def worth_waiting(self) -> bool:
         """Whether a drafter works that has not been silent for too long after it was asked."""

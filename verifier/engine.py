@@ -69,7 +69,9 @@ class Engine:
         decider: Decider,
         bounds: Bounds,
         clock: Callable[[], float] = time.perf_counter,
+        witness: Callable[[Sequence[Walk]], None] | None = None,
     ) -> None:
+        """`witness` sees what each round decided before it is committed."""
         self.scheduler = scheduler
         self.drafters = drafters
         self.decider = decider
@@ -79,6 +81,7 @@ class Engine:
         self._rounds = rounds
         self._bounds = bounds
         self._clock = clock
+        self._witness = witness
         self._requests: dict[int, Request] = {}
         self._active: dict[int, Request] = {}
 
@@ -129,6 +132,8 @@ class Engine:
         flight = self._rounds.launch(self._place(parts, nodes))
         forward_s = self._listen(flight)
         walks = self._rounds.finish(flight)
+        if self._witness is not None:
+            self._witness(walks)
         reports: list[VerifierReport] = []
         rejected: list[int] = []
         for walk in walks:

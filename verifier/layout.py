@@ -5,6 +5,7 @@ Knows threads and cores; no requests and no models.
 """
 
 import os
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -38,5 +39,6 @@ class Cores:
         if device.kind != "cpu" or not device.indices or self._beside == self._alone:
             return
         if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, device.indices)
+            with suppress(OSError):  # a session may be replayed on a machine that has fewer cores
+                os.sched_setaffinity(0, device.indices)
         torch.set_num_threads(len(device.indices))

@@ -21,10 +21,10 @@ def measure_cost(model: Model) -> CostTable:
     return CostTable(_measure(model))
 
 
-def remembered_cost(model: Model, device: str, files: TimingFiles) -> CostTable:
-    """The same, from an earlier start where a few forwards agree with it. `device` names the cores in use."""
-    measured = files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model))
-    return CostTable(measured)
+def remembered_timings(model: Model, device: str, files: TimingFiles) -> list[Timing]:
+    """The same timings, from an earlier start where a few forwards agree with them. `device` names the cores
+    in use."""
+    return list(files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model)))
 
 
 def identity(model: Model, device: str) -> dict[str, object]:

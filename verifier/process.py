@@ -31,6 +31,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
+from ssd_serve.verifier.recording import Recorder
 
 _STATUS_S = 1.0
 _CONNECT_S = 120.0
@@ -50,7 +51,12 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
-    verifier = assemble_verifier(own, lambda text: _say(server, log, text), log=log, ranks=ranks)
+    recorder = Recorder(own.record, own.record_mb << 20, log) if own.record is not None else None
+    verifier = assemble_verifier(
+        own, lambda text: _say(server, log, text), log=log, ranks=ranks, outside=recorder
+    )
+    if recorder is not None:
+        recorder.begin(own, verifier.facts, verifier.hello)
     settle_memory()
     loop = Loop(
         server, [joining, *others], verifier.engine, lambda: _whole_status(verifier), verifier.remember, log
@@ -94,7 +100,7 @@ class Loop:
     def await_drafters(self, timeout_s: float, count: int) -> None:
         """Wait until so many drafters with a device of their own have joined; go on without those that do not
         come, or when requests wait that a verifier before this one has begun."""
-        self._engine.drafters.drain({})
+        self._engine.drain()
         deadline = time.monotonic() + timeout_s
         while self._engine.drafters.beside < count and time.monotonic() < deadline:
             self._take()
@@ -102,7 +108,7 @@ class Loop:
                 return
             self._accept()
             self._sleep(0.05)
-            self._engine.drafters.drain({})
+            self._engine.drain()
 
     def run(self) -> None:
         """Until the server is gone."""

@@ -5,7 +5,7 @@ tokens; who is scheduled, and what happens to slots and drafters afterwards, is 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ssd_serve.kernels.batch import RequestRows, build_batch
@@ -115,9 +115,15 @@ class Rounds:
     """Runs rounds of one target model. `eos` are the model's end ids; `native` chooses tokens on CPUs."""
 
     def __init__(
-        self, model: Model, noise: NoiseRows, eos: tuple[int, ...], native: NativeLibrary | None = None
+        self,
+        model: Model,
+        noise: NoiseRows,
+        eos: tuple[int, ...],
+        native: NativeLibrary | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
+        self._clock = clock
         self._noise = noise
         self._eos = eos
         self._native = trusted_choice(native) if model.facts.device == "cpu" else None
@@ -125,7 +131,7 @@ class Rounds:
     def launch(self, work: Sequence[Work]) -> Flight:
         """Start the forward of all rows."""
         batch = build_batch([_rows(each) for each in work])
-        started = time.perf_counter()
+        started = self._clock()
         result = self._model.forward(batch)
         # What the choices need besides the logits is made while the device is busy.
         sampling = [rows for each in work for rows in self._sampling_rows(each)]

@@ -29,6 +29,7 @@ from ssd_serve.errors import (
 from ssd_serve.flags import Commands, Parser, add_settings_flags, given_flags
 from ssd_serve.plan_commands import add_plan
 from ssd_serve.recipes.commands import add_commands as add_recipe_commands
+from ssd_serve.replay_commands import add_replay
 from ssd_serve.settings import Origin, flag_name, origins, resolve, suggestion
 
 INTERRUPTED = 130
@@ -90,6 +91,7 @@ def build_parser() -> Parser:
     add_plan(commands)
     add_doctor(commands)
     add_report(commands)
+    add_replay(commands)
     add_bench_commands(commands)
     add_recipe_commands(commands)
     _add_worker(commands)

@@ -37,7 +37,9 @@ def _run(args: argparse.Namespace) -> int:
     pin(parse_device(settings.draft_device or "cpu"))
     from ssd_serve.drafter.process import run
 
-    return run(settings, args.name or f"drafter-{socket.gethostname()}-{os.getpid()}", args.connect)
+    name = args.name or f"drafter-{socket.gethostname()}-{os.getpid()}"
+    # While servers are updated one after the other, those of another version refuse it.
+    return run(settings, name, args.connect, patient=True)
 
 
 def _drafting(settings: Settings) -> Settings:

@@ -57,6 +57,10 @@ class PairMismatchError(UserError):
     exit_code = 8
 
 
+class RecordingError(UserError):
+    """A recorded session is missing, damaged, of another version or of another model."""
+
+
 class RequestError(SsdError):
     """One request is impossible. `field` names the offending request field, or is empty."""
 

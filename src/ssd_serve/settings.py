@@ -235,6 +235,11 @@ class Settings(BaseSettings):
         min_length=16,
         description="key that processes which meet over TCP prove to know; empty: a random one for each run",
     )
+    record: Path | None = Field(
+        default=None,
+        description="folder to record sessions in, with all prompts and outputs, for `ssd replay`; empty: no",
+    )
+    record_mb: int = Field(default=1024, ge=1, description="most MiB of a recorded session")
     emulate: str | None = Field(
         default=None,
         description="device table for emulated step times, e.g. mi300x-70b-1b; for benchmarks only",

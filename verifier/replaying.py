@@ -1,0 +1,286 @@
+"""Runs a recorded session again, in one process: the same engine, and a tape in the place of the world.
+
+The engine decides everything anew from what it heard then, so that a debugger sees what it saw; each round is
+compared with what was recorded. Drafters do not run: what they said is on the tape. Knows the engine's seams;
+prints nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from ssd_serve.cluster.channel import Channel
+from ssd_serve.errors import ProtocolError, RecordingError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.logs import Logger
+from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit
+from ssd_serve.models.emulated import WrappedModel
+from ssd_serve.models.interface import Completion, ForwardResult, Model
+from ssd_serve.verifier.deciding import Decider
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.outside import Outside
+from ssd_serve.verifier.recorded import round_told
+from ssd_serve.verifier.round import Rounds, Walk
+from ssd_serve.verifier.scheduler import Scheduler
+from ssd_serve.verifier.tape import Kind, PartTold, RoundTold, TapeReader
+
+T = TypeVar("T")
+Said = TypeVar("Said")
+
+
+class TapeEndedError(Exception):
+    """The engine asks for more than was recorded: the session was cut off here."""
+
+
+class DifferenceError(Exception):
+    """The engine did something else than what was recorded; the text says what."""
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay has found so far."""
+
+    rounds: int = 0
+    tokens: int = 0
+    requests: int = 0
+    difference: str = ""
+    """The first one; empty while everything is as it was recorded."""
+
+
+class Replay(Outside):
+    """Answers from a tape. `found` are the header's findings; `see` is shown every round that is equal."""
+
+    def __init__(
+        self,
+        tape: TapeReader,
+        found: Mapping[str, Any],
+        see: Callable[[int, RoundTold], None] = lambda _number, _round: None,
+    ) -> None:
+        self._tape = tape
+        self._found = found
+        self._see = see
+        self.result = Replayed()
+
+    def run(self, engine: Engine, until: int | None = None) -> Replayed:
+        """Do with the engine what was done with it, to the end, to a difference, or for `until` rounds."""
+        try:
+            while until is None or self.result.rounds < until:
+                kind = self._tape.next_kind()
+                if kind is None:
+                    break
+                self._call(engine, kind, self._tape.take())
+        except TapeEndedError:
+            pass
+        except DifferenceError as difference:
+            self.result.difference = str(difference)
+        return self.result
+
+    def _call(self, engine: Engine, kind: Kind, value: float) -> None:
+        if kind is Kind.STEP:
+            engine.step()
+        elif kind is Kind.DRAIN:
+            engine.drain()
+        elif kind is Kind.SUBMIT:
+            self.result.requests += engine.submit(self._said(Submit)) is None
+        elif kind is Kind.ABORT:
+            engine.abort(self._said(Abort).request)
+        elif kind is Kind.FINISH:
+            engine.finish(self._said(Finish).request)
+        elif kind is Kind.BEAT:
+            engine.drafters.beat()
+        elif kind is Kind.CONNECT:
+            engine.drafters.connect(_ReplayedChannel(self), synchronous=bool(value))
+        else:
+            raise DifferenceError(f"{self._where()}: the engine does not ask for {kind.name} any more")
+
+    def take(self, *expected: Kind) -> tuple[Kind, float]:
+        """The next answer, which must be of an expected kind."""
+        kind = self._tape.next_kind()
+        if kind is None:
+            raise TapeEndedError
+        if kind not in expected:
+            raise DifferenceError(
+                f"{self._where()}: the engine asks for {expected[0].name} where {kind.name} was recorded"
+            )
+        return kind, self._tape.take()
+
+    def messages(self) -> list[Message]:
+        """What a channel gave; `ProtocolError` where it broke the protocol."""
+        kind, count = self.take(Kind.HEARD, Kind.BROKEN)
+        if kind is Kind.BROKEN:
+            raise ProtocolError(self._said(Refusal).message)
+        return [_as_message(self._tape.said()) for _ in range(int(count))]
+
+    def _said(self, kind: type[Said]) -> Said:
+        said = self._tape.said()
+        if not isinstance(said, kind):
+            raise RecordingError(f"the recording has a {type(said).__name__} in a wrong place: it is damaged")
+        return said
+
+    def _where(self) -> str:
+        return f"round {self.result.rounds + 1}"
+
+    def _witness(self, walks: Sequence[Walk]) -> None:
+        told = round_told(walks)
+        self.take(Kind.ROUND)
+        recorded = self._said(RoundTold)
+        difference = first_difference(recorded, told)
+        if difference:
+            raise DifferenceError(f"{self._where()}, {difference}")
+        self.result.rounds += 1
+        self.result.tokens += sum(len(part.tokens) for part in told.parts)
+        self._see(self.result.rounds, told)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """See `Outside.clock`."""
+        return lambda: self.take(Kind.CLOCK)[1]
+
+    @property
+    def drafts_inline(self) -> bool:
+        """What an inline drafter said is on the tape too."""
+        return False
+
+    def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
+        """See `Outside.found`."""
+        del find
+        if name not in self._found:
+            raise RecordingError(f"the recording does not say: {name}")
+        try:
+            return msgspec.convert(self._found[name], kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise RecordingError(f"the recording's {name} cannot be read: {error}") from error
+
+    def model(self, model: Model) -> Model:
+        """See `Outside.model`."""
+        return _ReplayedModel(model, self)
+
+    def drafters(self, hello: Hello, log: Logger) -> Drafters:
+        """See `Outside.drafters`."""
+
+        def poll(channels: Sequence[Channel], timeout_s: float) -> Sequence[Channel]:
+            del timeout_s
+            return channels if self.take(Kind.POLLED)[1] else ()
+
+        return Drafters(hello, self.clock, log, poll)
+
+    def engine(
+        self, rounds: Rounds, scheduler: Scheduler, drafters: Drafters, decider: Decider, bounds: Bounds
+    ) -> Engine:
+        """See `Outside.engine`."""
+        return Engine(rounds, scheduler, drafters, decider, bounds, self.clock, self._witness)
+
+
+class _ReplayedChannel:
+    """A drafter's channel whose answers come from the tape; nobody is at the other end."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+
+    @property
+    def closed(self) -> bool:
+        """See `Channel.closed`."""
+        return bool(self._replay.take(Kind.CLOSED)[1])
+
+    @property
+    def pending(self) -> int:
+        """See `Channel.pending`."""
+        return int(self._replay.take(Kind.PENDING)[1])
+
+    def send(self, message: Message) -> bool:
+        """See `Channel.send`."""
+        del message
+        return bool(self._replay.take(Kind.TAKEN)[1])
+
+    def post(self, message: Message) -> bool:
+        """See `Channel.post`."""
+        return self.send(message)
+
+    def flush(self) -> bool:
+        """See `Channel.flush`."""
+        return bool(self._replay.take(Kind.FLUSHED)[1])
+
+    def receive(self) -> list[Message]:
+        """See `Channel.receive`."""
+        return self._replay.messages()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Never: whether there was something to hear is on the tape."""
+        del timeout_s
+        return False
+
+    def fileno(self) -> int:
+        """There is no descriptor."""
+        return -1
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _ReplayedModel(WrappedModel):
+    """The real model; when its forwards were over is on the tape."""
+
+    def __init__(self, model: Model, replay: Replay) -> None:
+        super().__init__(model)
+        self._replay = replay
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """See `Model.forward`."""
+        result = self._model.forward(batch)
+        return replace(result, completion=_ReplayedEnd(result.completion, self._replay))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplayedEnd:
+    """A `Completion` of a forward of today that was over then."""
+
+    inner: Completion
+    replay: Replay
+
+    def ready(self) -> bool:
+        """See `Completion.ready`."""
+        return bool(self.replay.take(Kind.READY)[1])
+
+    def wait(self) -> float:
+        """See `Completion.wait`."""
+        self.inner.wait()
+        return self.replay.take(Kind.ENDED)[1]
+
+
+def first_difference(recorded: RoundTold, told: RoundTold) -> str:
+    """In what two rounds differ first, in tokens before anything else; empty when they are equal."""
+    if recorded == told:
+        return ""
+    before, now = ({part.request: part for part in each.parts} for each in (recorded, told))
+    for request, part in before.items():
+        other = now.get(request)
+        if other is not None and other.tokens != part.tokens:
+            return f"request {request}, {_token_difference(part, other)}"
+    for request, part in before.items():
+        other = now.get(request)
+        if other is not None and other != part:
+            return f"request {request}: recorded {_work(part)}, now {_work(other)}"
+    return f"recorded were the requests {list(before)}, now they are {list(now)}"
+
+
+def _token_difference(recorded: PartTold, told: PartTold) -> str:
+    index = 0
+    while recorded.tokens[index : index + 1] == told.tokens[index : index + 1]:
+        index += 1
+    one, other = (
+        f"token {part.tokens[index]}" if index < len(part.tokens) else "no token" for part in (recorded, told)
+    )
+    return f"position {recorded.position + index}: recorded {one}, now {other}"
+
+
+def _work(part: PartTold) -> str:
+    return f"position {part.position}, {part.rows} rows, nodes {list(part.nodes)}, {part.accepted} accepted"
+
+
+def _as_message(said: Message | RoundTold) -> Message:
+    if isinstance(said, RoundTold):
+        raise RecordingError("the recording has a round in a wrong place: it is damaged")
+    return said
