@@ -40,7 +40,7 @@ def faults_of(kind: Literal["processes", "messages"]) -> tuple[Fault, ...]:
 
 
 def node_lost(lose: Callable[[], None]) -> Fault:
-    """The node with the target and the drafter, after another one has joined."""
+    """The node with the target and the drafter, while another one is idle."""
 
     def strike(_site: Site, _proxy: MessageFaults | None) -> Heal:
         lose()
