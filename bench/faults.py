@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,8 +18,9 @@ import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.bench.faults_client import Clients, Heard, Wish, wishes
 from ssd_serve.bench.faults_judge import judge
-from ssd_serve.bench.faults_kinds import RANK_FAULTS, SERVER_KILLED, Fault, faults_of
+from ssd_serve.bench.faults_kinds import RANK_FAULTS, SERVER_KILLED, Fault, faults_of, node_lost
 from ssd_serve.bench.faults_proxy import MessageFaults
+from ssd_serve.bench.faults_ray import two_nodes
 from ssd_serve.bench.faults_site import Site
 from ssd_serve.bench.load_servers import served
 from ssd_serve.bench.machine import hardware, versions
@@ -41,6 +42,8 @@ class Plan:
     requests: int = 8
     tokens: int = 320
     only: tuple[str, ...] = ()
+    ray: bool = False
+    """Also lose a node of a simulated Ray cluster."""
 
     def wants(self, fault: Fault) -> bool:
         """Whether the fault is to be tried."""
@@ -76,10 +79,11 @@ def run_faults(settings: Settings, plan: Plan, say: Callable[[str], None]) -> di
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         numbers = itertools.count()
-        for group in _groups(settings, plan):
-            place = Path(folder, str(next(numbers)))
-            place.mkdir()
-            outcomes += asyncio.run(_run_group(group, plan, place, say))
+        with _groups(settings, plan) as groups:
+            for group in groups:
+                place = Path(folder, str(next(numbers)))
+                place.mkdir()
+                outcomes += asyncio.run(_run_group(group, plan, place, say))
     return {
         "outcomes": [asdict(outcome) for outcome in outcomes],
         "plan": asdict(plan),
@@ -98,8 +102,11 @@ class _Group:
     proxied: bool = False
 
 
-def _groups(settings: Settings, plan: Plan) -> list[_Group]:
-    one = settings.model_copy(update={"mode": Mode.SSD, "drain_seconds": 0, "speculation_may_stop": False})
+@contextlib.contextmanager
+def _groups(settings: Settings, plan: Plan) -> Generator[list[_Group]]:
+    one = settings.model_copy(
+        update={"mode": Mode.SSD, "launcher": "local", "drain_seconds": 0, "speculation_may_stop": False}
+    )
     two = one.model_copy(update={"tensor_parallel": 2})
     groups = [
         _Group(one, faults_of("processes")),
@@ -107,6 +114,15 @@ def _groups(settings: Settings, plan: Plan) -> list[_Group]:
         _Group(two, RANK_FAULTS),
         _Group(one, (SERVER_KILLED,)),
     ]
+    with contextlib.ExitStack() as stack:
+        if plan.ray:
+            address, lose = stack.enter_context(two_nodes())
+            there = one.model_copy(update={"launcher": "ray", "ray_address": address})
+            groups.append(_Group(there, (node_lost(lose),)))
+        yield _chosen(groups, plan)
+
+
+def _chosen(groups: Sequence[_Group], plan: Plan) -> list[_Group]:
     chosen = [replace(group, faults=tuple(filter(plan.wants, group.faults))) for group in groups]
     return [group for group in chosen if group.faults]
 

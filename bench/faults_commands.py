@@ -31,6 +31,7 @@ def add_faults(commands: Commands) -> None:
     parser.add_argument("--requests", type=int, default=8, help="streams that run when a fault strikes (8)")
     parser.add_argument("--tokens", type=int, default=320, help="tokens of each (320)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="faults whose names hold it")
+    parser.add_argument("--ray", action="store_true", help="also lose a node of a simulated Ray cluster")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)
     parser.set_defaults(run=_run_faults)
@@ -41,7 +42,7 @@ def _run_faults(args: argparse.Namespace) -> int:
     from ssd_serve.bench.faults import Plan, run_faults
     from ssd_serve.bench.faults_report import harmless, table
 
-    plan = Plan(args.requests, args.tokens, tuple(args.only))
+    plan = Plan(args.requests, args.tokens, tuple(args.only), args.ray)
     result = run_faults(settings_from(args), plan, lambda text: print(text, file=sys.stderr, flush=True))
     print(table(result))
     if args.json is not None:

@@ -39,6 +39,16 @@ def faults_of(kind: Literal["processes", "messages"]) -> tuple[Fault, ...]:
     return _PROCESSES if kind == "processes" else _MESSAGES
 
 
+def node_lost(lose: Callable[[], None]) -> Fault:
+    """The node with the target and the drafter, while another one is idle."""
+
+    def strike(_site: Site, _proxy: MessageFaults | None) -> Heal:
+        lose()
+        return _nothing
+
+    return Fault("a node of the Ray cluster lost", strike, _unhealthy)
+
+
 def _nothing() -> dict[str, float]:
     return {}
 

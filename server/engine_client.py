@@ -203,6 +203,7 @@ class EngineClient:
         if self._lost_at is None:
             logger.warning("%s; requests that wait for the next one: %d", reason, self.active)
             self._lost_at = time.monotonic()
+            self.status = None  # no gauge tells of what is gone
             for request, submitted in list(self._running.items()):
                 self._interrupt(request, submitted)
         # A thread of its own: the loop's pool would be waited for when the server ends.
