@@ -1,5 +1,5 @@
-"""The command line of the benchmarks: `ssd bench modes | load | peers | packed | kernels | conformance |
-invariance | lossless | soak | calibration | ablate | drafters | channels | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | peers | faults | soak | packed | kernels |
+conformance | invariance | lossless | calibration | ablate | drafters | channels | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -17,6 +17,7 @@ from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
 from ssd_serve.bench.drafters_commands import add_drafters
 from ssd_serve.bench.explain_commands import add_explain
+from ssd_serve.bench.faults_commands import add_faults
 from ssd_serve.bench.kernel_commands import add_kernels
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
@@ -40,6 +41,7 @@ def add_commands(subparsers: Commands) -> None:
     _add_modes(commands)
     add_load(commands)
     add_peers(commands)
+    add_faults(commands)
     _add_packed(commands)
     add_kernels(commands)
     _add_host(commands)

@@ -9,27 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from ssd_serve.bench.ablate_rig import Pair
-from ssd_serve.bench.drafters_rig import DraftedEngine, Host
+from ssd_serve.bench.drafters_crowd import Crowd, Plan
+from ssd_serve.bench.drafters_rig import DraftedEngine
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import Committed, Finished, SamplingParameters, Submit
 from ssd_serve.models.interface import Model
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`requests` run at once, with prompts of `prompt` tokens; `width` nodes of a draft step get `candidates`
-    each."""
-
-    drafters: tuple[int, ...] = (1, 2, 4)
-    requests: int = 16
-    prompt: int = 24
-    tokens: int = 128
-    temperature: float = 1.0
-    width: int = 32
-    candidates: int = 16
-    depth: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,65 +73,32 @@ def _run(
 ) -> tuple[dict[str, object], dict[int, tuple[int, ...]]]:
     rig = DraftedEngine(pair, drafts, plan.requests, plan.width, plan.candidates, plan.depth)
     rig.engine.drain()
-    crowd = _Crowd(rig)
-    parameters = SamplingParameters(temperature=plan.temperature, max_tokens=plan.tokens, ignore_eos=True)
-    for number in range(plan.requests):
-        prompt = prompts[number % len(prompts)]
-        crowd.submit(Submit(number, prompt.tokens[: plan.prompt], parameters, prompt.seed))
-    first = crowd.run_until(lambda: crowd.decoding)
-    last = crowd.run_until(lambda: crowd.ended)
+    crowd = Crowd(rig.engine, rig.step)
+    crowd.submit(prompts, plan)
+    crowd.run_until(lambda: crowd.decoding)
+    first = _seen(rig)
+    crowd.run_until(lambda: crowd.ended)
+    last = _seen(rig)
     crowd.run_until(lambda: False)
-    return _figures(first, last), {number: tuple(tokens) for number, tokens in crowd.texts.items()}
+    return _figures(first, last), crowd.texts
 
 
-class _Crowd:
-    """Requests that run together, and what was seen of them."""
-
-    def __init__(self, rig: DraftedEngine) -> None:
-        self._rig = rig
-        self._host = Host(rig.not_host)
-        self.texts: dict[int, list[int]] = {}
-        self.ended = False
-        """Whether the first has ended."""
-
-    @property
-    def decoding(self) -> bool:
-        """Whether all prompts have been read."""
-        return self._rig.engine.scheduler.decoding == len(self.texts)
-
-    def submit(self, submit: Submit) -> None:
-        """One more."""
-        self.texts[submit.request] = []
-        if self._rig.engine.submit(submit) is not None:
-            raise SsdError("the benchmark's own request was refused")
-
-    def run_until(self, condition: Callable[[], bool]) -> _Seen:
-        """Rounds until the condition holds or all is done."""
-        engine = self._rig.engine
-        while engine.busy and not condition():
-            for report in self._host.of(engine.step):
-                if isinstance(report, Committed):
-                    self.texts[report.request].extend(report.tokens)
-                self.ended |= isinstance(report, Finished)
-        return self._seen()
-
-    def _seen(self) -> _Seen:
-        engine, drafters = self._rig.engine, self._rig.drafters
-        figures = engine.totals.figures
-        return _Seen(
-            self._rig.clock.now,
-            self._host.seconds,
-            drafters.host.seconds,
-            engine.clocked.rounds,
-            engine.clocked.rows,
-            drafters.expansions,
-            drafters.candidates,
-            figures.tokens,
-            figures.rounds,
-            figures.hits,
-            figures.misses,
-            drafters.moves,
-        )
+def _seen(rig: DraftedEngine) -> _Seen:
+    clocked, figures, drafters = rig.engine.clocked, rig.engine.totals.figures, rig.drafters
+    return _Seen(
+        rig.clock.now,
+        rig.host.seconds,
+        drafters.host.seconds,
+        clocked.rounds,
+        clocked.rows,
+        drafters.expansions,
+        drafters.candidates,
+        figures.tokens,
+        figures.rounds,
+        figures.hits,
+        figures.misses,
+        drafters.moves,
+    )
 
 
 def _figures(first: _Seen, last: _Seen) -> dict[str, object]:

@@ -17,6 +17,12 @@ def add_drafters(commands: Commands) -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--width", type=int, default=32, help="rows of a draft step")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
+    parser.add_argument(
+        "--real", type=int, nargs="+", default=[], help="numbers of drafter processes, in real time"
+    )
+    parser.add_argument(
+        "--real-table", default="mi300x-70b-1b*16", help="device table for them: this machine computes"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.set_defaults(run=_run)
 
@@ -24,15 +30,25 @@ def add_drafters(commands: Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     from ssd_serve.bench.ablate_pair import embedded_draft, embedded_pair
     from ssd_serve.bench.document import write_json
-    from ssd_serve.bench.drafters import Plan, run_drafters
+    from ssd_serve.bench.drafters import run_drafters
+    from ssd_serve.bench.drafters_crowd import Plan
     from ssd_serve.bench.drafters_report import drafters_table
+    from ssd_serve.memory import settle_memory
 
     pair, prompts = embedded_pair(args.table)
+    settle_memory()  # as the verifier does
     plan = Plan(tuple(args.drafters), args.requests, args.prompt, args.tokens, args.temperature, args.width)
-    result = run_drafters(
-        pair, embedded_draft, prompts, plan, args.table, lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    result = run_drafters(pair, embedded_draft, prompts, plan, args.table, _say)
+    if args.real:
+        from ssd_serve.bench.drafters_real import run_real_drafters
+
+        real = run_real_drafters(args.real, plan, args.real_table, _say)
+        result |= {"real_table": args.real_table, "real": real}
     print(drafters_table(result))
     if args.json is not None:
         write_json(result, args.json)
     return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

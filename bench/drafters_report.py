@@ -30,13 +30,26 @@ class Row(msgspec.Struct, frozen=True):
     drafters_host_us_per_round: float
 
 
+class Real(msgspec.Struct, frozen=True):
+    """One number of drafter processes."""
+
+    drafters: int
+    expansions_per_s: float
+    tokens_per_s: float
+    host_us_per_round: float
+    overrun_share: float
+
+
 class _Result(msgspec.Struct, frozen=True):
     rows: list[Row]
+    real: list[Real] = []
+    real_table: str = ""
 
 
 def drafters_table(result: Mapping[str, object]) -> str:
     """The table, and whether what was wanted was reached."""
-    rows = read_as(_Result, result, "drafters").rows
+    read = read_as(_Result, result, "drafters")
+    rows = read.rows
     lines = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|", *map(_line, rows)]
     verdicts = [
         f"{row.drafters} drafters: {row.scaling:.2f}x, wanted {WANTED[row.drafters]:g}x: "
@@ -44,7 +57,21 @@ def drafters_table(result: Mapping[str, object]) -> str:
         for row in rows
         if row.drafters in WANTED
     ]
-    return "\n".join([*lines, "", " ".join(verdicts)])
+    return "\n".join([*lines, "", " ".join(verdicts), *_real(read)])
+
+
+def _real(read: _Result) -> list[str]:
+    if not read.real:
+        return []
+    head = "| drafters | expansions/s | x | tokens/s | host us a round | forwards beyond the table |"
+    lines = [
+        f"| {row.drafters} | {row.expansions_per_s:.0f} "
+        f"| {row.expansions_per_s / read.real[0].expansions_per_s:.2f} | {row.tokens_per_s:.0f} "
+        f"| {row.host_us_per_round:.0f} | {row.overrun_share:.2f} |"
+        for row in read.real
+    ]
+    told = f"Processes, in real time, forwards stretched to `{read.real_table}`:"
+    return ["", told, "", head, "|---" * (head.count("|") - 1) + "|", *lines]
 
 
 def _line(row: Row) -> str:

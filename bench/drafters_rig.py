@@ -20,7 +20,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import DrafterMessage, Growth, Hello, Message
+from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.verifier.drafters import Drafters
@@ -93,7 +93,6 @@ class WireChannel(VirtualChannel):
         self._not_host = not_host
         self._mine, self._theirs = FrameWriter(), FrameWriter()
         self._reader = FrameReader()
-        self.expansions = 0
 
     def send(self, message: Message) -> bool:
         """See `VirtualChannel.send`."""
@@ -105,7 +104,6 @@ class WireChannel(VirtualChannel):
         messages = super().receive()
         for frame in self._not_host.of(lambda: [bytes(self._theirs.encode(each)) for each in messages]):
             self._reader.feed(frame)
-        self.expansions += sum(len(each.parents) // 8 for each in messages if isinstance(each, Growth))
         return self._reader.take()
 
 
@@ -120,11 +118,6 @@ class VirtualDrafters(Drafters):
         self._wires: list[WireChannel] = []
         self.host = Host(not_host)
         self.candidates = 0
-
-    @property
-    def expansions(self) -> int:
-        """Nodes that drafters have expanded for the verifier."""
-        return sum(wire.expansions for wire in self._wires)
 
     def add(self, wire: WireChannel) -> None:
         """A drafter joins."""
@@ -163,10 +156,11 @@ class DraftedEngine:
     def __init__(
         self, pair: Pair, drafts: Sequence[Model], together: int, width: int, candidates: int, depth: int
     ) -> None:
-        self.clock, self.not_host = Clock(), NotHost()
-        self.drafters = VirtualDrafters(pair.hello(), self.clock, self.not_host)
+        self.clock, not_host = Clock(), NotHost()
+        self.host = Host(not_host)
+        self.drafters = VirtualDrafters(pair.hello(), self.clock, not_host)
         facts = pair.target.facts
-        target = _Computing(pair.target, self.not_host)
+        target = _Computing(pair.target, not_host)
         rounds = VirtualRounds(target, pair.noise(), facts.eos_token_ids, self.clock, pair.table)
         self.engine: Engine
         self.engine, _ = pair.engine(
@@ -179,4 +173,8 @@ class DraftedEngine:
             source = ModelSource(model, SlotPool(DRAFT_SLOTS), pair.noise(), candidates)
             core = DrafterCore(source, limits, frozenset(facts.eos_token_ids), name)
             hello = replace(pair.hello(), name=name)
-            self.drafters.add(WireChannel(self.clock, core, model, hello, self.not_host))
+            self.drafters.add(WireChannel(self.clock, core, model, hello, not_host))
+
+    def step(self) -> list[VerifierReport]:
+        """One round of the engine."""
+        return self.host.of(self.engine.step)

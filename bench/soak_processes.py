@@ -73,11 +73,12 @@ class Family:
 
 
 class Disturber:
-    """Kills and stalls processes at random. `kills`: whose processes may be killed."""
+    """Kills and stalls processes at random. `kills`: whose may be killed; one of each comes first."""
 
     def __init__(self, family: Family, kills: tuple[str, ...], source: random.Random) -> None:
         self._family = family
         self._kills = kills
+        self._owed = list(kills)
         self._source = source
         self.done: dict[str, int] = {}
 
@@ -86,18 +87,25 @@ class Disturber:
         workers = {name: each for name, each in self._family.living().items() if name != "server"}
         if not workers:
             return ""
-        name = self._source.choice(sorted(workers))
-        process = workers[name]
-        role = name.partition("-")[0]
-        kill = may_kill and role in self._kills and self._source.random() < _KILLED.get(role, 0.0)
+        owed = [name for name in workers if may_kill and _role(name) in self._owed]
+        name = owed[0] if owed else self._source.choice(sorted(workers))
+        role, process = _role(name), workers[name]
+        chance = _KILLED.get(role, 0.0) if role in self._kills else 0.0
+        kill = may_kill and (bool(owed) or self._source.random() < chance)
         with contextlib.suppress(psutil.Error):
             if kill:
                 process.kill()
             else:
                 _stall(process, self._source.uniform(_LEAST_STALL_S, _MOST_STALL_S), sleep)
+        if owed:
+            self._owed.remove(role)
         what = f"{'killed' if kill else 'stalled'} {role}"
         self.done[what] = self.done.get(what, 0) + 1
         return what
+
+
+def _role(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def _stall(process: psutil.Process, seconds: float, sleep: Callable[[float], None]) -> None:

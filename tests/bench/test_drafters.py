@@ -2,7 +2,8 @@
 
 from ssd_serve.bench.ablate_rig import DRAFT_SLOTS
 from ssd_serve.bench.ablate_time import MESSAGE_S, Clock, await_first
-from ssd_serve.bench.drafters import Plan, run_drafters
+from ssd_serve.bench.drafters import run_drafters
+from ssd_serve.bench.drafters_crowd import Plan
 from ssd_serve.bench.drafters_report import drafters_table
 from ssd_serve.messages import Close
 from tests.bench.ablate_fakes import fake_pair, fake_prompts
@@ -45,6 +46,11 @@ def test_the_table_says_what_is_missed() -> None:
     table = drafters_table({"rows": rows})
     assert "2 drafters: 1.90x, wanted 1.8x: reached." in table
     assert "4 drafters: 2.50x, wanted 3x: missed." in table
+    real = {key: ROW[key] for key in ("expansions_per_s", "tokens_per_s", "host_us_per_round")}
+    real_rows = [{"drafters": count, "overrun_share": 0.25, **real} for count in (1, 2)]
+    table = drafters_table({"rows": rows, "real": real_rows, "real_table": "slow"})
+    assert "stretched to `slow`" in table
+    assert "| 2 | 1 | 1.00 | 5 | 400 | 0.25 |" in table
 
 
 def test_waiting_for_several_ends_with_the_first_and_none_works_ahead_of_it() -> None:

@@ -129,6 +129,7 @@ def test_a_short_soak_of_a_real_server_finds_nothing(tmp_path: Path) -> None:
     assert result["problems"] == []
     assert sum(result["requests"].values()) > 20
     assert result["probes"] >= 3
+    assert result["disturbances"]["killed drafter"] >= 1
     assert sum(result["disturbances"].values()) >= 2
     assert {"server", "verifier", "drafter-0"} <= {each["name"] for each in result["processes"]}
     assert result["end"]["told"]["ssd_generation_tokens_total"] > 100

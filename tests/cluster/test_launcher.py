@@ -232,6 +232,21 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Pat
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() -> None:
+    for behaviour, comes_back in (("sleep", True), ("compute", False)):
+        command = workers(verifier=behaviour)
+        with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
+            engine.target_is_ready()
+            before = engine.pids()
+            assert until(lambda: psutil.Process(before["verifier"]).num_threads() >= _ALIVE)  # noqa: B023
+            ends = time.monotonic() + 6.5
+            while time.monotonic() < ends:
+                engine.suspect_verifier(61.0)
+                time.sleep(0.1)
+            assert (engine.pids() != before) == comes_back
+            assert engine.failure is None
+
+
 @pytest.mark.slow
 def test_a_rank_that_computes_is_not_taken_for_a_hanging_one() -> None:
     command = workers(verifier="sleep", rank="compute")
