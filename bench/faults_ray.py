@@ -20,7 +20,7 @@ _ACTOR = "RoleActor"
 
 @contextmanager
 def two_nodes() -> Generator[tuple[str, Callable[[], None]]]:
-    """Gives the address of a cluster with two nodes and a head without cores, and what loses the node with the
+    """The address of a cluster with two nodes and a head without cores, and what loses the node with the
     target; the other one has room for it."""
     try:
         simulated: Any = importlib.import_module("ray.cluster_utils")
