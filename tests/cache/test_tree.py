@@ -46,9 +46,10 @@ class Reference:
         """The better estimate stays, and what is below a candidate becomes as much more probable."""
         more = cumulative - self.candidates.setdefault(path, cumulative)
         if more > 0:
-            below = [known for known in self.candidates if known[: len(path)] == path]
-            self.candidates |= {known: self.candidates[known] + more for known in below}
             self.candidates[path] = cumulative
+            for known in sorted(self.candidates, key=len):
+                if len(known) > len(path) and known[: len(path)] == path:
+                    self.candidates[known] = min(self.candidates[known] + more, self.candidates[known[:-1]])
 
     def advance(self, tokens: Path) -> bool:
         hit = tokens in self.candidates
