@@ -24,7 +24,8 @@ from ssd_serve.cluster.ray_placement import actors_device
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import PermissionProblemError, SsdError
 from ssd_serve.logs import get_logger
-from ssd_serve.settings import Settings, visible_gpus
+from ssd_serve.resolving import visible_gpus
+from ssd_serve.settings import Settings
 
 LOOPBACK = "127.0.0.1"
 _TRACE_BYTES = 4000

@@ -30,7 +30,7 @@ from ssd_serve.flags import Commands, Parser, add_settings_flags, given_flags
 from ssd_serve.plan_commands import add_plan
 from ssd_serve.recipes.commands import add_commands as add_recipe_commands
 from ssd_serve.replay_commands import add_replay
-from ssd_serve.settings import Origin, flag_name, origins, resolve, suggestion
+from ssd_serve.resolving import Origin, flag_name, origins, resolve, suggestion
 
 INTERRUPTED = 130
 TERMINATED = 143

@@ -12,7 +12,8 @@ from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
 from ssd_serve.errors import SettingsError
 from ssd_serve.flags import Commands, add_settings_flags, given_flags
-from ssd_serve.settings import Mode, Settings, resolve
+from ssd_serve.resolving import resolve
+from ssd_serve.settings import Mode, Settings
 
 
 def add_draft(commands: Commands) -> None:

@@ -10,7 +10,8 @@ from ssd_serve.cluster.engines import chosen_launcher
 from ssd_serve.cluster.ray_cluster import ray_cluster
 from ssd_serve.devices import Machine
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Settings, resolve
+from ssd_serve.resolving import resolve
+from ssd_serve.settings import Settings
 
 
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from ssd_serve.settings import origins, resolve
+from ssd_serve.resolving import origins, resolve
 from ssd_serve.settings_table import as_env
 from tests.deploy.files import (
     DEPLOY,

@@ -23,7 +23,8 @@ from ssd_serve.errors import SettingsError
 from ssd_serve.generate import Wish, await_ready, converse
 from ssd_serve.logs import get_logger
 from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.settings import Mode, Settings, visible_gpus
+from ssd_serve.resolving import visible_gpus
+from ssd_serve.settings import Mode, Settings
 from tests.end_to_end.tiny_pair import write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
