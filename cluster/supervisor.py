@@ -17,7 +17,7 @@ from ssd_serve.cluster.comeback import USER_ERRORS, Comeback, pause_before_resta
 from ssd_serve.cluster.process import ORPHANED, Worker, start_worker
 from ssd_serve.cluster.pulse import Listening
 from ssd_serve.cluster.suspicion import Suspicion
-from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
+from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError, in_a_line
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
@@ -193,6 +193,11 @@ class Supervisor:
                 self._doubt()
                 for watched in self._watched:
                     self._look_at(watched)
+        except Exception as error:  # nobody is watched any more, and whoever waits must hear of it
+            if not self.over:
+                how = f"is not watched any more: {in_a_line(error)}"
+                self._fail(WorkerDiedError(self._plans[0].name, EngineDeadError.exit_code, how))
+            raise
         finally:
             self._end_all()
 
