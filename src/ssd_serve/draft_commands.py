@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 
+import setproctitle
+
 from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
 from ssd_serve.errors import SettingsError
@@ -39,6 +41,7 @@ def _run(args: argparse.Namespace) -> int:
     from ssd_serve.drafter.process import run
 
     name = args.name or f"drafter-{socket.gethostname()}-{os.getpid()}"
+    setproctitle.setproctitle(f"ssd: {name}")  # flags may hold keys
     # While servers are updated one after the other, those of another version refuse it.
     return run(settings, name, args.connect, patient=True)
 
