@@ -151,7 +151,8 @@ class Loop:
         now = time.monotonic()
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
-            self._unsent.append(self._status())
+            if len(self._unsent) < _MOST_UNSENT:
+                self._unsent.append(self._status())
             self._tell_health()
             self._engine.drafters.beat()
         if now - self._remembered_at >= _REMEMBER_S:
