@@ -268,7 +268,7 @@ class Supervisor:
         if watched.plan.vital:
             self._lose_target(error)
             return
-        if self._never_worked(error.worker_code):
+        if self._never_worked(error.worker_code, process):
             self._fail(error)
             return
         if process.age_s >= _LONG_LIFE_S:
@@ -298,10 +298,11 @@ class Supervisor:
             watched.due = time.monotonic() + pause
             watched.left_behind_since = math.inf
 
-    def _never_worked(self, code: int) -> bool:
+    def _never_worked(self, code: int, process: Worker) -> bool:
         """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
-        from the speed that there is no speculation."""
-        return code in USER_ERRORS and self._restarts == 0
+        from the speed that there is no speculation. Later the server is worth more than that."""
+        first = self._restarts == 0 and (self._comeback.ready_at is None or process.age_s < _LONG_LIFE_S)
+        return code in USER_ERRORS and first
 
     def _restart(self, watched: _Watched) -> None:
         self._restarts += 1

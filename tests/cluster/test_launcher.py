@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.cluster import comeback
+from ssd_serve.cluster import comeback, supervisor
 from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.run_dir import make_run_dir
@@ -120,6 +120,15 @@ def test_a_refusal_at_the_start_keeps_its_exit_code(role: str, capfd: pytest.Cap
     assert caught.value.exit_code == 6
     assert caught.value.explained
     assert "half a checkpoint" in capfd.readouterr().err
+
+
+def test_a_drafter_that_worked_and_refuses_later_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_LONG_LIFE_S", 0.5)
+    command = workers(verifier="sleep", drafter="refuse late")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        engine.target_is_ready()
+        assert until(lambda: engine.restarts == 1)
+        assert engine.failure is None
 
 
 def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
