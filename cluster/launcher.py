@@ -13,6 +13,7 @@ from ssd_serve.cluster.placement import Placement, place, resolved
 from ssd_serve.cluster.process import worker_command
 from ssd_serve.cluster.pulse import PulseWatch
 from ssd_serve.cluster.run_dir import RunDir, make_run_dir
+from ssd_serve.cluster.supervised import SupervisedEngine
 from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
 from ssd_serve.devices import Machine, this_machine
 from ssd_serve.errors import EngineDeadError
@@ -26,7 +27,7 @@ _CONNECT_S = 60.0
 """The verifier listens before it loads anything, but importing takes a while on a busy core."""
 
 
-class LocalEngine:
+class LocalEngine(SupervisedEngine):
     """A running verifier with its ranks, and its drafters in mode ssd. Ends them when closed."""
 
     def __init__(
@@ -42,35 +43,9 @@ class LocalEngine:
         told = self.settings.model_copy(update={"run_dir": run_dir.path})
         self.placement = placement
         self._run_dir = run_dir
-        self._supervisor = Supervisor(
-            _plans(placement, self.settings, run_dir, command),
-            told,
-            log,
-            on_failure=on_failure,
-            pulses=PulseWatch(run_dir.ranks.pulse),
-        )
-
-    def start(self) -> None:
-        """Start the processes; they load their models while this process goes on."""
-        self._supervisor.start()
-
-    @property
-    def failure(self) -> WorkerDiedError | None:
-        """Why nothing can be generated any more, or None."""
-        return self._supervisor.failure
-
-    def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
-        """Wait for the reason after a channel has closed; None when there is none in time."""
-        return self._supervisor.await_failure(timeout_s)
-
-    @property
-    def restarts(self) -> int:
-        """How often a process was started again."""
-        return self._supervisor.restarts
-
-    def pids(self) -> dict[str, int]:
-        """Process ids by name (`verifier`, `rank-1`, `drafter-0`)."""
-        return self._supervisor.pids()
+        plans = _plans(placement, self.settings, run_dir, command)
+        pulses = PulseWatch(run_dir.ranks.pulse)
+        super().__init__(Supervisor(plans, told, log, on_failure=on_failure, pulses=pulses))
 
     def connect(self, timeout_s: float = _CONNECT_S) -> SocketChannel:
         """The channel to the verifier, to the next one when the last one died. Raises the reason when none
@@ -79,18 +54,6 @@ class LocalEngine:
             return connect(self._run_dir.server_socket, timeout_s, give_up=lambda: self._supervisor.over)
         except EngineDeadError as error:
             raise self._supervisor.failure or error from None
-
-    def target_is_ready(self) -> None:
-        """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
-        self._supervisor.target_is_ready()
-
-    def suspect_verifier(self, silent_s: float) -> None:
-        """The verifier has said nothing for so long: it is killed and started again unless it computes."""
-        self._supervisor.suspect_verifier(silent_s)
-
-    def expect_end(self) -> None:
-        """Say before the channel is closed that the workers' end is meant."""
-        self._supervisor.expect_end()
 
     def close(self) -> None:
         """End all processes and remove the sockets."""

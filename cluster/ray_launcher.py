@@ -18,6 +18,7 @@ from ssd_serve.cluster.placement import resolved
 from ssd_serve.cluster.ray_cluster import RayCluster, ray_cluster
 from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, ray_place
 from ssd_serve.cluster.ray_workers import LONGEST_SILENCE_S, Crew, PingWatch, told
+from ssd_serve.cluster.supervised import SupervisedEngine
 from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.logs import Logger
@@ -28,7 +29,7 @@ _PLACE_S = 60.0
 _KEY_BYTES = 32
 
 
-class RayEngine:
+class RayEngine(SupervisedEngine):
     """A running verifier with its ranks, and its drafters in mode ssd, as actors. See `RunningEngine`."""
 
     def __init__(
@@ -47,36 +48,17 @@ class RayEngine:
         self._cluster = cluster
         self._orders = _for_actors(self.settings)
         self._crew = Crew(cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
-        self._supervisor = Supervisor(
-            _plans(decision),
-            self._orders,
-            log,
-            on_failure=on_failure,
-            pulses=PingWatch(cluster.ray, lambda: self._crew.workers, silence_s),
-            starter=self._crew.start,
+        pulses = PingWatch(cluster.ray, lambda: self._crew.workers, silence_s)
+        super().__init__(
+            Supervisor(
+                _plans(decision),
+                self._orders,
+                log,
+                on_failure=on_failure,
+                pulses=pulses,
+                starter=self._crew.start,
+            )
         )
-
-    def start(self) -> None:
-        """Start the actors; they load their models while this process goes on."""
-        self._supervisor.start()
-
-    @property
-    def failure(self) -> WorkerDiedError | None:
-        """Why nothing can be generated any more, or None."""
-        return self._supervisor.failure
-
-    @property
-    def restarts(self) -> int:
-        """How often an actor was started again."""
-        return self._supervisor.restarts
-
-    def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
-        """Wait for the reason after a channel has closed; None when there is none in time."""
-        return self._supervisor.await_failure(timeout_s)
-
-    def pids(self) -> dict[str, int]:
-        """Process ids by name, of the actors that run, each on its node."""
-        return {name: pid for name, pid in self._supervisor.pids().items() if pid}
 
     def nodes(self) -> dict[str, str]:
         """Ids of the nodes on which the actors are, by name; of those that run."""
@@ -106,18 +88,6 @@ class RayEngine:
         raise self.failure or EngineDeadError(
             f"the verifier does not listen after {timeout_s:.0f} s: has a node of the cluster room for it?"
         )
-
-    def target_is_ready(self) -> None:
-        """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
-        self._supervisor.target_is_ready()
-
-    def suspect_verifier(self, silent_s: float) -> None:
-        """The verifier has said nothing for so long: it is killed and started again unless it computes."""
-        self._supervisor.suspect_verifier(silent_s)
-
-    def expect_end(self) -> None:
-        """Say before the channel is closed that the actors' end is meant."""
-        self._supervisor.expect_end()
 
     def close(self) -> None:
         """End all actors."""

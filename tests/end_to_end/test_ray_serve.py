@@ -6,15 +6,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.end_to_end.health import await_health
 from tests.end_to_end.tiny_pair import write_pair
 
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
@@ -47,17 +47,6 @@ def serving(
     finally:
         process.kill()
         process.wait()
-
-
-def await_health(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while True:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=30.0).status_code == 200:
-                return
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.end_to_end.health import await_health
 from tests.end_to_end.tiny_pair import write_pair
 
 Pair = tuple[Path, Path]
@@ -56,17 +57,6 @@ def serving(pair: Pair, folder: Path, mode: str, ranks: int) -> Generator[Server
     finally:
         process.kill()
         process.wait()
-
-
-def await_health(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while True:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=30.0).status_code == 200:
-                return
-        time.sleep(0.05)
 
 
 def workers(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
