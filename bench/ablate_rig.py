@@ -138,15 +138,18 @@ class Pair:
         policy: GrowPolicy,
         width: int,
         rounds: Rounds | None = None,
+        drafters: Drafters | None = None,
+        together: int = 1,
     ) -> tuple[Engine, ObservedDecider]:
-        """A fresh engine for one request at a time, without its drafter. Rounds stay in the flat part."""
+        """A fresh engine for `together` requests at a time, without its drafters. Rounds stay in the flat
+        part."""
         facts = self.target.facts
-        drafters = Drafters(self.hello(), clock=clock, log=get_logger("bench", "warning"))
-        bounds = DraftBounds(facts.context, self.table.flat_rows - 1, width)
+        drafters = drafters or Drafters(self.hello(), clock=clock, log=get_logger("bench", "warning"))
+        bounds = DraftBounds(facts.context, self.table.flat_rows - together, width)
         decider = ObservedDecider(drafters, self.cost(), policy, bounds, HostCost(0.0), clock=clock)
         engine = Engine(
             rounds or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.table),
-            Scheduler(SlotPool(self.target.slots), None, Limits(1, 16, 1024)),
+            Scheduler(SlotPool(self.target.slots), None, Limits(together, 1024, 1024)),
             drafters,
             decider,
             Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, TREE_NODES),

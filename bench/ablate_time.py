@@ -1,4 +1,4 @@
-"""Virtual time: a clock, models whose forwards only note what they would take, and a drafter that works while
+"""Virtual time: a clock, models whose forwards only note what they would take, and drafters that work while
 the verifier's time passes.
 
 Knows messages, steps and seconds; not what is verified, and not what is compared.
@@ -116,23 +116,24 @@ class VirtualChannel(ChannelWithin):
 
     def wait(self, timeout_s: float) -> bool:
         """Let time pass until something arrives; as in a poll, for whole milliseconds."""
-        end = self._clock.now + math.ceil(timeout_s / _TICK_S) * _TICK_S
-        while True:
-            first = min((at for at, _ in self._to_verifier), default=math.inf)
-            if first <= end:
-                self._clock.now = max(self._clock.now, first)
-                return True
-            if self._free_at >= end:
-                self._clock.now = end
-                return False
-            self._act(end)
+        return await_first(self._clock, [self], timeout_s)
+
+    @property
+    def arrives_at(self) -> float:
+        """When the first message that the verifier has not received arrives."""
+        return min((at for at, _ in self._to_verifier), default=math.inf)
+
+    @property
+    def free_at(self) -> float:
+        """When the drafter begins its next step, or looks for messages."""
+        return self._free_at
 
     def work_until(self, end: float) -> None:
         """Every step that begins before `end`."""
         while self._free_at < end:
-            self._act(end)
+            self.act(end)
 
-    def _act(self, end: float) -> None:
+    def act(self, end: float) -> None:
         """Hear what has come, then one step, or be idle until something comes or `end`."""
         heard = [message for at, message in self._to_drafter if at <= self._free_at]
         self._to_drafter = self._to_drafter[len(heard) :]  # they arrive in the order of sending
@@ -150,3 +151,19 @@ class VirtualChannel(ChannelWithin):
 
     def _say(self, messages: Sequence[Message]) -> None:
         self._to_verifier += [(self._free_at + MESSAGE_S, message) for message in messages]
+
+
+def await_first(clock: Clock, channels: Sequence[VirtualChannel], timeout_s: float) -> bool:
+    """Let time pass until something arrives at one of the channels; as in a poll, for whole milliseconds.
+
+    Whoever is behind goes first, so that none works in a future of which another's message decides.
+    """
+    end = clock.now + math.ceil(timeout_s / _TICK_S) * _TICK_S
+    while True:
+        first = min((channel.arrives_at for channel in channels), default=math.inf)
+        until = min(first, end)
+        next_one = min(channels, key=lambda channel: channel.free_at, default=None)
+        if next_one is None or next_one.free_at + MESSAGE_S >= until:
+            clock.now = max(clock.now, until)
+            return first <= end
+        next_one.act(until)

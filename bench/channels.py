@@ -50,11 +50,8 @@ class Echo:
 
 def run_channels(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
     """Microseconds there and back, seconds until an engine is connected and ready, MiB of Ray itself."""
-    round_trips: dict[str, object] = {}
-    for name, address in (("unix socket", "unix"), ("tcp with key", "tcp")):
-        with _echoing(address) as once:
-            round_trips[name] = _measured(once, plan.messages)
-        say(f"{name}: {round_trips[name]}")
+    round_trips = measured_sockets(plan.messages)
+    say(str(round_trips))
     with ray_cluster(settings) as cluster:
         handle = cluster.ray.remote(Echo).options(num_cpus=1).remote()
         data = bytes(MESSAGE_BYTES)
@@ -79,6 +76,15 @@ def run_channels(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
         "hardware": hardware(),
         "versions": versions(),
     }
+
+
+def measured_sockets(messages: int) -> dict[str, dict[str, float]]:
+    """Microseconds there and back, by kind of socket."""
+    found: dict[str, dict[str, float]] = {}
+    for name, address in (("unix socket", "unix"), ("tcp with key", "tcp")):
+        with _echoing(address) as once:
+            found[name] = _measured(once, messages)
+    return found
 
 
 def table(result: dict[str, object]) -> str:

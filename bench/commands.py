@@ -1,5 +1,5 @@
-"""The command line of the benchmarks: `ssd bench modes | load | peers | packed | kernels | conformance |
-invariance | lossless | soak | calibration | ablate | channels | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | peers | faults | soak | packed | kernels |
+conformance | invariance | lossless | calibration | ablate | drafters | channels | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -15,7 +15,9 @@ from ssd_serve.bench.calibration_commands import add_calibration
 from ssd_serve.bench.channels_commands import add_channels
 from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
+from ssd_serve.bench.drafters_commands import add_drafters
 from ssd_serve.bench.explain_commands import add_explain
+from ssd_serve.bench.faults_commands import add_faults
 from ssd_serve.bench.kernel_commands import add_kernels
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
@@ -39,6 +41,7 @@ def add_commands(subparsers: Commands) -> None:
     _add_modes(commands)
     add_load(commands)
     add_peers(commands)
+    add_faults(commands)
     _add_packed(commands)
     add_kernels(commands)
     _add_host(commands)
@@ -51,6 +54,7 @@ def add_commands(subparsers: Commands) -> None:
     add_soak(commands)
     add_calibration(commands)
     add_ablate(commands)
+    add_drafters(commands)
     add_channels(commands)
     _add_report(commands)
 

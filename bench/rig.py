@@ -15,7 +15,7 @@ import torch
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.listener import Listener
-from ssd_serve.cluster.process import start_worker, worker_command
+from ssd_serve.cluster.process import WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.run_dir import make_run_dir
 from ssd_serve.devices import parse_device
 from ssd_serve.drafter.core import DrafterCore
@@ -177,19 +177,21 @@ class Rig:
 
 
 @contextlib.contextmanager
-def remote_drafter(rig: Rig, engine: Engine, device: str) -> Generator[None]:
-    """Start the drafter process on its device, and let it join `engine`."""
+def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Generator[None]:
+    """Start `count` drafter processes on their device, and let them join `engine`."""
     run_dir = make_run_dir(None)
     listener = Listener.unix(run_dir.drafter_socket)
     settings = rig.settings.model_copy(
-        update={"mode": Mode.SSD, "draft_device": device, "log_level": "warning"}
+        update={"mode": Mode.SSD, "draft_device": device, "drafters": count, "log_level": "warning"}
     )
-    name = "drafter-0"
-    worker = start_worker(name, worker_command("drafter", name, run_dir.drafter_socket), settings)
+    workers: list[WorkerProcess] = []
     try:
+        for name in (f"drafter-{index}" for index in range(count)):
+            command = worker_command("drafter", name, run_dir.drafter_socket)
+            workers.append(start_worker(name, command, settings))
         deadline = time.monotonic() + _JOIN_S
-        while not engine.drafters.alive:
-            if worker.exit_code is not None or time.monotonic() > deadline:
+        while engine.drafters.alive < count:
+            if any(worker.exit_code is not None for worker in workers) or time.monotonic() > deadline:
                 raise SsdError("the drafter did not join the benchmark")
             channel = listener.accept()
             if channel is not None:
@@ -198,7 +200,8 @@ def remote_drafter(rig: Rig, engine: Engine, device: str) -> Generator[None]:
             time.sleep(0.02)
         yield
     finally:
-        worker.stop()
+        for worker in workers:
+            worker.stop()
         listener.close()
         run_dir.remove()
 

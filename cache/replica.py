@@ -4,7 +4,7 @@ It is filled by `Growth` messages in any order, late, twice or never, and it onl
 are there: the verifier trusts its tokens and its ancestry, never its completeness. It knows no sockets.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, unpack
 from ssd_serve.cache.tree import Advance, Node, SpeculationTree
@@ -14,8 +14,9 @@ _ORPHAN_LIMIT = 256
 _ORPHAN_ROUNDS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Orphan:
+class _Orphan(NamedTuple):
+    """An expansion whose node may not be known yet, and the round in which it came."""
+
     expansion: Expansion
     round: int
 
@@ -29,7 +30,9 @@ class Replica:
         self.tree = SpeculationTree(root_name, limit)
         self._vocabulary = vocabulary
         self._next_sequence: dict[str, int] = {}
-        self._orphans: list[_Orphan] = []
+        self._orphans: dict[int, list[_Orphan]] = {}
+        """By the name of the node whose expansion they wait for."""
+        self._waiting = 0
         self._round = 0
 
     def apply(self, growth: Growth) -> bool:
@@ -44,10 +47,7 @@ class Replica:
         if expansions is None:
             return True
         for expansion in expansions:
-            if not self._attach(expansion) and len(self._orphans) < _ORPHAN_LIMIT:
-                self._orphans.append(_Orphan(expansion, self._round))
-        if self._orphans:
-            self._adopt()
+            self._take(_Orphan(expansion, self._round))
         return self._in_sequence(growth)
 
     def restart(self, source: str) -> None:
@@ -58,19 +58,31 @@ class Replica:
         """Move the root along the committed tokens of a round."""
         self._round += 1
         advance = self.tree.advance(tokens)
-        self._orphans = [each for each in self._orphans if each.round + _ORPHAN_ROUNDS > self._round]
-        if self._orphans:
-            self._adopt()
+        left = [each for several in self._orphans.values() for each in several]
+        self._orphans.clear()
+        self._waiting = 0
+        for orphan in left:
+            if orphan.round + _ORPHAN_ROUNDS > self._round:
+                self._take(orphan)
         return advance
 
-    def _attach(self, expansion: Expansion) -> bool:
-        """Whether the expanded node is known now; a full tree takes no more, which is not a reason to
-        wait."""
-        node = self._find(expansion)
-        if node is None:
-            return False
-        self.tree.expand(node, expansion.tokens, expansion.log_probabilities)
-        return True
+    def _take(self, orphan: _Orphan) -> None:
+        """Attach an expansion whose node is known, and those that waited for it; keep another for a while. A
+        full tree takes no more, which is not a reason to wait."""
+        found = [orphan]
+        while found:
+            each = found.pop()
+            expansion = each.expansion
+            node = self._find(expansion)
+            if node is not None:
+                self.tree.expand(node, expansion.tokens, expansion.log_probabilities)
+                if self._waiting:
+                    adopted = self._orphans.pop(node.name, [])
+                    self._waiting -= len(adopted)
+                    found.extend(adopted)
+            elif self._waiting < _ORPHAN_LIMIT:
+                self._orphans.setdefault(expansion.parent, []).append(each)
+                self._waiting += 1
 
     def _find(self, expansion: Expansion) -> Node | None:
         parent = None if expansion.step == ROOT_STEP else self.tree.get(expansion.parent)
@@ -82,10 +94,3 @@ class Replica:
         expected = self._next_sequence.get(growth.source, 0)
         self._next_sequence[growth.source] = max(expected, growth.sequence + 1)
         return growth.snapshot or growth.sequence <= expected
-
-    def _adopt(self) -> None:
-        """Attach kept expansions whose node has come, until none fits any more."""
-        before = -1
-        while len(self._orphans) != before:
-            before = len(self._orphans)
-            self._orphans = [each for each in self._orphans if not self._attach(each.expansion)]

@@ -211,17 +211,19 @@ class SpeculationTree:
         node.cumulatives = [merged[token] for token in node.tokens]
         for token, child in node.children.items():
             if merged[token] > child.cumulative:
-                _raise_below(child, merged[token] - child.cumulative)
+                by = merged[token] - child.cumulative
                 child.cumulative = merged[token]
+                _raise_below(child, by)
         return True
 
 
 def _raise_below(node: Node, by: float) -> None:
-    """Make everything below a node more probable."""
+    """Make everything below a node more probable, but nothing more than its parent, by rounding."""
     waiting = [node]
     while waiting:
         each = waiting.pop()
-        each.cumulatives = [value + by for value in each.cumulatives]
+        most = each.cumulative
+        each.cumulatives = [min(value + by, most) for value in each.cumulatives]
         for child in each.children.values():
-            child.cumulative += by
+            child.cumulative = min(child.cumulative + by, most)
             waiting.append(child)

@@ -21,9 +21,15 @@ class Dial:
     """Connections to one address, one after the other. Ask `answer` until it gives the next."""
 
     def __init__(
-        self, address: str, log: Logger, reach: Callable[[str], Channel] | None = None, key: str = ""
+        self,
+        address: str,
+        log: Logger,
+        reach: Callable[[str], Channel] | None = None,
+        key: str = "",
+        longest_pause_s: float = _LONGEST_PAUSE_S,
     ) -> None:
         """`key`: what both ends of a TCP connection know. `reach` connects, or raises after a while."""
+        self._longest_pause_s = longest_pause_s
         self.address = address
         self._log = log
         self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key))
@@ -49,11 +55,11 @@ class Dial:
 
     def bad(self) -> None:
         """The connection is of no use now: the next is tried after the longest pause."""
-        self._pause_s = _LONGEST_PAUSE_S
+        self._pause_s = self._longest_pause_s
 
     def _dial(self) -> None:
         time.sleep(self._pause_s)
-        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), self._longest_pause_s)
         try:
             self._answer = self._reach(self.address)
             self._failing = False

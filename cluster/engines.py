@@ -52,6 +52,10 @@ class RunningEngine(Protocol):
         """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
         ...
 
+    def suspect_verifier(self, silent_s: float) -> None:
+        """The verifier has said nothing for so long: it is killed and started again unless it computes."""
+        ...
+
     def expect_end(self) -> None:
         """Say before the channel is closed that the workers' end is meant."""
         ...

@@ -84,6 +84,10 @@ class LocalEngine:
         """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
         self._supervisor.target_is_ready()
 
+    def suspect_verifier(self, silent_s: float) -> None:
+        """The verifier has said nothing for so long: it is killed and started again unless it computes."""
+        self._supervisor.suspect_verifier(silent_s)
+
     def expect_end(self) -> None:
         """Say before the channel is closed that the workers' end is meant."""
         self._supervisor.expect_end()

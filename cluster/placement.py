@@ -116,28 +116,36 @@ def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> 
 
 def chosen_mode(settings: Settings, devices: int) -> Mode:
     """What auto means with so many GPUs, or cores. Raises `SettingsError` for a mode that cannot be."""
-    remote = settings.drafters == 0
-    if remote and not settings.drafter_address and settings.mode in (Mode.AUTO, Mode.SSD):
-        raise SettingsError(
-            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, "
-            "e.g. to tcp://127.0.0.1:4711, or SSD_MODE=ar"
-        )
+    remote = _awaits_others(settings)
     if settings.mode is Mode.AUTO:
         if remote:
             return Mode.SSD
         if settings.draft_model is None:
             return Mode.AR
         return Mode.SSD if devices > settings.tensor_parallel else Mode.SD
-    if (
-        settings.mode is not Mode.AR
-        and settings.draft_model is None
-        and not (remote and settings.mode is Mode.SSD)
-    ):
+    drafted = settings.draft_model is not None or (remote and settings.mode is Mode.SSD)
+    if settings.mode is not Mode.AR and not drafted:
         raise SettingsError(
             f"mode {settings.mode.value} needs a draft model: set SSD_DRAFT to a folder or a hub id, "
             "or SSD_MODE=ar"
         )
     return settings.mode
+
+
+def _awaits_others(settings: Settings) -> bool:
+    """Whether all drafters come from other places."""
+    address = settings.drafter_address or ""
+    if address.startswith("tcp://") and not settings.cluster_key:
+        raise SettingsError(
+            "SSD_DRAFTER_ADDRESS is a TCP address: set SSD_CLUSTER_KEY to the same random text here and for "
+            "the drafters"
+        )
+    if settings.drafters == 0 and not address and settings.mode in (Mode.AUTO, Mode.SSD):
+        raise SettingsError(
+            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, "
+            "e.g. to tcp://127.0.0.1:4711, or SSD_MODE=ar"
+        )
+    return bool(address) and settings.drafter_count == 0
 
 
 def _alone(settings: Settings, target: Device, machine: Machine) -> Device | None:

@@ -4,14 +4,18 @@ The role computes in one thread; others answer pings and tell addresses meanwhil
 what tells an actor where it is. Knows roles and addresses, not who watches them.
 """
 
+import contextlib
 import importlib
 import os
 import shutil
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_drafter
@@ -21,6 +25,7 @@ from ssd_serve.cluster.ray_placement import actors_device
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import PermissionProblemError, SsdError
 from ssd_serve.logs import get_logger
+from ssd_serve.resolving import visible_gpus
 from ssd_serve.settings import Settings
 
 LOOPBACK = "127.0.0.1"
@@ -80,8 +85,9 @@ class RoleActor:
         """Process id, and the id of the node."""
         return os.getpid(), str(_ray().get_runtime_context().get_node_id())
 
-    def ping(self) -> None:
-        """Say that this process can still answer."""
+    def ping(self) -> float:
+        """Say that this process can still answer, and the seconds of processor time that it has taken."""
+        return time.process_time()
 
     def addresses(self) -> Addresses | None:
         """Where the verifier listens; None where it cannot."""
@@ -128,9 +134,7 @@ class RoleActor:
     def _take_device(self) -> str:
         """Bind this thread, and torch's threads that it starts, to the device."""
         gpus = [str(one) for one in _ray().get_runtime_context().get_accelerator_ids().get("GPU", ())]
-        # What the node shows is known to the process alone that runs there.
-        visible = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
-        name = actors_device(self._order.device, gpus, visible)
+        name = actors_device(self._order.device, gpus, visible_gpus())
         device = parse_device(name)
         if device.kind == "cuda" or device.indices:
             pin(device)
@@ -155,6 +159,14 @@ class RoleActor:
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
             raise PermissionProblemError(f"the folder {self._folder} must belong to this user alone")
         return self._folder
+
+
+def kill_actor(pid: int) -> None:
+    """End an actor's process on this node, as a task of Ray."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if RoleActor.__name__ in " ".join(process.cmdline()):
+            process.kill()
 
 
 def _ray() -> Any:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from ssd_serve.settings import Settings
 NAMESPACE = "ssd-serve"
 _OBJECT_BYTES = 80 << 20
 """Close to the least that Ray takes: only control passes through it, no tensors."""
-_LONGEST_TEMPORARY = 40
+_LAST_WORDS_S, _LOOK_EVERY_S = 5.0, 0.05
+_LONGEST_TEMPORARY = 24
 """Ray puts sockets below it, whose paths may have 107 bytes."""
 _NOTHING_AHEAD = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
 """Workers that are started before anybody asks have not the environment that actors need."""
@@ -110,11 +112,19 @@ def _starting(stack: contextlib.ExitStack) -> dict[str, object]:
         "object_store_memory": _OBJECT_BYTES,
         "_system_config": dict(_NOTHING_AHEAD),  # Ray writes into it
     }
-    folder = Path(tempfile.mkdtemp(prefix="ssd-ray-"))
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    if len(os.fsencode(folder)) <= _LONGEST_TEMPORARY:
-        options["_temp_dir"] = str(folder)
-    return options
+    usual = tempfile.gettempdir()
+    short = len(os.fsencode(usual)) <= _LONGEST_TEMPORARY
+    folder = Path(tempfile.mkdtemp(prefix="ssd-ray-", dir=usual if short else "/tmp"))
+    stack.callback(_remove, folder)
+    return {**options, "_temp_dir": str(folder)}
+
+
+def _remove(folder: Path) -> None:
+    """Ray's processes write into it until they have ended, which is a moment after they were told to."""
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_LOOK_EVERY_S)
 
 
 @contextmanager

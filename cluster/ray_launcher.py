@@ -88,8 +88,8 @@ class RayEngine:
         while time.monotonic() < deadline:
             promise = self._crew.addresses
             found = told(self._cluster.ray, promise, _LOOK_EVERY_S)
-            if self.failure is not None:
-                raise self.failure
+            if self._supervisor.over:
+                break
             if found is None:
                 time.sleep(_LOOK_EVERY_S / 10)
                 continue
@@ -100,8 +100,9 @@ class RayEngine:
                     key=self._orders.cluster_key or "",
                     give_up=partial(self._is_over, promise),
                 )
-            except EngineDeadError:
-                continue
+            except (EngineDeadError, SettingsError):
+                # It died, and somebody else may have its port by now: the next one says where it is.
+                time.sleep(_LOOK_EVERY_S / 10)
         raise self.failure or EngineDeadError(
             f"the verifier does not listen after {timeout_s:.0f} s: has a node of the cluster room for it?"
         )
@@ -109,6 +110,10 @@ class RayEngine:
     def target_is_ready(self) -> None:
         """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
         self._supervisor.target_is_ready()
+
+    def suspect_verifier(self, silent_s: float) -> None:
+        """The verifier has said nothing for so long: it is killed and started again unless it computes."""
+        self._supervisor.suspect_verifier(silent_s)
 
     def expect_end(self) -> None:
         """Say before the channel is closed that the actors' end is meant."""

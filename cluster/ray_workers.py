@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ssd_serve.cluster.process import added_environment
-from ssd_serve.cluster.ray_actors import Addresses, End, Order, RoleActor
+from ssd_serve.cluster.ray_actors import Addresses, End, Order, RoleActor, kill_actor
 from ssd_serve.cluster.ray_cluster import RayCluster
 from ssd_serve.cluster.ray_placement import RayPlacement, Share
 from ssd_serve.cluster.supervisor import WorkerPlan
@@ -23,7 +23,7 @@ _CONTROL = "control"
 _PING_EVERY_S = 1.0
 LONGEST_SILENCE_S = 15.0
 """Pings pass through Ray, whose nodes may be busy: more patience than for a pulse on this machine."""
-_ALL_VISIBLE = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP", "ROCR")}
+ALL_VISIBLE = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP", "ROCR")}
 """See `actors_device`."""
 
 
@@ -39,6 +39,8 @@ class RayWorker:
         self._log = log
         self._where = self.ask("where")
         self.started = time.monotonic()
+        self.computed_s = 0.0
+        """Seconds of processor time, as it said last."""
         self._code: int | None = None
         self._left: Any = None
 
@@ -69,13 +71,8 @@ class RayWorker:
         return time.monotonic() - self.started
 
     @property
-    def computed_s(self) -> float:
-        """Nobody knows what a process of another node computes."""
-        return 0.0
-
-    @property
     def waits_for_disk(self) -> bool:
-        """Nor what it waits for."""
+        """Nobody knows what a process of another node waits for."""
         return False
 
     def release(self) -> None:
@@ -95,7 +92,17 @@ class RayWorker:
             with contextlib.suppress(Exception):
                 self._ray.get(self._left, timeout=grace_s if self.pid else 0.0)
         self.kill()
+        if not self._ray.wait([self._running], timeout=grace_s)[0]:
+            self._kill_process()
         return self.exit_code or -signal.SIGKILL
+
+    def _kill_process(self) -> None:
+        """Ray asks a process to end; one that is stopped, or hangs, does not hear it."""
+        pid, node = self._place()
+        if not pid:
+            return
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        self._ray.remote(kill_actor).options(num_cpus=0, scheduling_strategy=affinity).remote(pid)
 
     def _place(self) -> tuple[int, str]:
         if not self._is_there(self._where):
@@ -175,7 +182,7 @@ class Crew:
             num_gpus=share.gpus,
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": {**added_environment(), **_ALL_VISIBLE}},
+            runtime_env={"env_vars": {**added_environment(), **ALL_VISIBLE}},
             scheduling_strategy=strategy,
         )
 
@@ -232,7 +239,7 @@ class PingWatch:
             if not self._ray.wait([asked[1]], timeout=0)[0]:
                 return
             try:
-                self._ray.get(asked[1])
+                worker.computed_s = float(self._ray.get(asked[1]))
                 self._heard[name] = now
             except self._ray.exceptions.RayError:
                 self._heard.pop(name, None)  # it is dead, which its end says

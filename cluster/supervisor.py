@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from ssd_serve.cluster.comeback import USER_ERRORS, Comeback, pause_before_restart
 from ssd_serve.cluster.process import ORPHANED, Worker, start_worker
 from ssd_serve.cluster.pulse import Listening
-from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
+from ssd_serve.cluster.suspicion import Suspicion
+from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError, in_a_line
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_BUSY_SILENCE_S = 60.0
 """For one that computes, waits for a disk, or is still loading."""
+_LONG_LOOK_S = 1.0
+"""On a busy machine a process that computes may get nothing for a moment."""
 _SETTLED_S = 30.0
 """A drafter that lives for so long has loaded."""
 _LONG_LIFE_S = 60.0
@@ -84,6 +87,8 @@ class _Watched:
     quick_deaths: int = 0
     due: float = 0.0
     computed_s: float = -1.0
+    computed_at: float = -math.inf
+    """When it was last seen to have computed."""
     left_behind_since: float = math.inf
     """Has ended because another one has, or is about to: that one is the cause and is waited for."""
 
@@ -100,7 +105,8 @@ class Supervisor:
         pulses: Listening | None = None,
         starter: Starter = start_process,
     ) -> None:
-        """`pulses`: where workers that send signs of life are heard; silent ones are killed."""
+        """The first of `plans` is the verifier's. `pulses`: where signs of life are heard; who falls silent
+        is killed."""
         self._starter = starter
         self._plans = plans
         self._pulses = pulses
@@ -116,6 +122,8 @@ class Supervisor:
         self._failed = threading.Event()
         self._restarts = 0
         self._comeback = Comeback()
+        self._suspicion = Suspicion()
+        self._told_silence_s = 0.0
         # Linux kills workers with the thread that started them: this one lives until `stop`.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
@@ -132,6 +140,11 @@ class Supervisor:
     def target_is_ready(self) -> None:
         """The target generates: from now on it is started again when it dies."""
         self._comeback.ready()
+
+    def suspect_verifier(self, silent_s: float) -> None:
+        """It has told its front end nothing for so long: it is ended, and with it the target, unless it
+        computes. Call it again and again while that is so, from any thread."""
+        self._told_silence_s = silent_s
 
     @property
     def restarts(self) -> int:
@@ -177,8 +190,14 @@ class Supervisor:
                 self._started.set()
             while not self._stopping.wait(_LOOK_EVERY_S):
                 self._listen()
+                self._doubt()
                 for watched in self._watched:
                     self._look_at(watched)
+        except Exception as error:  # nobody is watched any more, and whoever waits must hear of it
+            if not self.over:
+                how = f"is not watched any more: {in_a_line(error)}"
+                self._fail(WorkerDiedError(self._plans[0].name, EngineDeadError.exit_code, how))
+            raise
         finally:
             self._end_all()
 
@@ -198,19 +217,32 @@ class Supervisor:
                 continue
             if silent_s < _LONGEST_BUSY_SILENCE_S and self._has_reason(watched, watched.process):
                 continue
-            watched.process.kill()
-            code = watched.process.stop()
             how = f"has given no sign of life for {silent_s:.0f} s, and was killed"
-            self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code, how))
+            self._kill(watched, watched.process, how)
+
+    def _doubt(self) -> None:
+        """End a verifier that gives signs of life, but no tokens and no figures."""
+        silent_s, self._told_silence_s = self._told_silence_s, 0.0
+        watched = self._watched[0]
+        if not silent_s or watched.process is None or self.over:
+            return
+        if self._suspicion.is_stuck(time.monotonic(), silent_s, watched.process.computed_s):
+            self._kill(watched, watched.process, f"has said nothing for {silent_s:.0f} s, and was killed")
+
+    def _kill(self, watched: _Watched, process: Worker, how: str) -> None:
+        process.kill()
+        self._lose(watched, process, WorkerDiedError(watched.plan.name, process.stop(), how))
 
     def _has_reason(self, watched: _Watched, process: Worker) -> bool:
         """One that loads, compiles a kernel or waits for a disk has no time for signs of life."""
         ready_at = self._comeback.ready_at
         settled = ready_at is not None and (
-            watched.plan.vital or ready_at > process.started or process.age_s > _SETTLED_S
+            watched.plan.vital or ready_at > time.monotonic() - process.age_s or process.age_s > _SETTLED_S
         )
-        before, watched.computed_s = watched.computed_s, process.computed_s
-        return not settled or watched.computed_s != before or process.waits_for_disk
+        computed_s, now = process.computed_s, time.monotonic()
+        if computed_s != watched.computed_s:
+            watched.computed_s, watched.computed_at = computed_s, now
+        return not settled or now - watched.computed_at < _LONG_LOOK_S or process.waits_for_disk
 
     def _look_at(self, watched: _Watched) -> None:
         if self.over:
@@ -236,7 +268,7 @@ class Supervisor:
         if watched.plan.vital:
             self._lose_target(error)
             return
-        if self._never_worked(error.worker_code):
+        if self._never_worked(error.worker_code, process):
             self._fail(error)
             return
         if process.age_s >= _LONG_LIFE_S:
@@ -266,10 +298,11 @@ class Supervisor:
             watched.due = time.monotonic() + pause
             watched.left_behind_since = math.inf
 
-    def _never_worked(self, code: int) -> bool:
+    def _never_worked(self, code: int, process: Worker) -> bool:
         """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
-        from the speed that there is no speculation."""
-        return code in USER_ERRORS and self._restarts == 0
+        from the speed that there is no speculation. Later the server is worth more than that."""
+        first = self._restarts == 0 and (self._comeback.ready_at is None or process.age_s < _LONG_LIFE_S)
+        return code in USER_ERRORS and first
 
     def _restart(self, watched: _Watched) -> None:
         self._restarts += 1

@@ -25,24 +25,19 @@ _DIALLING_S = 0.05
 _BLEND = 0.05
 
 
-def run(settings: Settings, name: str, addresses: Sequence[str]) -> int:
+def run(settings: Settings, name: str, addresses: Sequence[str], patient: bool = False) -> int:
     """Load, join the verifiers at these addresses, and draft for ever. Raises `PairMismatchError` when none
-    of them wants this draft model."""
+    of them wants this draft model, unless it is patient: then one that does may take its place."""
     log = get_logger(name, settings.log_level, settings.log_format)
     native = native_library(settings, log)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
     settle_memory()
+    key = settings.cluster_key or ""
     targets = [
-        Target(
-            drafter.core,
-            drafter.hello,
-            log,
-            (place, len(addresses)),
-            Dial(address, log, key=settings.cluster_key or ""),
-        )
+        Target(drafter.core, drafter.hello, log, (place, len(addresses)), Dial(address, log, key=key))
         for place, address in enumerate(addresses)
     ]
-    Loop(targets, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated).run()
+    Loop(targets, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated, patient).run()
     return 0
 
 
@@ -55,11 +50,14 @@ class Loop:
         core: DrafterCore,
         step_s: float,
         emulated: EmulatedModel | None = None,
+        patient: bool = False,
     ) -> None:
+        """`patient`: go on when all verifiers refuse this drafter; they are asked again."""
         self._targets = targets
         self._emulated = emulated
         self._core = core
         self._step_s = step_s
+        self._patient = patient
         self._beat_at = 0.0
 
     def run(self) -> None:
@@ -71,7 +69,7 @@ class Loop:
         """One step, or a sleep."""
         for target in self._targets:
             target.hear()
-        if all(target.refused for target in self._targets):
+        if not self._patient and all(target.refused for target in self._targets):
             raise PairMismatchError(self._targets[0].refused)
         started = time.perf_counter()
         growth = self._core.step()

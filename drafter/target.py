@@ -78,16 +78,28 @@ class Target:
         elif isinstance(message, Pause):
             self._paused = message.paused
             self._core.pause(self._requests(), message.paused)
+        elif isinstance(message, Hello) and message.protocol != self._hello.protocol:
+            self._refuse(
+                f"protocol versions differ (verifier {message.protocol}, drafter {self._hello.protocol}): "
+                "install the same version of ssd-serve on both sides"
+            )
         elif isinstance(message, Hello):
             self.refused = ""
             self._log.info("joined", verifier=self._address, step_ms=round(self._hello.step_ms, 2))
             if self._dial is not None:
                 self._dial.good()
         elif isinstance(message, Refusal):
-            self.refused = message.message
-            self._log.error("verifier refused", verifier=self._address, why=message.message)
-            if self._dial is not None:
-                self._dial.bad()
+            self._refuse(message.message)
+
+    def _refuse(self, why: str) -> None:
+        """The two cannot work together now. Said once, though it is tried again and again."""
+        if why != self.refused:
+            self._log.error("verifier and drafter refuse each other", verifier=self._address, why=why)
+        self.refused = why
+        if self._dial is not None:
+            self._dial.bad()
+        if self.channel is not None:
+            self.channel.close()
 
     def _serve(self, message: Open | Outcome | Close | Resync) -> None:
         if self._places > 1:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ssd_serve.errors import EngineDeadError, OverloadedError
+from ssd_serve.errors import EngineDeadError, OverloadedError, in_a_line
 from ssd_serve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -33,6 +33,7 @@ from ssd_serve.server.submitted import Deliver, Interrupted, Submitted
 
 logger = logging.getLogger(__name__)
 
+_LOOK_EVERY_S = 1.0
 _MOST_LOSSES = 3
 """A request that was running at so many deaths in a row, without a token between them, may be their cause."""
 
@@ -52,12 +53,17 @@ class EngineClient:
         channel: MessageChannel,
         reconnect: Reconnect | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        on_silence: Callable[[float], None] = lambda _silent_s: None,
+        longest_silence_s: float = 60.0,
     ) -> None:
         """Without `reconnect` the first death is for good, as it is before the engine was ever ready.
-        `on_ready` is called whenever an engine can generate."""
+        `on_ready` is called whenever an engine can generate, `on_silence` every second while one that could
+        has said nothing for longer than it may, with the seconds."""
         self._line = Line(channel, self._hear, self._lose)
         self._reconnect = reconnect
         self._on_ready = on_ready
+        self._on_silence = on_silence
+        self._longest_silence_s = longest_silence_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._running: dict[int, Submitted] = {}
@@ -91,6 +97,7 @@ class EngineClient:
             self._loop = asyncio.get_running_loop()
             self._heard_at = time.monotonic()
             self._line.start(self._loop)
+            self._listen_for_silence(self._loop)
 
     def stop(self) -> None:
         """Abort what runs, close the channel, and tell every submitter. The engine takes it as the end."""
@@ -133,12 +140,21 @@ class EngineClient:
         if self._lost_at is None:
             self._line.send_surely(Finish(request=request))
         else:
+            self._line.send_surely(Abort(request=request))  # the next engine may have been given it already
             self._end(request, EngineDeadError("the figures of the request went with the engine"))
 
     def _hear(self, messages: Sequence[Message]) -> None:
         self._heard_at = time.monotonic()
         for message in messages:
             self._dispatch(message)
+
+    def _listen_for_silence(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What has arrived is heard first, also after this process was stopped for a while."""
+        works = self.ready is not None and self._lost_at is None
+        if works and self.silent_s > self._longest_silence_s:
+            self._on_silence(self.silent_s)
+        if self.dead is None:
+            loop.call_later(_LOOK_EVERY_S, self._listen_for_silence, loop)
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Committed):
@@ -188,6 +204,7 @@ class EngineClient:
         if self._lost_at is None:
             logger.warning("%s; requests that wait for the next one: %d", reason, self.active)
             self._lost_at = time.monotonic()
+            self.status = None  # no gauge tells of what is gone
             for request, submitted in list(self._running.items()):
                 self._interrupt(request, submitted)
         # A thread of its own: the loop's pool would be waited for when the server ends.
@@ -213,6 +230,9 @@ class EngineClient:
             found = reconnect()
         except EngineDeadError as error:
             found = error
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            logger.exception("the next engine cannot be reached")
+            found = EngineDeadError(f"the next engine cannot be reached: {in_a_line(error)}")
         with suppress(RuntimeError):  # the loop has ended, and with it who waited
             loop.call_soon_threadsafe(self._go_on, found)
 

@@ -15,8 +15,9 @@ from ssd_serve.cluster.supervisor import WorkerDiedError
 from ssd_serve.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
 from ssd_serve.listening import NotYet, listen
 from ssd_serve.logs import Logger
+from ssd_serve.resolving import flag_name
 from ssd_serve.serve import address
-from ssd_serve.settings import Settings, flag_name
+from ssd_serve.settings import Settings
 from ssd_serve.settings_table import as_table
 from ssd_serve.terminal import ProgressLine
 
@@ -84,7 +85,7 @@ def test_settings_as_table_and_as_json(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_table_fits_the_terminal() -> None:
-    from ssd_serve.settings import origins
+    from ssd_serve.resolving import origins
 
     lines = as_table(origins(Settings(), {}), width=100).splitlines()
     assert max(len(line) for line in lines[:-1]) <= 100

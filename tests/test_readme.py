@@ -7,7 +7,7 @@ import pytest
 
 from ssd_serve.cli import EXIT_CODES
 from ssd_serve.models.config import SUPPORTED
-from ssd_serve.settings import origins, resolve
+from ssd_serve.resolving import origins, resolve
 from ssd_serve.settings_table import as_markdown
 
 ROOT = Path(__file__).parents[1]

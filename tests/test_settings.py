@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import EMBEDDED, Mode, Settings, origins, resolve
+from ssd_serve.resolving import origins, resolve
+from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.settings_table import as_env
 
 

@@ -48,6 +48,8 @@ class Drafters:
         """Of drafters with a device of their own that had been here before."""
         self.moves = 0
         """Requests that went from one drafter to another."""
+        self.expansions = 0
+        """Nodes that drafters have said to have expanded."""
 
     @property
     def alive(self) -> int:
@@ -186,6 +188,7 @@ class Drafters:
         if not link.joined and not isinstance(message, Hello | Refusal):
             return 0  # who has not been checked yet is not listened to
         if isinstance(message, Growth):
+            self.expansions += len(message.parents) // 8
             request = requests.get(message.request)
             if request is not None and request.replica is not None and not request.replica.apply(message):
                 link.channel.send(Resync(message.request, request.epoch))

@@ -3,7 +3,7 @@ drafters."""
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
 from ssd_serve.cluster.ranks import RankFiles
-from ssd_serve.errors import EngineDeadError
+from ssd_serve.errors import EngineDeadError, PermissionProblemError
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import (
@@ -31,7 +31,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.recording import Recorder
+from ssd_serve.verifier.recording import Recorder, is_full
 
 _STATUS_S = 1.0
 _CONNECT_S = 120.0
@@ -47,20 +47,23 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     target, meets the others if there are any.
     """
     log = get_logger("verifier", settings.log_level, settings.log_format)
+    others = _others(settings, log)
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
-    recorder = Recorder(own.record, own.record_mb << 20, log) if own.record is not None else None
+    recorder = session_recorder(own, log)
     verifier = assemble_verifier(
         own, lambda text: _say(server, log, text), log=log, ranks=ranks, outside=recorder
     )
     if recorder is not None:
         recorder.begin(own, verifier.facts, verifier.hello)
     settle_memory()
-    loop = Loop(server, joining, verifier.engine, lambda: _whole_status(verifier), verifier.remember, log)
+    loop = Loop(
+        server, [joining, *others], verifier.engine, lambda: _whole_status(verifier), verifier.remember, log
+    )
     if settings.mode is Mode.SSD:
-        _say(server, log, "waiting for the drafter")
-        loop.await_drafter(_JOIN_S, already=verifier.inline is not None)
+        _say(server, log, "waiting for the drafters")
+        loop.await_drafters(_JOIN_S, max(1, settings.drafter_count))
     server.send(_ready(settings, verifier))
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
@@ -75,7 +78,7 @@ class Loop:
     def __init__(
         self,
         server: Channel,
-        joining: Listener,
+        joining: Sequence[Listener],
         engine: Engine,
         status: Callable[[], Status],
         remember: Callable[[], None],
@@ -94,14 +97,13 @@ class Loop:
         self._health = engine.watch.health
         self._remembered_at = time.monotonic()
 
-    def await_drafter(self, timeout_s: float, already: int) -> None:
-        """Wait until a drafter has joined, besides those that have `already`; go on without one when none
-        comes, or when requests wait that a verifier before this one has begun."""
+    def await_drafters(self, timeout_s: float, count: int) -> None:
+        """Wait until so many drafters with a device of their own have joined; go on without those that do not
+        come, or when requests wait that a verifier before this one has begun."""
         self._engine.drain()
         deadline = time.monotonic() + timeout_s
-        while self._engine.drafters.alive <= already and time.monotonic() < deadline:
-            self._take()
-            if self._engine.busy or self._server.closed:
+        while self._engine.drafters.beside < count and time.monotonic() < deadline:
+            if self._server.wait(0.0):  # taken once the server knows that this verifier can generate
                 return
             self._accept()
             self._sleep(0.05)
@@ -134,21 +136,23 @@ class Loop:
 
     def _sleep(self, timeout_s: float) -> None:
         """Until anybody says anything."""
-        sources: list[Waitable] = [self._server, self._joining, *self._engine.drafters.channels]
+        sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
         poll(sources, timeout_s)
 
     def _accept(self) -> None:
-        channel = self._joining.accept()
-        while channel is not None:
-            self._engine.drafters.connect(channel)
-            channel = self._joining.accept()
+        for listener in self._joining:
+            channel = listener.accept()
+            while channel is not None:
+                self._engine.drafters.connect(channel)
+                channel = listener.accept()
 
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
         now = time.monotonic()
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
-            self._unsent.append(self._status())
+            if len(self._unsent) < _MOST_UNSENT:
+                self._unsent.append(self._status())
             self._tell_health()
             self._engine.drafters.beat()
         if now - self._remembered_at >= _REMEMBER_S:
@@ -168,6 +172,30 @@ class Loop:
             self._log.info("speculation is well again")
         else:
             self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
+
+
+def _others(settings: Settings, log: Logger) -> list[Listener]:
+    """Where drafters of other places join, if they may."""
+    if not settings.drafter_address or settings.mode is not Mode.SSD:
+        return []
+
+    def refused(why: str) -> None:
+        log.warning("drafter refused", reason=why)
+
+    return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
+
+
+def session_recorder(settings: Settings, log: Logger) -> Recorder | None:
+    """The recorder that is asked for. A disk that earlier recordings have filled ends nothing."""
+    if settings.record is None:
+        return None
+    try:
+        return Recorder(settings.record, settings.record_mb << 20, log)
+    except PermissionProblemError as error:
+        if not is_full(error.__cause__):
+            raise
+        log.warning("this session is not recorded", reason=str(error))
+        return None
 
 
 def _await_server(servers: Listener) -> Channel:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from ssd_serve import __version__
 from ssd_serve.bench.commands import add_commands as add_bench_commands
 from ssd_serve.doctor_commands import add_doctor, add_report
+from ssd_serve.draft_commands import add_draft
 from ssd_serve.errors import (
     CheckpointError,
     EngineDeadError,
@@ -29,7 +30,7 @@ from ssd_serve.flags import Commands, Parser, add_settings_flags, given_flags
 from ssd_serve.plan_commands import add_plan
 from ssd_serve.recipes.commands import add_commands as add_recipe_commands
 from ssd_serve.replay_commands import add_replay
-from ssd_serve.settings import Origin, flag_name, origins, resolve, suggestion
+from ssd_serve.resolving import Origin, flag_name, origins, resolve, suggestion
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -85,6 +86,7 @@ def build_parser() -> Parser:
     parser.set_defaults(run=lambda _args: _no_command(parser))
     _add_serve(commands)
     _add_generate(commands)
+    add_draft(commands)
     _add_settings(commands)
     add_plan(commands)
     add_doctor(commands)

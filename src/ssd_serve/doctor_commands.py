@@ -11,7 +11,7 @@ from ssd_serve.cluster.process import worker_environment
 from ssd_serve.devices import check_device, parse_device, this_machine
 from ssd_serve.errors import SettingsError
 from ssd_serve.flags import Commands, add_settings_flags, given_flags
-from ssd_serve.settings import resolve
+from ssd_serve.resolving import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Settings, flag_name, resolve, suggestion
+from ssd_serve.resolving import flag_name, resolve, suggestion
+from ssd_serve.settings import Settings
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 """What commands are added to; argparse has no public name for it."""

@@ -9,6 +9,7 @@ import json
 import select
 import socket
 import ssl
+import sys
 import threading
 
 from ssd_serve.errors import PermissionProblemError, PortInUseError, SettingsError
@@ -17,10 +18,15 @@ _BACKLOG = 512
 _LOOK_EVERY_S = 0.1
 _SLOWEST_CLIENT_S = 0.5
 _LARGEST_HEAD = 65536
+_PATIENCE_S = 120.0
+"""A client that takes nothing for so long is cut off: its machine is gone, or it does not read."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Listening at once keeps the port from being taken while models load."""
+def listen(host: str, port: int, patience_s: float = _PATIENCE_S) -> socket.socket:
+    """A listening TCP socket. Listening at once keeps the port from being taken while models load.
+
+    Where the system can do it (Linux), it cuts off clients that take nothing for `patience_s`.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -30,6 +36,8 @@ def listen(host: str, port: int) -> socket.socket:
     server = socket.socket(family, kind, protocol)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # connections inherit it
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * patience_s))
         server.bind(address)
         server.listen(_BACKLOG)
     except OSError as error:

@@ -11,7 +11,8 @@ from ssd_serve.devices import this_machine
 from ssd_serve.errors import MemoryShortError, SettingsError
 from ssd_serve.flags import Commands
 from ssd_serve.models.device_tables import device_sheet, sheet_names
-from ssd_serve.settings import EMBEDDED, resolve
+from ssd_serve.resolving import resolve
+from ssd_serve.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from ssd_serve.plan_devices import Platform

@@ -23,11 +23,12 @@ from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import get_logger
 from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.resolving import resolve
 from ssd_serve.serve import ServingClient, ServingTokenizer
 from ssd_serve.server.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
-from ssd_serve.settings import Mode, Settings, resolve
+from ssd_serve.settings import Mode, Settings
 
 DEPLOYMENT = "ssd"
 _PROXYS = {

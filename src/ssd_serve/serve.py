@@ -75,7 +75,12 @@ class ServingClient(EngineClient):
     """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
 
     def __init__(self, channel: Channel, engine: RunningEngine) -> None:
-        super().__init__(channel, lambda: engine.connect(_COMES_BACK_S), engine.target_is_ready)
+        super().__init__(
+            channel,
+            lambda: engine.connect(_COMES_BACK_S),
+            engine.target_is_ready,
+            engine.suspect_verifier,
+        )
         self._engine = engine
 
     def stop(self) -> None:

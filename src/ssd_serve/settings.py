@@ -1,19 +1,15 @@
-"""All settings: one class, prefix `SSD_`, flags override variables, unknown names are errors.
+"""All settings: one class, prefix `SSD_`.
 
-No other module reads the environment. Worker processes get their settings as JSON from the process that
-starts them, so that all of them agree.
+Worker processes get their settings as JSON from the process that starts them, so that all of them agree. Does
+not know where values come from: `resolving.py` does.
 """
 
-import difflib
-import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -23,7 +19,7 @@ EMBEDDED = "embedded"
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
 RAY_VARIABLE = "RAY_ADDRESS"
-_OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
+OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
 """Variables of other programs that are read too."""
 SECRETS = frozenset({"api_key", "cluster_key", "hf_token"})
 
@@ -279,89 +275,3 @@ class Settings(BaseSettings):
                 f"SSD_DRAFT names {models} draft models, but SSD_DRAFTERS is {count}: each needs a drafter"
             )
         return count
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """One setting as `ssd settings` shows it. Secrets are masked in `shown`."""
-
-    name: str
-    variable: str
-    flag: str
-    shown: str
-    origin: Literal["flag", "variable", "default"]
-    meaning: str
-
-
-def flag_name(field: str) -> str:
-    """`--draft-width` for `draft_width`."""
-    return "--" + field.replace("_", "-")
-
-
-def variable_name(field: str) -> str:
-    """`SSD_DRAFT_WIDTH` for `draft_width`."""
-    return PREFIX + field.upper()
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing when no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def resolve(flags: Mapping[str, object]) -> Settings:
-    """Settings from flags (by field name), variables and defaults. Everything wrong is a `SettingsError`."""
-    known = [variable_name(field) for field in Settings.model_fields]
-    for variable in os.environ:
-        if variable.startswith(PREFIX) and variable not in known:
-            raise SettingsError(
-                f"the variable {variable} is not a setting{suggestion(variable, known)} "
-                "(`ssd settings` lists all)"
-            )
-    try:
-        return Settings.model_validate(dict(flags))
-    except ValidationError as error:
-        raise SettingsError(_explain(error, flags)) from error
-
-
-def origins(settings: Settings, flags: Mapping[str, object]) -> list[Origin]:
-    """Where each value came from, in the order of the class."""
-    rows: list[Origin] = []
-    for name, field in Settings.model_fields.items():
-        value: object = getattr(settings, name)
-        rows.append(
-            Origin(
-                name=name,
-                variable=variable_name(name),
-                flag=flag_name(name),
-                shown=_shown(name, value),
-                origin="flag" if name in flags else "variable" if _variable_is_set(name) else "default",
-                meaning=field.description or "",
-            )
-        )
-    return rows
-
-
-def _variable_is_set(field: str) -> bool:
-    names = [variable_name(field), _OTHER_VARIABLES.get(field, "")]
-    return any(os.environ.get(name) for name in names)
-
-
-def _shown(name: str, value: object) -> str:
-    if value is None:
-        return "-"
-    if name in SECRETS:
-        return "****"
-    return str(value.value) if isinstance(value, Enum) else str(value)
-
-
-def _explain(error: ValidationError, flags: Mapping[str, object]) -> str:
-    """One sentence for each wrong value; values are left out, they may be secrets."""
-    sentences: list[str] = []
-    for problem in error.errors(include_input=False, include_url=False):
-        field = str(problem["loc"][0]).lower() if problem["loc"] else ""
-        field = field.removeprefix(PREFIX.lower())
-        where = f"the flag {flag_name(field)}" if field in flags else f"the variable {variable_name(field)}"
-        message = problem["msg"]
-        sentences.append(f"{where}: {message[:1].lower()}{message[1:]}")
-    return "; ".join(sentences)

@@ -9,7 +9,8 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from ssd_serve.settings import SECRETS, Origin
+from ssd_serve.resolving import Origin
+from ssd_serve.settings import SECRETS
 
 _NARROWEST_MEANING = 30
 

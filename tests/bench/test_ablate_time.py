@@ -36,11 +36,15 @@ class Scripted:
 
 def make(left: int) -> tuple[Clock, Scripted, VirtualChannel]:
     clock = Clock()
+    return clock, *drafter(clock, left)
+
+
+def drafter(clock: Clock, left: int) -> tuple[Scripted, VirtualChannel]:
     model = TimedModel(FakeModel(8), 0.002, 64)
     core = Scripted(model, left)
     channel = VirtualChannel(clock, core, model, fake_pair().hello())
     assert len(channel.receive()) == 1  # its hello
-    return clock, core, channel
+    return core, channel
 
 
 def test_a_drafter_works_while_the_target_does() -> None:

@@ -10,7 +10,8 @@ from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Device, Machine
 from ssd_serve.errors import UserError
 from ssd_serve.flags import given_flags
-from ssd_serve.settings import Mode, Settings, resolve
+from ssd_serve.resolving import resolve
+from ssd_serve.settings import Mode, Settings
 
 MODES = ("ar", "sd", "ssd", "auto")
 TWO_CORES = Machine((0, 1), 0)

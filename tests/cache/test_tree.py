@@ -37,18 +37,23 @@ class Reference:
         above = self.cumulative(path)
         first = len(set(tokens)) == len(tokens) and not any(known[:-1] == path for known in self.candidates)
         least = above
+        best: dict[int, float] = {}
         for token, value in zip(tokens, values, strict=False):
             least = min(least, above + value)
-            self.name_again((*path, token), least if first else above + min(value, 0.0))
+            cumulative = least if first else above + min(value, 0.0)
+            best[token] = max(cumulative, best.get(token, cumulative))
+        for token, cumulative in best.items():
+            self.name_again((*path, token), cumulative)
         return True
 
     def name_again(self, path: Path, cumulative: float) -> None:
         """The better estimate stays, and what is below a candidate becomes as much more probable."""
         more = cumulative - self.candidates.setdefault(path, cumulative)
         if more > 0:
-            below = [known for known in self.candidates if known[: len(path)] == path]
-            self.candidates |= {known: self.candidates[known] + more for known in below}
             self.candidates[path] = cumulative
+            for known in sorted(self.candidates, key=len):
+                if len(known) > len(path) and known[: len(path)] == path:
+                    self.candidates[known] = min(self.candidates[known] + more, self.candidates[known[:-1]])
 
     def advance(self, tokens: Path) -> bool:
         hit = tokens in self.candidates
@@ -147,7 +152,7 @@ class Trees(RuleBasedStateMachine):
             values = sorted(
                 (value for path, value in self.reference.candidates.items() if len(path) <= depth)
             )
-            assert [node.cumulative for node in chosen] == values[::-1][:count]
+            assert [node.cumulative for node in chosen] == pytest.approx(values[::-1][:count], abs=1e-9)
             names = [self.tree.root.name, *(node.name for node in chosen)]
             assert len(set(names)) == len(names)
             for index, node in enumerate(chosen):

@@ -233,7 +233,8 @@ def test_each_draft_model_has_a_drafter_where_nothing_is_said() -> None:
         (Settings(mode=Mode.SSD, drafters=2, draft_device="cuda:1-3"), "each uses one: name 2 GPUs"),
         (Settings(mode=Mode.SSD, draft_device="cuda:1-2"), "the draft model uses one: name 1 GPU"),
         (Settings(mode=Mode.SSD, drafters=0), "no SSD_DRAFTER_ADDRESS"),
-        (Settings(mode=Mode.SD, target="t", drafters=0, drafter_address="tcp://h:1"), "needs a draft model"),
+        (Settings(mode=Mode.SD, target="t", drafters=0, drafter_address="/run/d"), "needs a draft model"),
+        (Settings(mode=Mode.SSD, drafter_address="tcp://h:1"), "set SSD_CLUSTER_KEY"),
     ],
 )
 def test_impossible_drafters(settings: Settings, message: str) -> None:
@@ -242,6 +243,7 @@ def test_impossible_drafters(settings: Settings, message: str) -> None:
 
 
 def test_without_drafters_of_its_own_the_target_has_all_cores_and_others_may_join() -> None:
-    settings = Settings(target="t", drafters=0, drafter_address="tcp://127.0.0.1:4711")
+    address = "tcp://127.0.0.1:4711"
+    settings = Settings(target="t", drafters=0, drafter_address=address, cluster_key="k" * 16)
     assert place(settings, machine(4)) == Placement(Mode.SSD, cpu(0, 1, 2, 3), None, cpu(0, 1, 2, 3))
     assert resolved(settings, place(settings, machine(4))).draft is None

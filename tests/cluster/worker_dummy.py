@@ -18,6 +18,9 @@ def main(role: str, behaviour: str, *arguments: str) -> int:
     )
     if behaviour == "refuse":
         return leave_worker(role, CheckpointError(f"the folder {settings.target} is half a checkpoint"))
+    if behaviour == "refuse late":
+        time.sleep(1.0)
+        return leave_worker(role, CheckpointError("the checkpoint is gone"))
     if behaviour == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "tell and crash":
@@ -30,7 +33,7 @@ def main(role: str, behaviour: str, *arguments: str) -> int:
     if behaviour == "compute":
         time.sleep(0.2)  # long enough for a first sign of life
         sys.setswitchinterval(1000.0)  # no other thread has a turn, as in a compiler that holds the lock
-        ends = time.monotonic() + 7.0
+        ends = time.monotonic() + 9.0
         while time.monotonic() < ends:
             pass
         sys.setswitchinterval(0.005)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from ssd_serve.settings import Settings, resolve, variable_name
+from ssd_serve.resolving import resolve, variable_name
+from ssd_serve.settings import Settings
 from tests.deploy.files import DEPLOY, KINDS, by_default, environment, read_yaml, services
 
 OURS = [f"{name}-{kind}" for name in ("ssd", "target") for kind in KINDS]

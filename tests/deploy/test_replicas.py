@@ -6,7 +6,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -52,7 +51,8 @@ class Fleet:
         self.config.write_text(yaml.safe_dump(serving), encoding="utf-8")
         service = services()["ray-serve-cpu"]
         here = {"http://127.0.0.1:8265": self.dashboard, "/opt/serve.yaml": str(self.config)}
-        command = [*service["entrypoint"], *(here.get(word, word) for word in service["command"])]
+        words: list[str] = [*service["entrypoint"], *service["command"]]
+        command = [here.get(word, word) for word in words]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
     def healthy(self) -> bool:
@@ -175,11 +175,26 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
     assert min(counts.values()) > 0
 
 
+def test_a_dead_engine_comes_back_inside_its_replica_and_its_stream_goes_on(fleet: Fleet) -> None:
+    until(lambda: both_are_there(fleet))
+    before = set(fleet.answered())
+    expected = fleet.stream(400)
+    with ThreadPoolExecutor(1) as client:
+        streaming = client.submit(fleet.stream, 400)
+        time.sleep(0.5)
+        for engine in fleet.verifiers():
+            engine.kill()
+        assert streaming.result() == expected
+    assert set(fleet.answered()) == before
+
+
 def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
     engine = fleet.verifiers()[0]
-    engine.parent().kill()
+    replica = engine.parent()
+    assert replica is not None
+    replica.kill()
     # Its processes go with it.
     assert engine.wait(10) is None
     assert {fleet.stream() for _ in range(4)} == {generated}
@@ -190,11 +205,10 @@ def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, ge
 def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet) -> None:
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
-    texts: list[str] = []
-    streaming = threading.Thread(target=lambda: texts.append(fleet.stream(500)))
-    streaming.start()
-    fleet.tell(mode="ar")
-    streaming.join()
+    expected = fleet.stream(400)
+    with ThreadPoolExecutor(1) as client:
+        streaming = client.submit(fleet.stream, 400)
+        fleet.tell(mode="ar")
+        assert streaming.result() == expected
     until(lambda: both_are_there(fleet) and not before & set(fleet.answered()))
-    assert texts == [fleet.stream(500)]
-    assert len(texts[0]) > 500
+    assert fleet.stream(400) == expected

@@ -2,18 +2,21 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml  # type: ignore[import-untyped]
 
-from ssd_serve.settings import origins, resolve
+from ssd_serve.resolving import origins, resolve
 from ssd_serve.settings_table import as_env
 from tests.deploy.files import (
     DEPLOY,
@@ -22,11 +25,13 @@ from tests.deploy.files import (
     dashboard_panels,
     environment,
     read_dockerfile,
+    read_yaml,
     services,
 )
 from tests.end_to_end.test_serve import await_health, free_port
 
 IMAGE = read_dockerfile("cpu").of_the_image()
+PROMETHEUS = shutil.which("prometheus")
 NOT_ON_THE_PAGE = {"instance", "replica"}
 """Prometheus adds the first, several servers behind one address the second."""
 
@@ -107,6 +112,60 @@ def test_every_metric_of_the_dashboard_exists(page: str) -> None:
 def test_a_metric_or_label_that_is_not_there_is_found(page: str) -> None:
     assert missing(["ssd_num_requests_dreaming > 0"], page) == ["ssd_num_requests_dreaming"]
     assert missing(["sum by (colour) (ssd_layout)"], page) == ["colour"]
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed; no package of Python brings it")
+def test_prometheus_reads_it_by_our_configuration(container: Container, page: str, tmp_path: Path) -> None:
+    """With the server's address changed, and rules in place."""
+    config = read_yaml("prometheus.yaml")
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [container.url.removeprefix("http://")]
+    config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    port = free_port()
+    command = [
+        str(PROMETHEUS),
+        f"--config.file={tmp_path}/prometheus.yaml",
+        f"--storage.tsdb.path={tmp_path}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    ]
+    process = subprocess.Popen(command)
+    try:
+        answers = Prometheus(f"http://127.0.0.1:{port}")
+        answers.until("ssd_engine_up == 1")
+        answers.until('up{job="ssd-serve"} == 1')
+        assert {rule["health"] for rule in answers.rules()} <= {"ok", "unknown"}
+        assert len(answers.rules()) == len(alert_expressions())
+        assert answers.query('ALERTS{alertstate="firing"}') == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """Its API."""
+
+    url: str
+
+    def query(self, expression: str) -> list[object]:
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10.0)
+        found: list[object] = answer.json()["data"]["result"]
+        return found
+
+    def rules(self) -> list[dict[str, str]]:
+        groups = httpx.get(f"{self.url}/api/v1/rules", timeout=10.0).json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    def until(self, expression: str, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(httpx.TransportError, KeyError):
+                if self.query(expression):
+                    return
+            assert time.monotonic() < deadline, expression
+            time.sleep(0.2)
 
 
 def test_the_healthcheck_follows_the_server_and_a_stop_is_tidy(container: Container) -> None:

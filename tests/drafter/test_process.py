@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.dialling import Dial
@@ -73,6 +74,34 @@ def test_a_refusal_ends_it_with_the_reason() -> None:
     verifiers.send(Refusal("another tokenizer"))
     with pytest.raises(PairMismatchError, match="another tokenizer"):
         loop.run()
+
+
+def test_a_verifier_of_another_version_is_refused_by_the_drafter_too() -> None:
+    loop, _, _, verifiers = make()
+    verifiers.send(replace(HELLO, protocol=999))
+    with pytest.raises(PairMismatchError, match=f"verifier 999, drafter {HELLO.protocol}.*same version"):
+        loop.run()
+    assert verifiers.closed
+
+
+def test_a_patient_one_that_is_refused_asks_again_and_joins_who_comes_after() -> None:
+    """A server of another version, and then its successor at the same address."""
+    reached: list[MemoryChannel] = []
+
+    def reach(_address: str) -> Channel:
+        mine, verifiers = memory_pair()
+        reached.append(verifiers)
+        verifiers.send(Refusal("protocol versions differ") if len(reached) == 1 else HELLO)
+        return mine
+
+    core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+    target = Target(core, HELLO, QUIET, dial=Dial("tcp://a:1", QUIET, reach, longest_pause_s=0.01))
+    loop = Loop([target], core, 0.001, patient=True)
+    deadline = time.monotonic() + 10.0
+    while len(reached) < 2 or target.refused:
+        assert time.monotonic() < deadline
+        loop.turn()
+    assert [type(each) for each in reached[1].receive()] == [Hello]
 
 
 class Shared:

@@ -175,7 +175,7 @@ def test_the_verifier_is_killed(server: Serving, undisturbed: list[dict[int, lis
 def test_the_verifier_hangs(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
     clients = server.stream(lambda: os.kill(server.pid("verifier"), signal.SIGSTOP))
     assert texts(clients) == undisturbed
-    assert "has given no sign of life for 5 s, and was killed" in server.log.read_text()
+    assert "the verifier process has given no sign of life for" in server.log.read_text()
 
 
 def test_the_drafter_is_killed_or_hangs(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:

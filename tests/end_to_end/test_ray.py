@@ -1,6 +1,7 @@
 """The `ray` launcher on a real Ray of several simulated nodes: who is where, and what happens when a node is
 lost. Texts are those of the local launcher."""
 
+import importlib
 import os
 import signal
 import time
@@ -14,11 +15,15 @@ import pytest
 
 from ssd_serve.cluster.engines import RunningEngine
 from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.ray_cluster import ray_cluster
 from ssd_serve.cluster.ray_launcher import ray_engine
+from ssd_serve.cluster.ray_placement import STRATEGY, ray_place
+from ssd_serve.cluster.ray_workers import ALL_VISIBLE
 from ssd_serve.errors import SettingsError
 from ssd_serve.generate import Wish, await_ready, converse
 from ssd_serve.logs import get_logger
 from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.resolving import visible_gpus
 from ssd_serve.settings import Mode, Settings
 from tests.end_to_end.tiny_pair import write_pair
 
@@ -41,14 +46,26 @@ class SimulatedCluster:
         )
         self._ray.init(address=self._cluster.address, namespace="tests", log_to_driver=False)
 
-    def add(self, cpus: int) -> Any:
-        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=80 << 20)
-        assert until(lambda: self.id(node) in [each["NodeID"] for each in self._ray.nodes() if each["Alive"]])
+    def add(self, cpus: int, gpus: int = 0, kind: str = "") -> Any:
+        resources = {f"accelerator_type:{kind}": 1} if kind else {}
+        node = self._cluster.add_node(
+            num_cpus=cpus, num_gpus=gpus, resources=resources, object_store_memory=80 << 20
+        )
+        assert until(lambda: self.id(node) in self._alive())
         return node
 
     def lose(self, node: Any) -> None:
         """Without a word, as when a machine fails."""
         self._cluster.remove_node(node, allow_graceful=False)
+
+    def take_away(self, *nodes: Any) -> None:
+        """When they are of no use any more; Ray knows it at once."""
+        for node in nodes:
+            self._cluster.remove_node(node, allow_graceful=True)
+        assert until(lambda: not {self.id(node) for node in nodes} & self._alive())
+
+    def _alive(self) -> set[str]:
+        return {str(each["NodeID"]) for each in self._ray.nodes() if each["Alive"]}
 
     @staticmethod
     def id(node: Any) -> str:
@@ -111,20 +128,36 @@ def expected(settings: Settings) -> list[int]:
         return text(engine, plain)
 
 
-def test_target_and_drafter_share_a_node_that_has_room(
+def test_target_and_drafter_share_a_node_and_come_back_on_another(
     cluster: SimulatedCluster, settings: Settings, expected: list[int]
 ) -> None:
     small, large = cluster.add(1), cluster.add(2)
+    tokenizer = Tokenizer(Path(settings.target))
     with ray_engine(settings, QUIET) as engine:
-        assert text(engine, settings) == expected
+        channel = engine.connect()
+        await_ready(engine, channel, lambda _progress: None)
+        assert converse(engine, channel, tokenizer, WISH, lambda _text: None).token_ids == expected
         assert engine.nodes() == dict.fromkeys(("verifier", "drafter-0"), cluster.id(large))
         pids = engine.pids()
         assert set(pids) == {"verifier", "drafter-0"}
         environment = psutil.Process(pids["verifier"]).environ()
         assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
+
+        engine.target_is_ready()
+        another = cluster.add(2)
+        cluster.lose(large)
+        channel.close()
+        channel = engine.connect()
+        await_ready(engine, channel, lambda _progress: None)
+        assert converse(engine, channel, tokenizer, WISH, lambda _text: None).token_ids == expected
+        assert until(lambda: len(engine.nodes()) == 2)
+        assert set(engine.nodes().values()) <= {cluster.id(another), cluster.id(small)}
+        assert engine.failure is None
+        pids = engine.pids()
+        engine.expect_end()
+        channel.close()
     assert until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
-    cluster.lose(small)
-    cluster.lose(large)
+    cluster.take_away(small, another)
 
 
 def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
@@ -146,30 +179,78 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
         assert engine.failure is None
         engine.expect_end()
         channel.close()
-    cluster.lose(large)
-    cluster.lose(another)
+    cluster.take_away(large, another)
+
+
+def seen_gpus() -> tuple[list[str], str | None]:
+    """In an actor: the GPUs that Ray has counted for it, and which of them it is shown."""
+    ray: Any = importlib.import_module("ray")
+    ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return sorted(map(str, ids)), visible_gpus()
+
+
+def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, settings: Settings) -> None:
+    """Nodes that only say that they have GPUs: what is asked for goes to the right one; all stay visible."""
+    parts, whole = cluster.add(8, 8, "AMD-Instinct-MI300X-OAM"), cluster.add(4, 2, "H200")
+    wished = settings.model_copy(
+        update={
+            "tensor_parallel": 2,
+            "target_accelerator": "h200",
+            "draft_accelerator": "mi300x",
+            "drafters": 2,
+        }
+    )
+    with ray_cluster(wished) as joined:
+        decision = ray_place(wished, joined.nodes)
+        group = joined.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
+        assert group.wait(20.0)
+        assert joined.homes(group) == {0: cluster.id(whole), 1: cluster.id(parts), 2: cluster.id(parts)}
+        strategy = joined.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        asked = [
+            joined.ray.remote(seen_gpus)
+            .options(
+                num_cpus=1,
+                num_gpus=1,
+                runtime_env={"env_vars": ALL_VISIBLE},
+                scheduling_strategy=strategy(group, placement_group_bundle_index=bundle),
+            )
+            .remote()
+            for bundle in (0, 0)
+        ]
+        found = joined.ray.get(asked, timeout=60.0)
+        assert {len(ids) for ids, _ in found} == {1}
+        assert {shown for _, shown in found} == {None}
+        joined.ray.util.remove_placement_group(group)
+    cluster.take_away(parts, whole)
 
 
 def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster, settings: Settings) -> None:
     ranked = settings.model_copy(update={"tensor_parallel": 2})
+    node = cluster.add(1)
     refused = pytest.raises(SettingsError, match="the target needs 2 CPU of one node")
     with refused, ray_engine(ranked, QUIET):
         pass
+    cluster.take_away(node)
 
 
-def test_an_actor_that_hangs_is_killed_and_reported(cluster: SimulatedCluster, settings: Settings) -> None:
+def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster, settings: Settings) -> None:
     plain = settings.model_copy(update={"mode": Mode.AR})
     node = cluster.add(1)
     with ray_engine(plain, QUIET, silence_s=2.0) as engine:
         channel = engine.connect()
         await_ready(engine, channel, lambda _progress: None)
+        engine.target_is_ready()
+        hanging = engine.pids()["verifier"]
         time.sleep(1.5)  # a first sign of life
-        os.kill(engine.pids()["verifier"], signal.SIGSTOP)
-        failure = engine.await_failure(20.0)
-        assert failure is not None
-        assert "the verifier process has given no sign of life" in str(failure)
+        os.kill(hanging, signal.SIGSTOP)
+        assert until(lambda: engine.restarts > 0, 30.0)
         channel.close()
-    cluster.lose(node)
+        channel = engine.connect()
+        await_ready(engine, channel, lambda _progress: None)
+        assert not psutil.pid_exists(hanging)
+        engine.expect_end()
+        channel.close()
+    cluster.take_away(node)
 
 
 def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
@@ -186,4 +267,4 @@ def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
     assert failure is not None
     assert (failure.exit_code, failure.explained) == (6, True)
     assert capfd.readouterr().err.count("ssd: verifier: ") == 1
-    cluster.lose(node)
+    cluster.take_away(node)

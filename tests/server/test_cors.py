@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Settings, resolve
+from ssd_serve.resolving import resolve
+from ssd_serve.settings import Settings
 from tests.server.fakes import ByteTokenizer, say
 from tests.server.houses import House, open_house
 

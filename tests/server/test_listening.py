@@ -1,5 +1,6 @@
 """On a real socket: the official client unmodified, clients that leave, and a tidy end."""
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from ssd_serve.listening import listen
 from ssd_serve.messages import Abort, Submit
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.limits import Limits
@@ -164,6 +166,23 @@ def test_a_client_that_leaves_frees_its_requests_at_once(stream: bool, hold_afte
         assert httpx.get(f"{address.url}/load").json() == {"server_load": 0}
         page = httpx.get(f"{address.url}/metrics").text
         assert 'ssd_request_success_total{finished_reason="abort"} 2.0' in page
+
+
+def fill(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"x" * 65536)
+
+
+def test_a_client_that_does_not_read_is_cut_off_by_the_system() -> None:
+    with listen("127.0.0.1", 0, patience_s=1.0) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.getsockname())
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(10.0)
+            with pytest.raises(OSError, match="timed out") as caught:
+                fill(connection)
+            assert caught.value.errno == errno.ETIMEDOUT, "not by the test's own limit"
 
 
 def test_what_runs_may_end_before_the_server_stops() -> None:

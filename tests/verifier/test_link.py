@@ -1,9 +1,10 @@
-"""Links under any sequence of events: once all is said, a working drafter knows exactly the open requests, at
-their current tokens, and its growth fits the replicas."""
+"""Links under any sequence of events: once all is said, the working drafters know exactly the open requests,
+each one of them, at their current tokens, and their growth fits the replicas."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from ssd_serve.cluster.memory_channel import memory_pair
 from ssd_serve.drafter.core import DrafterCore
@@ -19,12 +20,15 @@ NUMBERS = range(3)
 class Far:
     """A drafter's process at the other end of a channel that holds few messages."""
 
-    def __init__(self, drafters: Drafters, capacity: int, synchronous: bool) -> None:
+    def __init__(self, drafters: Drafters, capacity: int, name: str, synchronous: bool = False) -> None:
         mine, self._its = memory_pair(capacity=capacity)
         self.source = ScriptedSource()
         self.core = DrafterCore(self.source, GROWTH, frozenset(), "d0")
         drafters.connect(mine, synchronous)
-        self._its.send(HELLO)
+        self._its.send(replace(HELLO, name=name))
+
+    def die(self) -> None:
+        self._its.close()
 
     def work(self) -> None:
         """Take what has come, answer, and grow a step."""
@@ -38,14 +42,14 @@ class Far:
 
 
 class World:
-    """A verifier's requests and two drafters, of which a layout lets one work."""
+    """A verifier's requests, and drafters beside it and one inline, of which a layout lets some work."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, beside: int = 1) -> None:
         self.drafters = Drafters(HELLO, clock=lambda: 0.0)
         self.open: dict[int, Request] = {}
         self.begun = 0
         self.capacity = capacity
-        self.far = {Layout.BESIDE: Far(self.drafters, capacity, synchronous=False)}
+        self.far = {Layout.BESIDE: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]}
 
     def act(self, action: str, number: int, count: int) -> None:
         request = self.open.get(number)
@@ -70,9 +74,14 @@ class World:
         elif action == "use":
             self.drafters.use(tuple(Layout)[number])
         elif action == "join" and Layout.INLINE not in self.far:
-            self.far[Layout.INLINE] = Far(self.drafters, self.capacity, synchronous=True)
+            self.far[Layout.INLINE] = [Far(self.drafters, self.capacity, "inline", synchronous=True)]
+        elif action == "die":
+            beside = self.far[Layout.BESIDE]
+            place = number % len(beside)
+            beside[place].die()
+            beside[place] = Far(self.drafters, self.capacity, f"d{place}")
         elif action == "work":
-            for far in self.far.values():
+            for far in [each for several in self.far.values() for each in several]:
                 far.work()
         elif action == "drain":
             self.drafters.flush()
@@ -86,7 +95,7 @@ class World:
             self.act("work", 0, 0)
 
 
-ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "work", "drain")
+ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "die", "work", "drain")
 
 
 @settings(max_examples=250)
@@ -95,19 +104,21 @@ ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "work
         st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.sampled_from((1, 2, 40))), max_size=40
     ),
     capacity=st.sampled_from((3, 4, 1000)),
+    beside=st.integers(1, 3),
 )
-def test_in_the_end_a_working_drafter_knows_what_is_open(
-    actions: list[tuple[str, int, int]], capacity: int
+def test_in_the_end_one_working_drafter_knows_what_is_open(
+    actions: list[tuple[str, int, int]], capacity: int, beside: int
 ) -> None:
-    world = World(capacity)
+    world = World(capacity, beside)
     for action, number, count in [*actions, ("join", 0, 0)]:
         world.act(action, number, count)
     for layout in (Layout.BESIDE, Layout.INLINE, Layout.BESIDE):
         world.settle(layout)
-        far = world.far[layout]
-        assert set(far.source.committed) == set(world.open)
-        for number, request in world.open.items():
-            assert far.source.committed[number] == request.tokens
+        known = [each for far in world.far[layout] for each in far.source.committed.items()]
+        assert sorted(number for number, _ in known) == sorted(world.open)
+        for number, tokens in known:
+            request = world.open[number]
+            assert tokens == request.tokens
             assert request.replica is not None
             assert request.replica.tree.root.expanded
 
@@ -124,4 +135,4 @@ def test_whoever_pauses_forgets_what_has_ended(layout: Layout) -> None:
     for number in NUMBERS:
         world.act("end", number, 0)
     world.settle(layout)
-    assert [len(far.core.requests) for far in world.far.values()] == [0, 0]
+    assert [len(far.core.requests) for several in world.far.values() for far in several] == [0, 0]

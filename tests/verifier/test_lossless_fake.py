@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.memory_channel import FaultRates, faultless, memory_pair, seeded
+from ssd_serve.cluster.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Growth, Heartbeat, Hello, Open, Outcome
+from ssd_serve.messages import Growth, Heartbeat, Hello, Message, Open, Outcome
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
@@ -84,10 +84,11 @@ def test_a_drafter_short_of_memory_only_drafts_less() -> None:
 class Remote:
     """A drafter at the other end of a memory channel, stepped by hand."""
 
-    def __init__(self, engine: Engine, case: Case, faults: FaultRates | None, seed: int) -> None:
-        there = faultless if faults is None else seeded(seed, faults)
-        back = faultless if faults is None else seeded(seed + 1, faults)
-        self.mine, self.its = memory_pair(there, back)
+    def __init__(self, engine: Engine, case: Case, faults: FaultRates | Schedule | None, seed: int) -> None:
+        schedules = [
+            seeded(each, faults) if isinstance(faults, FaultRates) else faults for each in (seed, seed + 1)
+        ]
+        self.mine, self.its = memory_pair(*(each or faultless for each in schedules))
         self.core: DrafterCore | None = make_core(case)
         self.its.send(HELLO)
         self.mine.on_wait = self.work
@@ -122,6 +123,36 @@ def test_message_faults_change_nothing(faults: str, seed: int) -> None:
     outputs = run(engine, mixed_requests(8), lambda step: remote.work())
     assert same(outputs, plain(8))
     assert sum(output.figures.accepted for output in outputs.values()) > 0
+
+
+def test_speculation_is_well_again_when_messages_arrive_again() -> None:
+    during, afterwards = accepted_a_round(FaultRates(drop=0.8, delay=0.2, spare=(Hello,)))
+    _, undisturbed = accepted_a_round(FaultRates())
+    assert during < 0.5 * undisturbed
+    assert afterwards > 0.8 * undisturbed > 0.5
+
+
+def accepted_a_round(rates: FaultRates) -> tuple[float, float]:
+    """Nodes accepted a round of a request, while these faults happen and afterwards."""
+    case = Case(slots=4096, policy=lambda: Steps(3), blur=0.0)
+    engine, _ = make_engine(case)
+    lossy, figures = seeded(3, rates), engine.totals.figures
+    counts: list[tuple[int, int]] = []
+    ends = 5
+
+    def schedule(index: int, message: Message) -> tuple[int, ...]:
+        return lossy(index, message) if len(counts) < ends else (0,)
+
+    remote = Remote(engine, case, schedule, 0)
+
+    def each(_step: int) -> None:
+        counts.append((figures.accepted, figures.rounds))
+        remote.work()
+
+    assert same(run(engine, mixed_requests(8), each), plain(8))
+    counts.append((figures.accepted, figures.rounds))
+    spans = ((counts[0], counts[ends]), (counts[ends + 1], counts[-1]))
+    return tuple((late[0] - early[0]) / (late[1] - early[1]) for early, late in spans)  # type: ignore[return-value]
 
 
 def test_a_drafter_that_dies_is_done_without_and_a_new_one_rejoins() -> None:

@@ -1,0 +1,63 @@
+"""What the fault benchmark prints. Knows its result file alone."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ssd_serve.bench.document import read_as
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    fault: str
+    lost: int
+    wrong: int
+    near_ties: int
+    noticed_s: float | None
+    recovered_s: float | None
+    whole_s: float | None
+    stall_s: float
+    errors: list[str]
+    speculates: bool | None
+    more: dict[str, float]
+
+
+class _Result(msgspec.Struct, frozen=True):
+    outcomes: list[_Outcome]
+
+
+_HEAD = (
+    "| fault | tokens lost | texts wrong | near-ties | noticed after | all clients go on after | "
+    "whole again after | longest wait of a client | errors | speculates afterwards |"
+)
+
+
+def table(result: Mapping[str, object]) -> str:
+    """One line a fault, in Markdown."""
+    lines = [_HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
+    for one in _read(result):
+        cells = (
+            *(one.fault, str(one.lost), str(one.wrong), str(one.near_ties)),
+            *(_seconds(one.noticed_s), _seconds(one.recovered_s), _seconds(one.whole_s)),
+            *(_seconds(one.stall_s), "; ".join(one.errors) or "none"),
+            "" if one.speculates is None else "yes" if one.speculates else "no",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def harmless(result: Mapping[str, object]) -> bool:
+    """No token was wrong, and none lost where the server itself was not killed."""
+    return all(
+        not one.wrong
+        and not one.more.get("wrong_when_sent_again", 0)
+        and (one.whole_s is None or not (one.lost or one.errors))
+        for one in _read(result)
+    )
+
+
+def _read(result: Mapping[str, object]) -> list[_Outcome]:
+    return read_as(_Result, result, "faults").outcomes
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"

@@ -1,0 +1,92 @@
+"""A running server as the fault benchmark sees it: its processes by name, its health and its counters.
+
+Knows processes and metrics, not what is done to them.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+
+from ssd_serve.bench.load_servers import Server
+from ssd_serve.errors import SsdError
+
+_SERVER = "server"
+_LOOK_EVERY_S = 0.05
+_TITLE = "ssd: "
+
+
+class Site:
+    """One server with its workers. `folder` is where its run directory is."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.url = server.url
+        self.drafter_socket = str(folder / f"run-{server.name}" / "drafter.sock")
+        self._own = server.processes[0]
+        self._http = httpx.Client(base_url=server.url, timeout=5.0, trust_env=False)
+
+    def pids(self) -> dict[str, int]:
+        """Of all processes that are there, by name."""
+        found = {_SERVER: int(self._own.pid)}
+        with contextlib.suppress(psutil.Error):
+            for child in self._own.children(recursive=True):
+                with contextlib.suppress(psutil.Error, IndexError):
+                    title = child.cmdline()[0].strip()
+                    if title.startswith(_TITLE):
+                        found[title.removeprefix(_TITLE)] = int(child.pid)
+        return found
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the process of this name."""
+        os.kill(self.pids()[name], number)
+
+    def healthy(self) -> bool:
+        """Whether the server says that it can generate."""
+        with contextlib.suppress(httpx.HTTPError):
+            return self._http.get("/health").is_success
+        return False
+
+    def metric(self, name: str) -> float:
+        """A counter or gauge; 0 where it is not there."""
+        with contextlib.suppress(httpx.HTTPError):
+            for line in self._http.get("/metrics").text.splitlines():
+                if line.startswith(f"{name} "):
+                    return float(line.split()[1])
+        return 0.0
+
+    def speculates(self) -> bool:
+        """Whether a short request finds a draft ready, at least once."""
+        before = self.metric("ssd_speculation_cache_hits_total")
+        body = {"prompt": "def f(", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+        self._http.post("/v1/completions", json=body, timeout=60.0).raise_for_status()
+        time.sleep(1.5)  # the engine tells its counters once a second
+        return self.metric("ssd_speculation_cache_hits_total") > before
+
+    def await_whole(self, names: set[str], drafters: float, timeout_s: float = 120.0) -> None:
+        """Wait until all these processes are there again, generate, and as many drafters have joined."""
+        self.wait(
+            lambda: (
+                names <= self.pids().keys()
+                and self.healthy()
+                and self.metric("ssd_drafters_alive") >= drafters
+            ),
+            timeout_s,
+        )
+
+    @staticmethod
+    def wait(condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for a condition. Raises `SsdError` when it does not come true."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise SsdError(f"the server did not recover within {timeout_s:.0f} s")
+            time.sleep(_LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """Forget the server."""
+        self._http.close()

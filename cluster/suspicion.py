@@ -1,0 +1,29 @@
+"""Whether a process that lives but tells nothing is stuck: it is, unless it computes.
+
+Knows times, no processes.
+"""
+
+_LOOK_S = 5.0
+_WORKING = 0.1
+"""Share of one core above which something is computed. Signs of life alone take far less."""
+_LONGEST_S = 600.0
+"""However busy it is: a forward does not take so long."""
+
+
+class Suspicion:
+    """About one process."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[float, float] | None = None
+
+    def is_stuck(self, now: float, silent_s: float, computed_s: float) -> bool:
+        """Ask again and again while it is silent. `computed_s` is the processor time it has taken."""
+        if silent_s > _LONGEST_S:
+            return True
+        if self._seen is None or now - self._seen[0] > 2 * _LOOK_S:
+            self._seen = now, computed_s
+        since, before = self._seen
+        if now - since < _LOOK_S:
+            return False
+        self._seen = now, computed_s
+        return computed_s - before < _WORKING * (now - since)

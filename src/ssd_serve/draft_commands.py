@@ -1,0 +1,67 @@
+"""The command `ssd draft`: a drafter by itself, for verifiers of other places.
+
+It is started by hand or as a service of its own, and ended by a signal.
+"""
+
+import argparse
+import os
+import secrets
+import signal
+import socket
+
+import setproctitle
+
+from ssd_serve.cluster.placement import of_drafter
+from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
+from ssd_serve.errors import SettingsError
+from ssd_serve.flags import Commands, add_settings_flags, given_flags
+from ssd_serve.resolving import resolve
+from ssd_serve.settings import Mode, Settings
+
+
+def add_draft(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("draft", help="run a drafter by itself, for one server or several")
+    parser.add_argument(
+        "--connect",
+        action="append",
+        required=True,
+        metavar="ADDRESS",
+        help="SSD_DRAFTER_ADDRESS of a server, e.g. tcp://10.0.0.5:4711; may be given again",
+    )
+    parser.add_argument(
+        "--name", default="", help="its name in logs and figures, nobody else's (host and process)"
+    )
+    add_settings_flags(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    settings = _drafting(resolve(given_flags(args)))
+    # In a container this is process 1, which a signal without a handler does not end.
+    signal.signal(signal.SIGTERM, _leave)
+    pin(parse_device(settings.draft_device or "cpu"))
+    from ssd_serve.drafter.process import run
+
+    # Containers share process numbers, and with the host's network its name too.
+    name = args.name or f"drafter-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    setproctitle.setproctitle(f"ssd: {name}")  # flags may hold keys
+    # While servers are updated one after the other, those of another version refuse it.
+    return run(settings, name, args.connect, patient=True)
+
+
+def _drafting(settings: Settings) -> Settings:
+    """With one draft model, and its device."""
+    if len(settings.draft_models) > 1 or settings.drafters not in (None, 0, 1):
+        raise SettingsError("`ssd draft` is one drafter with one draft model: start it once for each")
+    machine = this_machine()
+    device = Device("cuda", (0,)) if machine.gpus else Device("cpu", machine.cores)
+    if settings.draft_device is not None:
+        device = parse_device(settings.draft_device)
+        check_device(device, machine, "SSD_DRAFT_DEVICE")
+    update: dict[str, object] = {"mode": Mode.SSD, "draft_device": str(device), "drafters": 1}
+    return of_drafter(settings.model_copy(update=update), 0)
+
+
+def _leave(_number: int, _frame: object) -> None:
+    os._exit(0)  # nothing here needs tidying up

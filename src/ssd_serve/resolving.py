@@ -1,0 +1,108 @@
+"""Settings from flags and variables: flags override variables, unknown names are errors.
+
+No other module reads the environment, besides the class of settings itself. Knows names and origins of
+settings, not what they mean.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from pydantic import ValidationError
+
+from ssd_serve.errors import SettingsError
+from ssd_serve.settings import OTHER_VARIABLES, PREFIX, SECRETS, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One setting as `ssd settings` shows it. Secrets are masked in `shown`."""
+
+    name: str
+    variable: str
+    flag: str
+    shown: str
+    origin: Literal["flag", "variable", "default"]
+    meaning: str
+
+
+def visible_gpus() -> str | None:
+    """What the machine of this process shows of its GPUs, if not all: numbers or names, with commas."""
+    return os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def flag_name(field: str) -> str:
+    """`--draft-width` for `draft_width`."""
+    return "--" + field.replace("_", "-")
+
+
+def variable_name(field: str) -> str:
+    """`SSD_DRAFT_WIDTH` for `draft_width`."""
+    return PREFIX + field.upper()
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing when no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def resolve(flags: Mapping[str, object]) -> Settings:
+    """Settings from flags (by field name), variables and defaults. Everything wrong is a `SettingsError`."""
+    known = [variable_name(field) for field in Settings.model_fields]
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in known:
+            raise SettingsError(
+                f"the variable {variable} is not a setting{suggestion(variable, known)} "
+                "(`ssd settings` lists all)"
+            )
+    try:
+        return Settings.model_validate(dict(flags))
+    except ValidationError as error:
+        raise SettingsError(_explain(error, flags)) from error
+
+
+def origins(settings: Settings, flags: Mapping[str, object]) -> list[Origin]:
+    """Where each value came from, in the order of the class."""
+    rows: list[Origin] = []
+    for name, field in Settings.model_fields.items():
+        value: object = getattr(settings, name)
+        rows.append(
+            Origin(
+                name=name,
+                variable=variable_name(name),
+                flag=flag_name(name),
+                shown=_shown(name, value),
+                origin="flag" if name in flags else "variable" if _variable_is_set(name) else "default",
+                meaning=field.description or "",
+            )
+        )
+    return rows
+
+
+def _variable_is_set(field: str) -> bool:
+    names = [variable_name(field), OTHER_VARIABLES.get(field, "")]
+    return any(os.environ.get(name) for name in names)
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if name in SECRETS:
+        return "****"
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def _explain(error: ValidationError, flags: Mapping[str, object]) -> str:
+    """One sentence for each wrong value; values are left out, they may be secrets."""
+    sentences: list[str] = []
+    for problem in error.errors(include_input=False, include_url=False):
+        field = str(problem["loc"][0]).lower() if problem["loc"] else ""
+        field = field.removeprefix(PREFIX.lower())
+        where = f"the flag {flag_name(field)}" if field in flags else f"the variable {variable_name(field)}"
+        message = problem["msg"]
+        sentences.append(f"{where}: {message[:1].lower()}{message[1:]}")
+    return "; ".join(sentences)

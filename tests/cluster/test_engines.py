@@ -1,0 +1,70 @@
+"""Which launcher `auto` chooses, and what is said where Ray is missing or cannot be reached."""
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from ssd_serve.cluster.engines import chosen_launcher
+from ssd_serve.cluster.ray_cluster import ray_cluster
+from ssd_serve.devices import Machine
+from ssd_serve.errors import SettingsError
+from ssd_serve.resolving import resolve
+from ssd_serve.settings import Settings
+
+
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not installed."""
+    whole = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "ray" else whole(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setitem(sys.modules, "ray", None)
+
+
+def chosen(settings: Settings, gpus: int) -> str:
+    return chosen_launcher(settings, Machine((0, 1), gpus))
+
+
+def test_auto_is_ray_with_several_gpus_or_an_address() -> None:
+    assert chosen(Settings(), 0) == "local"
+    assert chosen(Settings(), 1) == "local"
+    assert chosen(Settings(), 2) == "ray"
+    assert chosen(Settings(ray_address="10.0.0.1:6379"), 0) == "ray"
+
+
+def test_what_is_named_is_taken() -> None:
+    assert chosen(Settings(launcher="local", ray_address="auto"), 8) == "local"
+    assert chosen(Settings(launcher="ray"), 0) == "ray"
+
+
+def test_several_gpus_without_ray_are_for_the_local_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+    assert chosen(Settings(), 8) == "local"
+
+
+def test_rays_own_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert resolve({}).ray_address == "10.0.0.1:6379"
+    monkeypatch.setenv("SSD_RAY_ADDRESS", "10.0.0.2:6379")
+    assert resolve({}).ray_address == "10.0.0.2:6379"
+
+
+def test_a_missing_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+    with (
+        pytest.raises(SettingsError, match=r"needs Ray: pip install 'ssd-serve\[ray\]'"),
+        ray_cluster(Settings(launcher="ray")),
+    ):
+        pass
+
+
+def test_a_clients_address_is_refused() -> None:
+    with (
+        pytest.raises(SettingsError, match="this process must be on a node of the cluster"),
+        ray_cluster(Settings(ray_address="ray://10.0.0.1:10001")),
+    ):
+        pass

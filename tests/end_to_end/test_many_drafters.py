@@ -1,0 +1,173 @@
+"""`ssd serve` with several drafters, and `ssd draft` for two servers: kills, moves, reconnects."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.end_to_end.tiny_pair import write_model, write_pair
+
+KEY = "a key for the tests, long enough"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    target, draft = write_pair(tmp_path_factory.mktemp("pair"))
+    other = target.with_name("other-draft")
+    write_model(other, seed=1, noise=0.01)
+    return {"target": target, "draft": draft, "other": other}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    with serving(folders, tmp_path_factory.mktemp("plain"), SSD_MODE="ar") as (_, url):
+        return crowd(url)
+
+
+@contextmanager
+def started(command: Sequence[str], folder: Path, settings: dict[str, str]) -> Generator[int]:
+    environment = {**os.environ, "SSD_DTYPE": "fp32", "SSD_LOG_LEVEL": "info", **settings}
+    with (folder / f"log-{command[0]}").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ssd_serve", *command], env=environment, stdout=log, stderr=log
+        )
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def serving(folders: dict[str, Path], folder: Path, **settings: str) -> Generator[tuple[int, str]]:
+    """A server that answers, and its address."""
+    port = free_port()
+    always = {
+        "SSD_TARGET": str(folders["target"]),
+        "SSD_DRAFT": str(folders["draft"]),
+        "SSD_MODE": "ssd",
+        "SSD_PORT": str(port),
+        "SSD_BUDGET": "16",
+        "SSD_RUN_DIR": str(folder / "run"),
+        "SSD_SPECULATION_MAY_STOP": "false",
+        "SSD_CLUSTER_KEY": KEY,
+    }
+    with started(["serve"], folder, {**always, **settings}) as pid:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: healthy(url), 120.0)
+        yield pid, url
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def healthy(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=30.0).status_code == 200
+    return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def complete(url: str, number: int) -> str:
+    body = {"prompt": f"def f{number}(", "max_tokens": 200, "seed": number, "temperature": 0.8}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def crowd(url: str) -> list[str]:
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(lambda number: complete(url, number), range(6)))
+
+
+def metric(url: str, name: str) -> float:
+    """The sum over its labels."""
+    page = httpx.get(f"{url}/metrics", timeout=30.0).text
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
+
+
+def workers(pid: int) -> dict[str, psutil.Process]:
+    found: dict[str, psutil.Process] = {}
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error, IndexError):
+            found[child.cmdline()[0].strip().removeprefix("ssd: ")] = child
+    return found
+
+
+def test_two_drafters_one_of_them_killed(
+    folders: dict[str, Path], expected: list[str], tmp_path: Path
+) -> None:
+    with serving(folders, tmp_path, SSD_DRAFTERS="2") as (pid, url):
+        assert {"drafter-0", "drafter-1"} <= set(workers(pid))
+        until(lambda: metric(url, "ssd_drafters_alive") == 2)
+        with ThreadPoolExecutor(1) as pool:
+            texts = pool.submit(crowd, url)
+            until(lambda: metric(url, "ssd_drafter_requests") > 3)
+            workers(pid)["drafter-1"].kill()
+            assert texts.result() == expected
+        until(lambda: metric(url, "ssd_drafter_restarts_total") == 1)
+        assert metric(url, "ssd_drafters_alive") == 2
+        assert metric(url, "ssd_drafter_moves_total") > 0
+        accepted = metric(url, "ssd_spec_decode_num_accepted_tokens_total")
+        assert crowd(url) == expected
+        until(lambda: metric(url, "ssd_spec_decode_num_accepted_tokens_total") > accepted)
+
+
+def test_two_draft_models_beside_each_other(
+    folders: dict[str, Path], expected: list[str], tmp_path: Path
+) -> None:
+    both = f"{folders['draft']},{folders['other']}"
+    with serving(folders, tmp_path, SSD_DRAFT=both) as (_, url):
+        until(lambda: metric(url, "ssd_drafters_alive") == 2)
+        assert crowd(url) == expected
+        until(lambda: metric(url, "ssd_spec_decode_num_accepted_tokens_total") > 0)
+        assert metric(url, "ssd_drafter_moves_total") == 0
+
+
+@pytest.mark.slow
+def test_one_drafter_for_two_servers_of_which_one_goes_and_comes_back(
+    folders: dict[str, Path], expected: list[str], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder in (first, second):
+        folder.mkdir()
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    remote = {"SSD_DRAFTERS": "0", "SSD_DRAFT": ""}
+    drafting = {"SSD_DRAFT": str(folders["draft"]), "SSD_CLUSTER_KEY": KEY}
+    connect = [word for address in addresses for word in ("--connect", address)]
+    with started(["draft", *connect], tmp_path, drafting):
+        with serving(folders, first, SSD_DRAFTER_ADDRESS=addresses[0], **remote) as (_, url):
+            with serving(folders, second, SSD_DRAFTER_ADDRESS=addresses[1], **remote) as (_, other):
+                assert crowd(url) == expected
+                assert crowd(other) == expected
+                for each in (url, other):
+                    assert metric(each, "ssd_drafters_alive") == 1
+            assert crowd(url) == expected  # the other has gone
+        with serving(folders, first, SSD_DRAFTER_ADDRESS=addresses[0], **remote) as (_, url):
+            until(lambda: metric(url, "ssd_drafters_alive") == 1)
+            assert crowd(url) == expected
+            until(lambda: metric(url, "ssd_spec_decode_num_accepted_tokens_total") > 0)

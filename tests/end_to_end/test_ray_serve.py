@@ -1,0 +1,93 @@
+"""`ssd serve --launcher ray` with a Ray of its own: it answers, and leaves nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.end_to_end.tiny_pair import write_pair
+
+RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+
+
+@pytest.fixture
+def temporary() -> Generator[Path]:
+    """A short path: there are sockets below it."""
+    with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def serving(
+    folder: Path, temporary: Path, *flags: str
+) -> Generator[tuple["subprocess.Popen[bytes]", str, Path]]:
+    """A running server that answers; Ray's files and its own go below `temporary`."""
+    target, draft = (str(model) for model in write_pair(folder / "pair"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ssd_serve", "serve", target, "--draft", draft, "--port", str(port)]
+    command += ["--mode", "ssd", "--dtype", "fp32", "--kv-memory-mb", "64", *flags]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await_health(process, url, folder / "log")
+        yield process, url, folder / "log"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def await_health(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=30.0).status_code == 200:
+                return
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGTERM to the server",
+        pytest.param("Ctrl-C", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_on_ray_answers_and_leaves_nothing_behind(tmp_path: Path, temporary: Path, how: str) -> None:
+    with serving(tmp_path, temporary, "--launcher", "ray") as (process, url, log):
+        body = {"prompt": "def f(", "max_tokens": 16, "seed": 3}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+        assert answer.json()["usage"]["completion_tokens"] == 16, answer.text
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert any("raylet" in child.name() for child in started)
+        if how == "SIGTERM to the server":
+            process.terminate()
+        elif how == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.kill()
+        code = process.wait(60)
+        assert code == {"SIGTERM to the server": 0, "Ctrl-C": 0, "SIGKILL": -9}[how], log.read_text()
+        left = psutil.wait_procs(started, timeout=10.0 if how == "SIGKILL" else 30.0)[1]
+        # Ray's own agents look for their node for some minutes when nobody has told them to end.
+        assert {process.name() for process in left} <= (RAYS_AGENTS if how == "SIGKILL" else set())
+        for process in left:
+            process.kill()
+        if how != "SIGKILL":
+            assert "Traceback" not in log.read_text()
+            assert list(temporary.iterdir()) == []

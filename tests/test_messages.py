@@ -1,0 +1,27 @@
+"""What goes over the wire belongs to a version, by which processes of other versions are refused."""
+
+import ast
+import hashlib
+import inspect
+
+from ssd_serve import messages
+
+SHAPES = {3: "d7a9dedd1d1d3e08"}
+"""By protocol version. Another shape needs another version, and its line here."""
+
+
+def shape() -> str:
+    """Names and types of all fields of all messages, without words and defaults, in short."""
+    lines: list[str] = []
+    for node in ast.parse(inspect.getsource(messages)).body:
+        if isinstance(node, ast.ClassDef):
+            lines.append(node.name)
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            lines += [f"{ast.unparse(each.target)}: {ast.unparse(each.annotation)}" for each in fields]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def test_messages_of_another_shape_have_another_version() -> None:
+    assert {messages.PROTOCOL_VERSION: shape()}.items() <= SHAPES.items(), (
+        "raise PROTOCOL_VERSION unless it was raised since the last release, and write down the new shape"
+    )

@@ -1,0 +1,135 @@
+"""Engines with several drafters: the same tokens, whoever drafts, dies, comes back or guesses otherwise."""
+
+import pytest
+from msgspec.structs import replace
+
+from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.drafter.process import Loop
+from ssd_serve.drafter.target import Target
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import Committed, Hello
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.growing import Steps
+from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
+
+QUIET = get_logger("drafter", level="error")
+REQUESTS = 8
+
+
+def case(blur: float = 0.6) -> Case:
+    return Case(slots=4096, blur=blur, policy=lambda: Steps(2))
+
+
+def plain() -> dict[int, tuple[int, ...]]:
+    engine, _ = make_engine(Case(drafter="none", slots=4096))
+    return texts(run(engine, mixed_requests(REQUESTS)))
+
+
+def texts(outputs: dict[int, Output]) -> dict[int, tuple[int, ...]]:
+    return {number: output.tokens for number, output in outputs.items()}
+
+
+class Drafter:
+    """A drafter for one engine or for several, which works when it is waited for and when it is told."""
+
+    def __init__(self, hello: Hello, *engines: Engine, blur: float = 0.6) -> None:
+        core = make_core(case(blur))
+        self.ends = [memory_pair() for _ in engines]
+        targets: list[Target] = []
+        for place, (mine, its) in enumerate(self.ends):
+            mine.on_wait = self.work
+            engines[place].drafters.connect(mine)
+            targets.append(Target(core, hello, QUIET, (place, len(engines)), channel=its))
+        self._loop = Loop(targets, core, 0.001)
+
+    def work(self) -> None:
+        if not any(its.closed for _, its in self.ends):
+            self._loop.turn()
+
+    def die(self) -> None:
+        for _, its in self.ends:
+            its.close()
+
+
+def named(name: str, source: str = "") -> Hello:
+    return replace(HELLO, name=name, source=source)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_drafters_share_the_requests_and_change_nothing(count: int) -> None:
+    engine, _ = make_engine(case())
+    drafters = [Drafter(named(f"d{number}"), engine) for number in range(count)]
+    shares: list[list[int]] = []
+
+    def each(_step: int) -> None:
+        for drafter in drafters:
+            drafter.work()
+        if engine.scheduler.decoding == REQUESTS:
+            shares.append(sorted(engine.drafters.requests.values()))
+
+    assert texts(run(engine, mixed_requests(REQUESTS), each)) == plain()
+    assert [REQUESTS // count] * count in shares
+    assert engine.totals.figures.accepted > 0
+
+
+def test_of_two_drafters_one_may_die_in_the_middle_and_come_back() -> None:
+    engine, _ = make_engine(case())
+    drafters = [Drafter(named("d0"), engine), Drafter(named("d1"), engine)]
+    seen: dict[int, dict[str, int]] = {}
+
+    def each(step: int) -> None:
+        if step == 4:
+            drafters[1].die()
+        if step == 6:
+            drafters[1] = Drafter(named("d1"), engine)
+        for drafter in drafters:
+            drafter.work()
+        seen[step] = engine.drafters.requests
+
+    assert texts(run(engine, mixed_requests(REQUESTS), each)) == plain()
+    assert seen[3] == {"d0": 4, "d1": 4}
+    assert seen[5]["d0"] >= REQUESTS - 1
+    assert "d1" not in seen[5]
+    assert max(shares.get("d1", 0) for step, shares in seen.items() if step > 6) > 1
+    assert engine.drafters.moves >= 6
+    assert engine.drafters.rejoins == 1
+
+
+def test_drafters_of_different_models_draft_beside_each_other() -> None:
+    """Each guesses what the other does not: together they are right more often."""
+
+    def accepted(*blurs: float) -> int:
+        engine, _ = make_engine(case())
+        drafters = [
+            Drafter(named(f"d{number}", f"model {number}"), engine, blur=blur)
+            for number, blur in enumerate(blurs)
+        ]
+
+        def each(_step: int) -> None:
+            for drafter in drafters:
+                drafter.work()
+            assert len(set(engine.drafters.requests.values())) <= 1  # all have all
+
+        assert texts(run(engine, mixed_requests(REQUESTS), each)) == plain()
+        return engine.totals.figures.accepted
+
+    weak, strong, both = accepted(2.5), accepted(0.6), accepted(2.5, 0.6)
+    assert both > weak
+    assert both >= 0.95 * strong  # a bad neighbour costs little
+
+
+def test_one_drafter_serves_two_verifiers() -> None:
+    engines = [make_engine(case())[0] for _ in range(2)]
+    drafter = Drafter(named("d0"), *engines)
+    for engine in engines:  # one after the other, while the other's requests are open
+        for submit in mixed_requests(REQUESTS):
+            assert engine.submit(submit) is None
+    outputs: list[dict[int, tuple[int, ...]]] = [{}, {}]
+    while any(engine.busy for engine in engines):
+        for engine, found in zip(engines, outputs, strict=True):
+            for report in engine.step() if engine.busy else ():
+                if isinstance(report, Committed):
+                    found[report.request] = found.get(report.request, ()) + report.tokens
+        drafter.work()
+    assert outputs == [plain(), plain()]
+    assert all(engine.totals.figures.accepted > 0 for engine in engines)
