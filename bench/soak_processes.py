@@ -87,11 +87,11 @@ class Disturber:
         workers = {name: each for name, each in self._family.living().items() if name != "server"}
         if not workers:
             return ""
-        owed = [name for name in workers if may_kill and _role(name) in self._owed]
+        owed = [name for name in workers if _role(name) in self._owed]
         name = owed[0] if owed else self._source.choice(sorted(workers))
         role, process = _role(name), workers[name]
         chance = _KILLED.get(role, 0.0) if role in self._kills else 0.0
-        kill = may_kill and (bool(owed) or self._source.random() < chance)
+        kill = bool(owed) or (may_kill and self._source.random() < chance)
         with contextlib.suppress(psutil.Error):
             if kill:
                 process.kill()

@@ -22,6 +22,7 @@ from ssd_serve.messages import Close, Open, Outcome, Pause, Resync, SamplingPara
 from ssd_serve.replay import find_session, read_header
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
+from ssd_serve.verifier.cost import Timing
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.outside import T
 from ssd_serve.verifier.process import session_recorder
@@ -35,11 +36,13 @@ SLOTS = 220
 
 
 class SmallRecorder(Recorder):
-    """A recorder on a machine with little memory: requests are preempted."""
+    """A recorder on a machine with little memory, where requests are preempted, and with cheap rows, so that
+    guesses are verified however busy the machine really is."""
 
     def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
-        small = cast(T, SLOTS)
-        return super().found(name, kind, (lambda: small) if name == "slots" else find)
+        cheap = [Timing(1, 64, 0.005), Timing(64, 64, 0.0051)]
+        known = {"slots": SLOTS, "timings": cheap}.get(name.partition(" ")[0])
+        return super().found(name, kind, find if known is None else lambda: cast(T, known))
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ def submits() -> list[Submit]:
     ]
 
 
-def drafter(engine: Engine, settings: Settings) -> MemoryChannel:
-    """A drafter that works whenever it is waited for, and sometimes says its things late."""
+def drafter(engine: Engine, settings: Settings) -> tuple[MemoryChannel, Callable[[], None]]:
+    """A drafter that sometimes says its things late: its end of the channel, and what lets it work, which
+    being waited for does too."""
     made = assemble_drafter(settings, "d0", "cpu", None)
     mine, its = memory_pair(second_to_first=lambda index, _: (2,) if index % 5 == 4 else (0,))
     its.send(made.hello)
@@ -92,12 +96,12 @@ def drafter(engine: Engine, settings: Settings) -> MemoryChannel:
 
     mine.on_wait = work
     engine.drafters.connect(mine)
-    return its
+    return its, work
 
 
 def live(engine: Engine, settings: Settings) -> None:
     """A session: requests come while others run, two go away, the drafter leaves and another one comes."""
-    its = drafter(engine, settings)
+    its, work = drafter(engine, settings)
     engine.drain()
     waiting = submits()
     step = 0
@@ -111,8 +115,9 @@ def live(engine: Engine, settings: Settings) -> None:
         if step == 30:
             its.close()
         if step == 40:
-            drafter(engine, settings)
+            its, work = drafter(engine, settings)
         engine.step()
+        work()
         engine.drafters.beat()
         step += 1
 
