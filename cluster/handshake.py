@@ -112,9 +112,21 @@ class Gate:
         # One descriptor that is readable when the socket or any of the greeted peers is.
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
+        self._full = False
 
     def accept(self) -> socket.socket | None:
         """The next peer that has proved itself, or None."""
+        proved = self._next()
+        full = len(self._greetings) >= _MOST_GREETINGS
+        if full is not self._full:  # nobody wakes up for those who must wait
+            self._full = full
+            if full:
+                self._selector.unregister(self._server)
+            else:
+                self._selector.register(self._server, selectors.EVENT_READ)
+        return proved
+
+    def _next(self) -> socket.socket | None:
         self._greet()
         now = time.monotonic()
         for entry in list(self._greetings):
@@ -146,9 +158,13 @@ class Gate:
         while len(self._greetings) < _MOST_GREETINGS:
             try:
                 connection, peer = self._server.accept()
-            except (BlockingIOError, ConnectionAbortedError):
+            except OSError:  # nobody; or one who has gone again, or for whom there is no descriptor
                 return
-            tune(connection)
+            try:
+                tune(connection)
+            except OSError:
+                connection.close()
+                continue
             greeting = Greeting(connection, self._key, time.monotonic() + self._patience_s)
             self._selector.register(connection, selectors.EVENT_READ)
             self._greetings.append((greeting, str(peer[0])))

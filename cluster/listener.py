@@ -17,6 +17,7 @@ from ssd_serve.errors import EngineDeadError, PermissionProblemError, SettingsEr
 _TCP = "tcp://"
 _RETRY_S, _LONGEST_RETRY_S = 0.02, 0.2
 _TCP_CONNECT_S = 5.0
+_HIGHEST_PORT = 65_535
 _LONGEST_UNIX_PATH = 100
 """The kernel's limit is 107 bytes on Linux and 103 on macOS."""
 
@@ -148,7 +149,7 @@ def connect_socket(
         except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError) as error:
             if give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"nobody answers at {address}: {error}") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
             raise EngineDeadError(f"cannot connect to {address}: {error}") from error
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_RETRY_S)
@@ -175,7 +176,7 @@ def _connect_once(address: str, key: str, deadline: float, give_up: Callable[[],
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix(_TCP).rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > _HIGHEST_PORT:
         raise SettingsError(f"the address {address} must look like tcp://127.0.0.1:4711")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,9 @@ class RoleActor:
         """Process id, and the id of the node."""
         return os.getpid(), str(_ray().get_runtime_context().get_node_id())
 
-    def ping(self) -> None:
-        """Say that this process can still answer."""
+    def ping(self) -> float:
+        """Say that this process can still answer, and the seconds of processor time that it has taken."""
+        return time.process_time()
 
     def addresses(self) -> Addresses | None:
         """Where the verifier listens; None where it cannot."""

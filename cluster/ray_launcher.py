@@ -100,8 +100,9 @@ class RayEngine:
                     key=self._orders.cluster_key or "",
                     give_up=partial(self._is_over, promise),
                 )
-            except EngineDeadError:
-                continue
+            except (EngineDeadError, SettingsError):
+                # It died, and somebody else may have its port by now: the next one says where it is.
+                time.sleep(_LOOK_EVERY_S / 10)
         raise self.failure or EngineDeadError(
             f"the verifier does not listen after {timeout_s:.0f} s: has a node of the cluster room for it?"
         )

@@ -39,6 +39,8 @@ class RayWorker:
         self._log = log
         self._where = self.ask("where")
         self.started = time.monotonic()
+        self.computed_s = 0.0
+        """Seconds of processor time, as it said last."""
         self._code: int | None = None
         self._left: Any = None
 
@@ -69,13 +71,8 @@ class RayWorker:
         return time.monotonic() - self.started
 
     @property
-    def computed_s(self) -> float:
-        """Nobody knows what a process of another node computes."""
-        return 0.0
-
-    @property
     def waits_for_disk(self) -> bool:
-        """Nor what it waits for."""
+        """Nobody knows what a process of another node waits for."""
         return False
 
     def release(self) -> None:
@@ -242,7 +239,7 @@ class PingWatch:
             if not self._ray.wait([asked[1]], timeout=0)[0]:
                 return
             try:
-                self._ray.get(asked[1])
+                worker.computed_s = float(self._ray.get(asked[1]))
                 self._heard[name] = now
             except self._ray.exceptions.RayError:
                 self._heard.pop(name, None)  # it is dead, which its end says

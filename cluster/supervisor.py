@@ -17,7 +17,7 @@ from ssd_serve.cluster.comeback import USER_ERRORS, Comeback, pause_before_resta
 from ssd_serve.cluster.process import ORPHANED, Worker, start_worker
 from ssd_serve.cluster.pulse import Listening
 from ssd_serve.cluster.suspicion import Suspicion
-from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError
+from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError, in_a_line
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
@@ -193,6 +193,11 @@ class Supervisor:
                 self._doubt()
                 for watched in self._watched:
                     self._look_at(watched)
+        except Exception as error:  # nobody is watched any more, and whoever waits must hear of it
+            if not self.over:
+                how = f"is not watched any more: {in_a_line(error)}"
+                self._fail(WorkerDiedError(self._plans[0].name, EngineDeadError.exit_code, how))
+            raise
         finally:
             self._end_all()
 
@@ -263,7 +268,7 @@ class Supervisor:
         if watched.plan.vital:
             self._lose_target(error)
             return
-        if self._never_worked(error.worker_code):
+        if self._never_worked(error.worker_code, process):
             self._fail(error)
             return
         if process.age_s >= _LONG_LIFE_S:
@@ -293,10 +298,11 @@ class Supervisor:
             watched.due = time.monotonic() + pause
             watched.left_behind_since = math.inf
 
-    def _never_worked(self, code: int) -> bool:
+    def _never_worked(self, code: int, process: Worker) -> bool:
         """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
-        from the speed that there is no speculation."""
-        return code in USER_ERRORS and self._restarts == 0
+        from the speed that there is no speculation. Later the server is worth more than that."""
+        first = self._restarts == 0 and (self._comeback.ready_at is None or process.age_s < _LONG_LIFE_S)
+        return code in USER_ERRORS and first
 
     def _restart(self, watched: _Watched) -> None:
         self._restarts += 1

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ssd_serve.errors import EngineDeadError, OverloadedError
+from ssd_serve.errors import EngineDeadError, OverloadedError, in_a_line
 from ssd_serve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -140,6 +140,7 @@ class EngineClient:
         if self._lost_at is None:
             self._line.send_surely(Finish(request=request))
         else:
+            self._line.send_surely(Abort(request=request))  # the next engine may have been given it already
             self._end(request, EngineDeadError("the figures of the request went with the engine"))
 
     def _hear(self, messages: Sequence[Message]) -> None:
@@ -229,6 +230,9 @@ class EngineClient:
             found = reconnect()
         except EngineDeadError as error:
             found = error
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            logger.exception("the next engine cannot be reached")
+            found = EngineDeadError(f"the next engine cannot be reached: {in_a_line(error)}")
         with suppress(RuntimeError):  # the loop has ended, and with it who waited
             loop.call_soon_threadsafe(self._go_on, found)
 

@@ -74,11 +74,14 @@ class Line:
         return self._over or self._channel.closed
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to listen."""
+        """Begin to listen, and send what waits."""
         self._loop = loop
         self._descriptor = self._channel.fileno()
         if self._descriptor >= 0:
             loop.add_reader(self._descriptor, self.drain)
+        if self._channel.pending:
+            self._flush_when_writable()
+        self._send_unsent()
         self.drain()
 
     def send(self, message: Message) -> bool:

@@ -13,7 +13,7 @@ from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
 from ssd_serve.cluster.ranks import RankFiles
-from ssd_serve.errors import EngineDeadError
+from ssd_serve.errors import EngineDeadError, PermissionProblemError
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import (
@@ -31,7 +31,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.recording import Recorder
+from ssd_serve.verifier.recording import Recorder, is_full
 
 _STATUS_S = 1.0
 _CONNECT_S = 120.0
@@ -51,7 +51,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
-    recorder = Recorder(own.record, own.record_mb << 20, log) if own.record is not None else None
+    recorder = session_recorder(own, log)
     verifier = assemble_verifier(
         own, lambda text: _say(server, log, text), log=log, ranks=ranks, outside=recorder
     )
@@ -103,8 +103,7 @@ class Loop:
         self._engine.drain()
         deadline = time.monotonic() + timeout_s
         while self._engine.drafters.beside < count and time.monotonic() < deadline:
-            self._take()
-            if self._engine.busy or self._server.closed:
+            if self._server.wait(0.0):  # taken once the server knows that this verifier can generate
                 return
             self._accept()
             self._sleep(0.05)
@@ -152,7 +151,8 @@ class Loop:
         now = time.monotonic()
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
-            self._unsent.append(self._status())
+            if len(self._unsent) < _MOST_UNSENT:
+                self._unsent.append(self._status())
             self._tell_health()
             self._engine.drafters.beat()
         if now - self._remembered_at >= _REMEMBER_S:
@@ -183,6 +183,19 @@ def _others(settings: Settings, log: Logger) -> list[Listener]:
         log.warning("drafter refused", reason=why)
 
     return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
+
+
+def session_recorder(settings: Settings, log: Logger) -> Recorder | None:
+    """The recorder that is asked for. A disk that earlier recordings have filled ends nothing."""
+    if settings.record is None:
+        return None
+    try:
+        return Recorder(settings.record, settings.record_mb << 20, log)
+    except PermissionProblemError as error:
+        if not is_full(error.__cause__):
+            raise
+        log.warning("this session is not recorded", reason=str(error))
+        return None
 
 
 def _await_server(servers: Listener) -> Channel:

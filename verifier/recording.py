@@ -5,6 +5,7 @@ there too, to be compared. The recording holds prompts and outputs: folder 0700,
 cannot go on never ends the session. Knows the engine's seams; replays nothing.
 """
 
+import errno
 import os
 import platform
 import time
@@ -82,9 +83,12 @@ class Recorder(Outside):
             found=self._found,
         )
         path = self.path / HEADER
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(header), indent=1))
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(header), indent=1))
+        except OSError as error:
+            self._tape.stop(f"{path} cannot be written: {error.strerror}")
         self._tape.flush()
 
     @property
@@ -116,6 +120,11 @@ class Recorder(Outside):
         now = time.perf_counter()
         self._tape.note(Kind.CLOCK, now)
         return now
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether it says that there is no room on a disk."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def versions() -> dict[str, str]:

@@ -139,18 +139,19 @@ class TapeWriter:
     def _write(self) -> None:
         if self._bytes > self._most_bytes:
             self.note(Kind.FULL)
-            self._stop(f"it has reached {self._most_bytes >> 20} MiB")
+            self.stop(f"it has reached {self._most_bytes >> 20} MiB")
         frame = framed(Page(bytes(self._kinds), self._values.tobytes(), self._said))
         try:
             written = os.write(self._file, frame)
         except OSError as error:
-            self._stop(f"it cannot be written: {error.strerror}")
+            self.stop(f"it cannot be written: {error.strerror}")
             return
         self._bytes += written
         if written < len(frame):
-            self._stop("it cannot be written whole: the disk is full")
+            self.stop("it cannot be written whole: the disk is full")
 
-    def _stop(self, why: str) -> None:
+    def stop(self, why: str) -> None:
+        """Write nothing more, and say why."""
         self._stopped = True
         self._on_stop(why)
 

@@ -5,8 +5,11 @@ It is started by hand or as a service of its own, and ended by a signal.
 
 import argparse
 import os
+import secrets
 import signal
 import socket
+
+import setproctitle
 
 from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
@@ -26,7 +29,9 @@ def add_draft(commands: Commands) -> None:
         metavar="ADDRESS",
         help="SSD_DRAFTER_ADDRESS of a server, e.g. tcp://10.0.0.5:4711; may be given again",
     )
-    parser.add_argument("--name", default="", help="its name in logs and figures (host and process)")
+    parser.add_argument(
+        "--name", default="", help="its name in logs and figures, nobody else's (host and process)"
+    )
     add_settings_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -38,7 +43,9 @@ def _run(args: argparse.Namespace) -> int:
     pin(parse_device(settings.draft_device or "cpu"))
     from ssd_serve.drafter.process import run
 
-    name = args.name or f"drafter-{socket.gethostname()}-{os.getpid()}"
+    # Containers share process numbers, and with the host's network its name too.
+    name = args.name or f"drafter-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    setproctitle.setproctitle(f"ssd: {name}")  # flags may hold keys
     # While servers are updated one after the other, those of another version refuse it.
     return run(settings, name, args.connect, patient=True)
 

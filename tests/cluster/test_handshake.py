@@ -1,10 +1,13 @@
 """TCP channels: who knows the key may speak, and nobody who does not can disturb the others."""
 
+import os
+import resource
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from hypothesis import given
@@ -185,6 +188,35 @@ def test_a_stranger_who_stays_silent_is_sent_away() -> None:
             assert stranger.recv(1) == b""
 
 
+def test_more_strangers_than_are_greeted_wake_nobody_up() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=100)) as server, ExitStack() as strangers:
+        server.setblocking(False)
+        gate = Gate(server, KEY, lambda _why: None, patience_s=0.5)
+        with closing(gate):
+            for _ in range(70):
+                strangers.enter_context(closing(socket.create_connection(server.getsockname())))
+            assert gate.accept() is None
+            assert select.select([gate], [], [], 0.1)[0] == []
+            time.sleep(0.5)
+            assert gate.accept() is None
+            assert select.select([gate], [], [], 0.1)[0], "the others have their turn"
+
+
+def test_one_for_whom_there_is_no_descriptor_ends_nothing(guarded: Guarded) -> None:
+    with closing(guarded.stranger()):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = os.dup(0)
+        os.close(spare)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+        try:
+            assert guarded.listener.accept() is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    server, client = meet(guarded.listener)
+    server.close()
+    client.close()
+
+
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" * 8, bytes(64), b"\xff" * 100_000])
 def test_garbage_is_refused_after_a_few_bytes(guarded: Guarded, garbage: bytes) -> None:
     with closing(guarded.stranger()) as stranger:
@@ -233,5 +265,9 @@ def test_nobody_there_and_no_address() -> None:
         connect(address, 0.1, key=KEY)
     with pytest.raises(SettingsError, match="must look like tcp://"):
         connect("tcp://nothing", key=KEY)
+    with pytest.raises(SettingsError, match="must look like tcp://"):
+        connect("tcp://127.0.0.1:65536", key=KEY)
+    with pytest.raises(EngineDeadError, match="cannot connect to tcp://"):
+        connect(f"tcp://{'x' * 80}:4711", key=KEY)
     with pytest.raises(SettingsError, match="cannot listen on 192"):
         Listener.tcp("192.0.2.1", 0, KEY)

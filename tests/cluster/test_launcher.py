@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.cluster import comeback
+from ssd_serve.cluster import comeback, supervisor
 from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.run_dir import make_run_dir
-from ssd_serve.cluster.supervisor import WorkerDiedError, describe_exit
+from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan, describe_exit
 from ssd_serve.devices import Machine
 from ssd_serve.errors import PermissionProblemError, SettingsError
 from ssd_serve.logs import get_logger
@@ -122,6 +122,15 @@ def test_a_refusal_at_the_start_keeps_its_exit_code(role: str, capfd: pytest.Cap
     assert "half a checkpoint" in capfd.readouterr().err
 
 
+def test_a_drafter_that_worked_and_refuses_later_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_LONG_LIFE_S", 0.5)
+    command = workers(verifier="sleep", drafter="refuse late")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        engine.target_is_ready()
+        assert until(lambda: engine.restarts == 1)
+        assert engine.failure is None
+
+
 def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
     command = workers(verifier="sleep", drafter="sleep")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
@@ -170,6 +179,28 @@ def test_every_rank_but_the_verifiers_is_a_process_and_vital() -> None:
         assert engine.failure is not None
         assert engine.failure.exit_code == 70
     assert not any(alive(pid) for pid in pids.values())
+
+
+class _Broken:
+    """A watch that fails when it is asked."""
+
+    def silent(self) -> dict[str, float]:
+        raise RuntimeError("the cluster is gone")
+
+    def forget(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whoever_waits_hears_that_nobody_is_watched_any_more() -> None:
+    plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
+    supervisor = Supervisor([plan], Settings(mode=Mode.AR), QUIET, pulses=_Broken())
+    supervisor.start()
+    failure = supervisor.await_failure(20.0)
+    supervisor.stop()
+    assert "not watched any more: RuntimeError: the cluster is gone" in str(failure)
+    assert supervisor.over
 
 
 def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:

@@ -18,6 +18,9 @@ def main(role: str, behaviour: str, *arguments: str) -> int:
     )
     if behaviour == "refuse":
         return leave_worker(role, CheckpointError(f"the folder {settings.target} is half a checkpoint"))
+    if behaviour == "refuse late":
+        time.sleep(1.0)
+        return leave_worker(role, CheckpointError("the checkpoint is gone"))
     if behaviour == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "tell and crash":

@@ -107,6 +107,7 @@ class House:
     def close(self) -> None:
         """Nobody waits any more, and nothing stays open."""
         self.client.stop()
+        self.channels.put(None)  # a thread may wait
         self.engine.channel.close()
         while not self.channels.empty():
             channel = self.channels.get()
@@ -240,6 +241,58 @@ async def test_a_request_that_kills_every_engine_is_given_up_and_the_others_go_o
         house.engine.step()
         await asyncio.sleep(0.001)
     assert len(innocent.tokens) == 30
+
+
+async def test_long_texts_go_on_although_the_next_engine_reads_nothing_while_it_loads(house: House) -> None:
+    parameters = SamplingParameters(max_tokens=9)
+    await house.until(lambda: house.client.ready is not None)
+    house.die()
+    await house.until(lambda: house.client.lost_s is not None)
+    for seed in range(2):
+        house.client.submit((70_000,) * 1_000_000, parameters, seed, Heard().reports.append)
+    house.live()
+    await house.until(lambda: house.client.lost_s is None)
+
+    def all_there() -> bool:
+        house.engine.take()
+        return sorted(house.engine.requests) == [1, 2]
+
+    await house.until(all_there)
+
+
+async def test_a_text_that_ends_while_the_next_engine_loads_is_not_continued_there(house: House) -> None:
+    request, heard = await begun(house)
+    house.die()
+    await house.until(lambda: house.client.lost_s is not None)
+    ours, theirs = channel_pair()
+    house.engine = Engine(theirs, house.source)
+    house.channels.put(ours)
+
+    def submitted() -> bool:
+        house.engine.take()
+        return request in house.engine.requests
+
+    await house.until(submitted)
+    house.client.finish(request)
+    assert isinstance(heard.reports[-1], EngineDeadError)
+    await house.until(lambda: not submitted())
+
+
+async def test_whatever_goes_wrong_with_the_next_engine_everybody_is_told() -> None:
+    def reconnect() -> MessageChannel:
+        raise RuntimeError("the launcher is broken")
+
+    ours, theirs = channel_pair()
+    theirs.send(READY)
+    client, heard = EngineClient(ours, reconnect), Heard()
+    client.start()
+    client.submit((1,), SamplingParameters(), 1, heard.reports.append)
+    theirs.close()
+    for _ in range(400):
+        await asyncio.sleep(0.005)
+        if heard.ended:
+            break
+    assert "RuntimeError: the launcher is broken" in str(heard.reports[-1])
 
 
 async def test_a_death_while_loading_blames_no_request(house: House) -> None:

@@ -1,6 +1,8 @@
 """A recorded session runs again as it was; what is changed, cut off or damaged is found and said."""
 
+import errno
 import json
+import os
 import random
 import stat
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.outside import T
+from ssd_serve.verifier.process import session_recorder
 from ssd_serve.verifier.recording import Recorder
 from ssd_serve.verifier.replaying import Replay, Replayed
 from ssd_serve.verifier.tape import HEADER, TAPE, RoundTold, TapeReader, framed, read_pages
@@ -252,6 +255,27 @@ def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionProblemError, match="chmod 700"):
         Recorder(tmp_path, 1 << 20, LOG)
+
+
+def test_a_disk_that_is_full_ends_no_session(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, settings = tmp_path / "next", recorded.settings
+    recorder = SmallRecorder(tmp_path / "first", 1 << 20, LOG)
+    verifier = assemble_verifier(settings, lambda _: None, log=LOG, outside=recorder)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", full)
+    recorder.begin(settings, verifier.facts, verifier.hello)
+    following = settings.model_copy(update={"record": folder})
+    assert session_recorder(following, LOG) is None
+    monkeypatch.undo()
+    assert not (recorder.path / HEADER).exists()
+    folder.chmod(0o755)
+    with pytest.raises(PermissionProblemError, match="chmod 700"):
+        session_recorder(following, LOG)
 
 
 def test_the_command_says_that_it_is_the_same(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
