@@ -1,10 +1,10 @@
 """Expansions as they travel: which node was expanded, and its ranked candidates, in flat buffers.
 
 An expanded node is named by its parent and the token that leads to it, so that a receiver can find it among
-candidates that nobody has looked at yet. Knows messages and buffers, not trees.
+candidates that nobody has looked at yet. Most of what comes is never looked at: a receiver checks a whole
+message at once, and reads the candidates of a node when it wants them. Knows messages and buffers, not trees.
 """
 
-import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,10 +26,21 @@ class Expansion(NamedTuple):
     tokens: list[int]
     log_probabilities: list[float]
 
-    @property
-    def name(self) -> int:
-        """Name of the expanded node."""
-        return self.parent if self.step == ROOT_STEP else mix(self.parent, self.step)
+
+class Packed(NamedTuple):
+    """An expansion of a message that was checked: `size` candidates from the `start`th on, not yet read."""
+
+    name: int
+    parent: int
+    step: int
+    size: int
+    start: int
+    growth: Growth
+
+    def read(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The candidates, best first, and their conditional log-probabilities."""
+        tokens = struct.unpack_from(f"<{self.size}i", self.growth.tokens, 4 * self.start)
+        return tokens, struct.unpack_from(f"<{self.size}f", self.growth.log_probabilities, 4 * self.start)
 
 
 def pack(
@@ -53,7 +64,7 @@ def pack(
     )
 
 
-def unpack(growth: Growth, vocabulary: int) -> list[Expansion] | None:
+def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
     """The expansions of a message, or None when its buffers do not fit each other or name impossible
     tokens."""
     count, edges = len(growth.parents) // 8, len(growth.tokens) // 4
@@ -62,20 +73,18 @@ def unpack(growth: Growth, vocabulary: int) -> list[Expansion] | None:
         return None
     if (len(growth.tokens), len(growth.log_probabilities)) != (4 * edges, 4 * edges):
         return None
-    # Mostly a few dozen numbers: struct is several times faster than arrays are.
     counts = struct.unpack(f"<{count}H", growth.counts)
-    tokens = struct.unpack(f"<{edges}i", growth.tokens)
-    log_probabilities = struct.unpack(f"<{edges}f", growth.log_probabilities)
-    if sum(counts) != edges or (edges and (min(tokens) < 0 or max(tokens) >= vocabulary)):
+    # As unsigned numbers, negative tokens are too large.
+    if sum(counts) != edges or (edges and np.frombuffer(growth.tokens, "<u4").max() >= vocabulary):
         return None
-    if not math.isfinite(sum(log_probabilities)):  # one that is not finite shows in the sum
+    if not np.isfinite(np.frombuffer(growth.log_probabilities, "<f4")).all():
         return None
     parents = struct.unpack(f"<{count}Q", growth.parents)
     steps = struct.unpack(f"<{count}i", growth.steps)
-    found: list[Expansion] = []
+    found: list[Packed] = []
     start = 0
     for parent, step, length in zip(parents, steps, counts, strict=True):
-        end = start + length
-        found.append(Expansion(parent, step, list(tokens[start:end]), list(log_probabilities[start:end])))
-        start = end
+        name = parent if step == ROOT_STEP else mix(parent, step)
+        found.append(Packed(name, parent, step, length, start, growth))
+        start += length
     return found

@@ -6,8 +6,8 @@ are there: the verifier trusts its tokens and its ancestry, never its completene
 
 from typing import NamedTuple
 
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, unpack
-from ssd_serve.cache.tree import Advance, Node, SpeculationTree
+from ssd_serve.cache.expansions import Packed, unpack
+from ssd_serve.cache.tree import Advance, SpeculationTree
 from ssd_serve.messages import Growth
 
 _ORPHAN_LIMIT = 256
@@ -15,9 +15,9 @@ _ORPHAN_ROUNDS = 2
 
 
 class _Orphan(NamedTuple):
-    """An expansion whose node may not be known yet, and the round in which it came."""
+    """An expansion whose node is not known yet, and the round in which it came."""
 
-    expansion: Expansion
+    expansion: Packed
     round: int
 
 
@@ -47,7 +47,10 @@ class Replica:
         if expansions is None:
             return True
         for expansion in expansions:
-            self._take(_Orphan(expansion, self._round))
+            if not self.tree.take(expansion):
+                self._keep(_Orphan(expansion, self._round))
+            elif expansion.name in self._orphans:
+                self._adopt(expansion.name)
         return self._in_sequence(growth)
 
     def restart(self, source: str) -> None:
@@ -62,33 +65,30 @@ class Replica:
         self._orphans.clear()
         self._waiting = 0
         for orphan in left:
-            if orphan.round + _ORPHAN_ROUNDS > self._round:
-                self._take(orphan)
+            if orphan.round + _ORPHAN_ROUNDS <= self._round:
+                continue
+            if self.tree.take(orphan.expansion):
+                self._adopt(orphan.expansion.name)
+            else:
+                self._keep(orphan)
         return advance
 
-    def _take(self, orphan: _Orphan) -> None:
-        """Attach an expansion whose node is known, and those that waited for it; keep another for a while. A
-        full tree takes no more, which is not a reason to wait."""
-        found = [orphan]
-        while found:
-            each = found.pop()
-            expansion = each.expansion
-            node = self._find(expansion)
-            if node is not None:
-                self.tree.expand(node, expansion.tokens, expansion.log_probabilities)
-                if self._waiting:
-                    adopted = self._orphans.pop(node.name, [])
-                    self._waiting -= len(adopted)
-                    found.extend(adopted)
-            elif self._waiting < _ORPHAN_LIMIT:
-                self._orphans.setdefault(expansion.parent, []).append(each)
-                self._waiting += 1
+    def _keep(self, orphan: _Orphan) -> None:
+        """Keep an expansion for a while: its node may still come."""
+        if self._waiting < _ORPHAN_LIMIT:
+            self._orphans.setdefault(orphan.expansion.parent, []).append(orphan)
+            self._waiting += 1
 
-    def _find(self, expansion: Expansion) -> Node | None:
-        parent = None if expansion.step == ROOT_STEP else self.tree.get(expansion.parent)
-        if parent is None:
-            return self.tree.get(expansion.name)  # a root, or a node that has become one
-        return self.tree.child(parent, expansion.step)
+    def _adopt(self, name: int) -> None:
+        """Take what waited for the candidates of this node, and what waited for those of it."""
+        names = [name]
+        while names:
+            for orphan in self._orphans.pop(names.pop(), ()):
+                self._waiting -= 1
+                if self.tree.take(orphan.expansion):
+                    names.append(orphan.expansion.name)
+                else:
+                    self._keep(orphan)
 
     def _in_sequence(self, growth: Growth) -> bool:
         expected = self._next_sequence.get(growth.source, 0)

@@ -4,7 +4,8 @@ away.
 Both sides hold one: the drafter grows it, the verifier's replica mirrors it. A node's name is a 64-bit chain,
 `name(child) = mix(name(parent), token)`, so that both sides name a new root alike, hit or miss. An expanded
 node holds its ranked candidates as two lists; a candidate becomes a `Node` only when somebody looks at it, so
-that a step costs time by expansions, not by guesses. The tree knows no KV slots, no models and no messages.
+that a step costs time by expansions, not by guesses. Expansions that come packed stay so until somebody looks
+at their node: of most nobody ever does. The tree knows no KV slots, no models and no messages.
 """
 
 import heapq
@@ -12,8 +13,33 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 from ssd_serve.seeds import mix
+
+
+class Unread(Protocol):
+    """An expansion whose candidates can be read later. `name` is its node's; `parent` and `step` lead to it,
+    but for a root. `size` candidates, which may be none."""
+
+    @property
+    def name(self) -> int: ...
+    @property
+    def parent(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def read(self) -> tuple[Sequence[int], Sequence[float]]:
+        """The candidates, best first, and their conditional log-probabilities."""
+        ...
+
+
+class _Hanging(NamedTuple):
+    """An expansion that nobody has looked at, and the depth of its node."""
+
+    expansion: Unread
+    depth: int
 
 
 class Node:
@@ -59,6 +85,8 @@ class SpeculationTree:
         self.root = Node(root_name, -1, None, 0.0)
         self.limit = limit
         self._known: dict[int, Node] = {root_name: self.root}
+        self._unread: dict[int, _Hanging] = {}
+        """By the name of their node, each after its parent's; none of these nodes has been looked at."""
         self._size = 0
         self._deepest = 0
         """Depth of the deepest candidate, counted as the nodes' own."""
@@ -68,8 +96,18 @@ class SpeculationTree:
         return self._size
 
     def get(self, name: int) -> Node | None:
-        """The root, or a node that was looked at."""
-        return self._known.get(name)
+        """The root, or a node that was looked at or whose expansion has come."""
+        steps: list[int] = []
+        while name not in self._known:
+            hanging = self._unread.get(name)
+            if hanging is None:
+                return None
+            steps.append(hanging.expansion.step)
+            name = hanging.expansion.parent
+        node: Node | None = self._known[name]
+        while node is not None and steps:
+            node = self.child(node, steps.pop())
+        return node
 
     def child(self, node: Node, token: int) -> Node | None:
         """The child of `node` by this token, if it is a candidate."""
@@ -81,6 +119,39 @@ class SpeculationTree:
     def child_at(self, node: Node, rank: int) -> Node:
         """The child of `node` of this rank."""
         return node.children.get(node.tokens[rank]) or self._look(node, rank)
+
+    def expanded_child(self, node: Node, rank: int) -> Node | None:
+        """The child of `node` of this rank, if its own candidates are known."""
+        token = node.tokens[rank]
+        child = node.children.get(token)
+        if child is None and self._unread and mix(node.name, token) in self._unread:
+            child = self._look(node, rank)
+        return child if child is not None and child.tokens else None
+
+    def take(self, expansion: Unread) -> bool:
+        """Give the node that an expansion names its candidates, read when somebody looks at it; False when
+        the tree does not have the node. A full tree takes no more, which is not a reason to wait."""
+        name = expansion.name
+        if name in self._known or name in self._unread:
+            node = self.get(name)
+            if node is not None:
+                self.expand(node, *expansion.read())
+            return True
+        above = self._unread.get(expansion.parent)
+        if above is not None:  # which candidates that one has is seen when somebody looks
+            depth = above.depth + 1
+        else:
+            parent = self._known.get(expansion.parent)
+            if parent is None or expansion.step not in parent.tokens:
+                return False
+            depth = parent.depth + 1
+        size = expansion.size
+        if size and self._size + size <= self.limit:
+            self._unread[name] = _Hanging(expansion, depth)
+            self._size += size
+            if depth >= self._deepest:
+                self._deepest = depth + 1
+        return True
 
     def expand(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
         """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is
@@ -106,6 +177,8 @@ class SpeculationTree:
 
     def expanded(self) -> Iterator[Node]:
         """All expanded nodes, the root included, each after its parent."""
+        for name in list(self._unread):
+            self.get(name)
         waiting = [self.root]
         while waiting:
             node = waiting.pop()
@@ -173,6 +246,7 @@ class SpeculationTree:
             depth = self.root.depth + len(tokens)
             self.root = Node(name, tokens[-1], None, 0.0)
             self.root.depth = depth
+            self._read(self.root)
         self._recount()
         return Advance(tuple(path), hit)
 
@@ -187,14 +261,29 @@ class SpeculationTree:
                 size += len(node.tokens)
                 deepest = max(deepest, node.depth + 1)
                 waiting.extend(node.children.values())
-        self._known, self._size, self._deepest = known, size, deepest
+        unread: dict[int, _Hanging] = {}
+        for name, hanging in self._unread.items():
+            above = known.get(hanging.expansion.parent)
+            if hanging.expansion.parent in unread or (above and hanging.expansion.step in above.tokens):
+                unread[name] = hanging
+                size += hanging.expansion.size
+                deepest = max(deepest, hanging.depth + 1)
+        self._known, self._unread, self._size, self._deepest = known, unread, size, deepest
 
     def _look(self, node: Node, rank: int) -> Node:
         token = node.tokens[rank]
         child = Node(mix(node.name, token), token, node, node.cumulatives[rank])
         node.children[token] = child
         self._known[child.name] = child
+        self._read(child)
         return child
+
+    def _read(self, node: Node) -> None:
+        """Give a node, looked at now for the first time, the candidates that came packed."""
+        hanging = self._unread.pop(node.name, None)
+        if hanging is not None:
+            self._size -= hanging.expansion.size
+            self.expand(node, *hanging.expansion.read())
 
     def _merge(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
         merged = dict(zip(node.tokens, node.cumulatives, strict=True))

@@ -53,11 +53,12 @@ def rank(parts: Sequence[Part], most: int, context: int, width: int, least: floa
         reach = math.exp(-cost)
         if reach < least:
             break
-        _, deepest, base = trees[index]
+        tree, deepest, base = trees[index]
         token, place = parent.tokens[rank], counts[index]
         ranked.append((reach, index, token, above))
         counts[index] = place + 1
         order += 2
+        node = tree.expanded_child(parent, rank) if parent.depth + 1 < deepest else None
         rank += 1
         if rank < len(parent.tokens):
             heapq.heapreplace(heap, (base - parent.cumulatives[rank], order, index, parent, above, rank))
@@ -65,8 +66,7 @@ def rank(parts: Sequence[Part], most: int, context: int, width: int, least: floa
             heapq.heappop(heap)
         if parent.depth + 1 >= deepest:
             continue
-        node = parent.children.get(token)  # what nobody has looked at has no children
-        if node is not None and node.tokens:
+        if node is not None:
             heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, place, 0))
         elif token not in parts[index].request.ends:
             leaves.append(reach)

@@ -26,12 +26,18 @@ EXPANSIONS = st.lists(
 
 @given(EXPANSIONS)
 def test_what_is_packed_is_unpacked(expansions: list[Expansion]) -> None:
-    assert unpack(pack(3, 1, 0, expansions, "d", snapshot=False), VOCABULARY) == expansions
+    packed = unpack(pack(3, 1, 0, expansions, "d", snapshot=False), VOCABULARY)
+    assert packed is not None
+    read = [(each.parent, each.step, *map(list, each.read())) for each in packed]
+    assert read == [tuple(each) for each in expansions]
+    assert [each.size for each in packed] == [len(each.tokens) for each in expansions]
 
 
 def test_a_node_is_named_by_its_parent_and_token_and_a_root_by_itself() -> None:
-    assert Expansion(5, ROOT_STEP, [], []).name == 5
-    assert Expansion(5, 9, [], []).name == mix(5, 9)
+    expansions = [Expansion(5, ROOT_STEP, [], []), Expansion(5, 9, [1], [-0.5])]
+    packed = unpack(pack(3, 1, 0, expansions, "d", snapshot=False), VOCABULARY)
+    assert packed is not None
+    assert [each.name for each in packed] == [5, mix(5, 9)]
 
 
 @given(
@@ -46,9 +52,10 @@ def test_random_bytes_are_refused_or_sound(
 ) -> None:
     found = unpack(Growth(1, 1, 0, parents, steps, counts, tokens, values), VOCABULARY)
     for each in found or []:
-        assert len(each.tokens) == len(each.log_probabilities)
-        assert all(0 <= token < VOCABULARY for token in each.tokens)
-        assert np.isfinite(each.log_probabilities).all()
+        read, log_probabilities = each.read()
+        assert len(read) == len(log_probabilities) == each.size
+        assert all(0 <= token < VOCABULARY for token in read)
+        assert np.isfinite(log_probabilities).all()
 
 
 def test_buffers_that_do_not_fit_each_other_are_refused() -> None:
