@@ -122,7 +122,7 @@ class Target:
         if self.channel is not None:
             self.channel.close()
         self.channel, self._paused = None, False
-        self._log.warning("verifier left", verifier=self._address)
+        self._log.info("verifier left", verifier=self._address)
         for request in self._requests():
             self._core.forget(request)
 
