@@ -21,6 +21,7 @@ from ssd_serve.bench.faults_judge import judge
 from ssd_serve.bench.faults_kinds import RANK_FAULTS, SERVER_KILLED, Fault, faults_of, node_lost
 from ssd_serve.bench.faults_proxy import MessageFaults
 from ssd_serve.bench.faults_ray import two_nodes
+from ssd_serve.bench.faults_report import Outcome
 from ssd_serve.bench.faults_site import Site
 from ssd_serve.bench.load_servers import served
 from ssd_serve.bench.machine import hardware, versions
@@ -48,30 +49,6 @@ class Plan:
     def wants(self, fault: Fault) -> bool:
         """Whether the fault is to be tried."""
         return not self.only or any(word in fault.name for word in self.only)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one fault did. Times in seconds since it struck; None where there is nothing to notice."""
-
-    fault: str
-    lost: int
-    """Tokens that clients never got."""
-    wrong: int
-    """Texts that differ from the undisturbed ones by more than a near-tie."""
-    near_ties: int
-    noticed_s: float | None
-    recovered_s: float | None
-    """Until the last client got a token after its longest wait, 0 where none had to wait; None where a client
-    was cut off."""
-    whole_s: float | None
-    """Until every process was there again and as many drafters had joined; None where it does not apply."""
-    stall_s: float
-    """The longest time that a client got nothing."""
-    errors: tuple[str, ...]
-    speculates: bool | None
-    """Whether drafts were found ready afterwards."""
-    more: dict[str, float]
 
 
 def run_faults(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:

@@ -1,28 +1,39 @@
-"""What the fault benchmark prints. Knows its result file alone."""
+"""What the fault benchmark found, and how it is printed. Knows its result file alone."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from ssd_serve.bench.document import read_as
 
 
-class _Outcome(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one fault did. Times in seconds since it struck; None where there is nothing to notice."""
+
     fault: str
     lost: int
+    """Tokens that clients never got."""
     wrong: int
+    """Texts that differ from the undisturbed ones by more than a near-tie."""
     near_ties: int
     noticed_s: float | None
     recovered_s: float | None
+    """Until the last client got a token after its longest wait, 0 where none had to wait; None where a client
+    was cut off."""
     whole_s: float | None
+    """Until every process was there again and as many drafters had joined; None where it does not apply."""
     stall_s: float
-    errors: list[str]
+    """The longest time that a client got nothing."""
+    errors: tuple[str, ...]
     speculates: bool | None
+    """Whether drafts were found ready afterwards."""
     more: dict[str, float]
 
 
 class _Result(msgspec.Struct, frozen=True):
-    outcomes: list[_Outcome]
+    outcomes: list[Outcome]
 
 
 _HEAD = (
@@ -55,7 +66,7 @@ def harmless(result: Mapping[str, object]) -> bool:
     )
 
 
-def _read(result: Mapping[str, object]) -> list[_Outcome]:
+def _read(result: Mapping[str, object]) -> list[Outcome]:
     return read_as(_Result, result, "faults").outcomes
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.seeds import mix
+from tests.cache.walking import Path, find
 
 ROOT = 77
 LIMIT = 60
-Path = tuple[int, ...]
 TOKENS = st.lists(st.integers(0, 7), min_size=1, max_size=5)
 LOG_PROBABILITIES = st.lists(
     st.sampled_from([-4.0, -2.0, -1.5, -1.0, -0.5, -0.1, 0.0, 2.0]), min_size=5, max_size=5
@@ -65,14 +65,6 @@ class Reference:
         }
         self.candidates = {path[len(tokens) :]: value for path, value in kept.items() if path != tokens}
         return hit
-
-
-def find(tree: SpeculationTree, path: Path) -> Node:
-    node: Node | None = tree.root
-    for token in path:
-        node = tree.child(node, token) if node is not None else None
-    assert node is not None
-    return node
 
 
 class Trees(RuleBasedStateMachine):

@@ -7,12 +7,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.seeds import mix
+from tests.cache.walking import Path, find
 
 ROOT = 77
 LIMIT = 60
-Path = tuple[int, ...]
 GUESSES = st.lists(
     st.tuples(st.integers(0, 7), st.sampled_from([-4.0, -2.0, -1.0, -0.5, -0.1, 0.0])),
     min_size=1,
@@ -62,14 +62,6 @@ def candidates(tree: SpeculationTree) -> dict[Path, float]:
         for token, value in zip(node.tokens, node.cumulatives, strict=True):
             found[(*path, token)] = value - tree.root.cumulative
     return found
-
-
-def find(tree: SpeculationTree, path: Path) -> Node:
-    node: Node | None = tree.root
-    for token in path:
-        node = tree.child(node, token) if node is not None else None
-    assert node is not None
-    return node
 
 
 @given(st.data())

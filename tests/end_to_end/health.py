@@ -1,11 +1,31 @@
-"""Waiting until a server that was started as a process can generate."""
+"""A server as a process, from the moment when it can generate."""
 
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+
+Server = tuple["subprocess.Popen[bytes]", str, Path]
+"""The process, its address and its log."""
+
+
+@contextmanager
+def running(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int
+) -> Generator[Server]:
+    """A server that answers at this port, in a session of its own; it is killed in the end."""
+    url, log = f"http://127.0.0.1:{port}", folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    try:
+        await_health(process, url, log)
+        yield process, url, log
+    finally:
+        process.kill()
+        process.wait()
 
 
 def await_health(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
@@ -14,7 +13,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.end_to_end.health import await_health
+from tests.end_to_end.health import Server, running
 from tests.end_to_end.tiny_pair import write_pair
 
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
@@ -28,9 +27,7 @@ def temporary() -> Generator[Path]:
 
 
 @contextmanager
-def serving(
-    folder: Path, temporary: Path, *flags: str
-) -> Generator[tuple["subprocess.Popen[bytes]", str, Path]]:
+def serving(folder: Path, temporary: Path, *flags: str) -> Generator[Server]:
     """A running server that answers; Ray's files and its own go below `temporary`."""
     target, draft = (str(model) for model in write_pair(folder / "pair"))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -38,15 +35,8 @@ def serving(
     command = [sys.executable, "-m", "ssd_serve", "serve", target, "--draft", draft, "--port", str(port)]
     command += ["--mode", "ssd", "--dtype", "fp32", "--kv-memory-mb", "64", *flags]
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        await_health(process, url, folder / "log")
-        yield process, url, folder / "log"
-    finally:
-        process.kill()
-        process.wait()
+    with running(command, environment, folder, port) as server:
+        yield server
 
 
 @pytest.mark.parametrize(

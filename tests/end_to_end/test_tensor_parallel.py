@@ -15,11 +15,10 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.end_to_end.health import await_health
+from tests.end_to_end.health import Server, await_health, running
 from tests.end_to_end.tiny_pair import write_pair
 
 Pair = tuple[Path, Path]
-Server = tuple["subprocess.Popen[bytes]", str, Path]
 PROMPTS = ("def f(", "import os\n", "class Tree:")
 RANKS = {"ssd: verifier", "ssd: rank-1"}
 
@@ -48,15 +47,8 @@ def serving(pair: Pair, folder: Path, mode: str, ranks: int) -> Generator[Server
         "SSD_TENSOR_PARALLEL": str(ranks),
     }
     command = [sys.executable, "-m", "ssd_serve", "serve"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        await_health(process, url, folder / "log")
-        yield process, url, folder / "log"
-    finally:
-        process.kill()
-        process.wait()
+    with running(command, environment, folder, port) as server:
+        yield server
 
 
 def workers(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
