@@ -140,8 +140,7 @@ def connect_socket(
     address: str, timeout_s: float, *, key: str = "", give_up: Callable[[], bool] = lambda: False
 ) -> socket.socket:
     """The same as a bare socket."""
-    if address.startswith(_TCP):
-        _check_key(key, f"connecting to {address}")
+    check_address(address, key)
     deadline, pause_s = time.monotonic() + timeout_s, _RETRY_S
     while True:
         try:
@@ -172,6 +171,16 @@ def _connect_once(address: str, key: str, deadline: float, give_up: Callable[[],
         connection.close()
         raise
     return connection
+
+
+def check_address(address: str, key: str) -> None:
+    """What no second try mends: an address that is neither a path nor `tcp://host:port`, or no key for TCP.
+    Raises `SettingsError`."""
+    if address.startswith(_TCP):
+        _host_and_port(address)
+        _check_key(key, f"connecting to {address}")
+    elif "/" not in address:
+        raise SettingsError(f"the address {address} must look like tcp://127.0.0.1:4711")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

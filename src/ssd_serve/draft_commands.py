@@ -11,6 +11,7 @@ import socket
 
 import setproctitle
 
+from ssd_serve.cluster.listener import check_address
 from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
 from ssd_serve.errors import SettingsError
@@ -38,6 +39,8 @@ def add_draft(commands: Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     settings = _drafting(resolve(given_flags(args)))
+    for address in args.connect:
+        check_address(address, settings.cluster_key or "")
     # In a container this is process 1, which a signal without a handler does not end.
     signal.signal(signal.SIGTERM, _leave)
     pin(parse_device(settings.draft_device or "cpu"))

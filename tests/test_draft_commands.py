@@ -1,0 +1,27 @@
+"""`ssd draft` says at once what no second try mends."""
+
+import pytest
+
+from ssd_serve.cli import main
+
+KEY = "a key of some length"
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "why"),
+    [
+        ("tcp://127.0.0.1:99999", KEY, "must look like tcp://127.0.0.1:4711"),
+        ("10.0.0.5:4711", KEY, "must look like tcp://127.0.0.1:4711"),
+        ("tcp://127.0.0.1:4711", "", "set SSD_CLUSTER_KEY to 16 characters"),
+    ],
+)
+def test_an_address_that_can_never_answer_is_refused(
+    address: str,
+    key: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SSD_CLUSTER_KEY", key)
+    assert main(["draft", "--connect", address]) == 2
+    assert why in capsys.readouterr().err
