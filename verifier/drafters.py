@@ -141,9 +141,7 @@ class Drafters:
                     grown += self._take(link, message, requests)
             except (ProtocolError, PairMismatchError) as error:
                 self._log.warning("drafter refused", name=link.name, reason=str(error))
-                link.channel.send(Refusal(str(error)))
-                link.channel.flush()
-                link.channel.close()
+                _refuse(link, str(error))
             if link.channel.closed:
                 self._leave(link, requests)
             else:
@@ -211,8 +209,8 @@ class Drafters:
             return
         if not link.synchronous:
             for other in self._beside():
-                if other.name == hello.name:  # it has come back before its old connection was seen to end
-                    other.channel.close()
+                if other.name == hello.name:  # perhaps itself, back before its old connection was seen to end
+                    _refuse(other, f"another drafter has joined as {hello.name}: give each a name of its own")
             self.rejoins += hello.name in self._known
             self._known.add(hello.name)
         link.join(self._hello, hello)
@@ -252,6 +250,12 @@ class Drafters:
 
 def _team(link: Link) -> tuple[bool, str]:
     return link.synchronous, link.source
+
+
+def _refuse(link: Link, why: str) -> None:
+    link.channel.send(Refusal(why))
+    link.channel.flush()
+    link.channel.close()
 
 
 def check_hello(mine: Hello, theirs: Hello) -> None:

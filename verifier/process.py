@@ -14,7 +14,7 @@ from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError, PermissionProblemError
-from ssd_serve.logs import Logger, get_logger
+from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import (
     PROTOCOL_VERSION,
@@ -179,8 +179,10 @@ def _others(settings: Settings, log: Logger) -> list[Listener]:
     if not settings.drafter_address or settings.mode is not Mode.SSD:
         return []
 
+    sparingly = Sparingly(log)  # anybody who reaches the port can be refused
+
     def refused(why: str) -> None:
-        log.warning("drafter refused", reason=why)
+        sparingly.warning("drafter refused", reason=why)
 
     return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
 

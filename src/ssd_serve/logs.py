@@ -7,10 +7,11 @@ of what is logged, and never raises because of a line that cannot be written.
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
@@ -60,6 +61,28 @@ class Logger:
         with contextlib.suppress(OSError, ValueError):
             stream.write(line(_now(), level, self.process, event, merged) + "\n")
             stream.flush()
+
+
+class Sparingly:
+    """Warnings that others can cause as often as they like: one a minute, with how many there were."""
+
+    def __init__(
+        self, log: Logger, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log = log
+        self._every_s = every_s
+        self._clock = clock
+        self._due = -math.inf
+        self._unsaid = 0
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Say it, or count it until the next one that is said; `unsaid` tells of those before."""
+        if self._clock() < self._due:
+            self._unsaid += 1
+            return
+        self._due = self._clock() + self._every_s
+        unsaid, self._unsaid = self._unsaid, 0
+        self._log.warning(event, **fields, **({"unsaid": unsaid} if unsaid else {}))
 
 
 def get_logger(process: str, level: Level = "info", style: Style = "text") -> Logger:

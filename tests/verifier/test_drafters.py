@@ -378,3 +378,13 @@ def test_a_drafter_that_comes_back_replaces_what_is_left_of_it() -> None:
     assert lost.closed
     assert house.drafters.requests == {"d0": 2}
     assert (house.drafters.alive, house.drafters.rejoins) == (1, 1)
+
+
+def test_of_two_drafters_with_one_name_the_first_is_told_why_it_must_leave() -> None:
+    house = House()
+    first = house.join()
+    first.receive()
+    house.join()
+    (refusal,) = of(Refusal, first.receive())
+    assert isinstance(refusal, Refusal)
+    assert "joined as d0: give each a name of its own" in refusal.message
