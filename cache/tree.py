@@ -268,6 +268,9 @@ class SpeculationTree:
                 unread[name] = hanging
                 size += hanging.expansion.size
                 deepest = max(deepest, hanging.depth + 1)
+        for name, node in self._known.items():
+            if name not in known:
+                node.parent = None  # else it and its parent would keep each other from being freed
         self._known, self._unread, self._size, self._deepest = known, unread, size, deepest
 
     def _look(self, node: Node, rank: int) -> Node:

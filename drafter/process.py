@@ -14,7 +14,7 @@ from ssd_serve.drafter.target import Target
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
-from ssd_serve.memory import settle_memory
+from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import Growth, Heartbeat
 from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.settings import Settings
@@ -59,6 +59,7 @@ class Loop:
         self._step_s = step_s
         self._patient = patient
         self._beat_at = 0.0
+        self._heap = Heap()
 
     def run(self) -> None:
         """Until all verifiers are gone for good. Never spins: without work it sleeps on the sockets."""
@@ -105,3 +106,4 @@ class Loop:
             )
             for target in self._targets:
                 target.beat(beat)
+            self._heap.trim_when_due()

@@ -15,7 +15,7 @@ from ssd_serve.cluster.polling import poll
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError, PermissionProblemError
 from ssd_serve.logs import Logger, Sparingly, get_logger
-from ssd_serve.memory import settle_memory
+from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -96,6 +96,7 @@ class Loop:
         self._log = log
         self._health = engine.watch.health
         self._remembered_at = time.monotonic()
+        self._heap = Heap()
 
     def await_drafters(self, timeout_s: float, count: int) -> None:
         """Wait until so many drafters with a device of their own have joined; go on without those that do not
@@ -155,6 +156,7 @@ class Loop:
                 self._unsent.append(self._status())
             self._tell_health()
             self._engine.drafters.beat()
+            self._heap.trim_when_due()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now
             self._remember()

@@ -15,7 +15,7 @@ from ssd_serve.cluster.ranks import Follower, Leader, RankFiles
 from ssd_serve.kernels.checked import DifferenceLog
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
-from ssd_serve.memory import settle_memory
+from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served, torch_device
 from ssd_serve.models.parallel import Group, Parallel
@@ -74,7 +74,13 @@ def run(settings: Settings, rank: int, files: RankFiles) -> None:
     )
     settle_memory()
     link.say_ready()
-    follow(model, link.hear)
+    heap = Heap()
+
+    def hear() -> bytearray | None:
+        heap.trim_when_due()
+        return link.hear()
+
+    follow(model, hear)
 
 
 def _join(settings: Settings, rank: int, files: RankFiles) -> TorchGroup:

@@ -1,5 +1,6 @@
 """The speculation tree, against a slow obvious one that spells out every candidate."""
 
+import gc
 import math
 from collections.abc import Sequence
 
@@ -168,6 +169,21 @@ def test_a_hit_keeps_everything_below_the_new_root_and_its_nodes() -> None:
     assert [node.token for node in tree.best(9, 9)] == [5]
     assert tree.reach(find(tree, (5,))) == pytest.approx(math.exp(-0.2))
     assert tree.get(one.name) is None
+
+
+@pytest.mark.parametrize("committed", [[1, 3], [1, 9], [7]])
+def test_what_an_advance_leaves_behind_is_freed_at_once(committed: list[int]) -> None:
+    tree = SpeculationTree(ROOT, 100)
+    tree.expand(tree.root, [1, 2], [-0.1, -3.0])
+    for path in ((1,), (2,), (1, 3)):
+        tree.expand(find(tree, path), [3, 4], [-0.5, -1.0])
+    gc.collect()
+    gc.disable()
+    try:
+        tree.advance(committed)
+        assert gc.collect() == 0, "garbage that waits for a collection"
+    finally:
+        gc.enable()
 
 
 def test_a_miss_leaves_a_lonely_root_of_the_right_name() -> None:
