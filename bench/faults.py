@@ -110,13 +110,13 @@ async def _run_group(group: _Group, plan: Plan, folder: Path, say: Callable[[str
         wished = await asyncio.to_thread(wishes, site.url, plan.requests, plan.tokens)
         undisturbed = await _streams(site.url, wished)
         for fault in group.faults:
-            outcomes.append(await _strike(group.settings, site, proxy, fault, undisturbed))
+            heard = [Heard(wish) for wish in wished]
+            outcomes.append(await _strike(group.settings, site, proxy, fault, undisturbed, heard))
             say(str(outcomes[-1]))
     if SERVER_KILLED in group.faults:
         async with _site(group, folder) as (site, _):
-            again = await _streams(site.url, wished)
-        wrong = judge(group.settings, undisturbed, again).wrong
-        outcomes[-1] = replace(outcomes[-1], more={"wrong_when_sent_again": wrong})
+            outcomes[-1] = await _go_on(group.settings, site, outcomes[-1], undisturbed, heard)
+            say(str(outcomes[-1]))
     return outcomes
 
 
@@ -139,9 +139,10 @@ async def _site(group: _Group, folder: Path) -> AsyncGenerator[tuple[Site, Messa
 
 
 async def _streams(url: str, wished: Sequence[Wish]) -> list[Heard]:
-    clients = Clients(url, wished)
+    heard = [Heard(wish) for wish in wished]
+    clients = Clients(url, heard)
     clients.begin()
-    heard = await clients.end()
+    await clients.end()
     errors = [one.error for one in heard if one.error]
     if errors:
         raise SsdError(f"an undisturbed request failed: {errors[0]}")
@@ -149,12 +150,17 @@ async def _streams(url: str, wished: Sequence[Wish]) -> list[Heard]:
 
 
 async def _strike(
-    settings: Settings, site: Site, proxy: MessageFaults | None, fault: Fault, undisturbed: Sequence[Heard]
+    settings: Settings,
+    site: Site,
+    proxy: MessageFaults | None,
+    fault: Fault,
+    undisturbed: Sequence[Heard],
+    heard: Sequence[Heard],
 ) -> Outcome:
-    """Begin all streams, let the fault happen, and see what comes of them and of the server."""
+    """Begin all streams, let the fault happen, and see what comes of them, in `heard`, and of the server."""
     names, drafters = set(site.pids()), site.metric("ssd_drafters_alive")
     before = site.pids()
-    clients = Clients(site.url, [heard.wish for heard in undisturbed])
+    clients = Clients(site.url, heard)
     clients.begin()
     await clients.until_each_has(_BEGUN)
     struck = time.monotonic()
@@ -162,7 +168,7 @@ async def _strike(
     noticing = asyncio.create_task(_notice(site, fault, before, struck))
     await asyncio.sleep(fault.lasts_s)
     more = await asyncio.to_thread(heal)
-    heard = await clients.end()
+    await clients.end()
     noticed_s = await noticing
     whole_s: float | None = None
     speculates: bool | None = None
@@ -170,23 +176,54 @@ async def _strike(
         await asyncio.to_thread(site.await_whole, names, drafters)
         whole_s = round(time.monotonic() - struck, 2)
         speculates = await asyncio.to_thread(site.speculates)
-    verdict = judge(settings, undisturbed, heard)
-    stalls = [one.stall(struck) for one in heard]
-    recovered_s = max((end - struck for end, length in stalls if length > _A_STALL_S), default=0.0)
     errors = tuple(sorted({one.error for one in heard if one.error}))
+    verdict = judge(settings, undisturbed, heard)
+    recovered_s, stall_s = _waits(heard, struck)
     return Outcome(
         fault=fault.name,
         lost=verdict.lost,
         wrong=verdict.wrong,
         near_ties=verdict.near_ties,
         noticed_s=noticed_s,
-        recovered_s=None if errors else round(recovered_s, 2),
+        recovered_s=None if errors else recovered_s,
         whole_s=whole_s,
-        stall_s=round(max(length for _, length in stalls), 2),
+        stall_s=stall_s,
         errors=errors,
         speculates=speculates,
         more=more,
     )
+
+
+async def _go_on(
+    settings: Settings, site: Site, outcome: Outcome, undisturbed: Sequence[Heard], heard: Sequence[Heard]
+) -> Outcome:
+    """Somebody has started the server again: who was cut off sends the request with the tokens that came."""
+    struck = max(one.times[-1] for one in heard)
+    cut_off = {
+        "tokens_cut_off": float(outcome.lost),
+        "clients_cut_off": sum(bool(one.error) for one in heard),
+    }
+    clients = Clients(site.url, heard)
+    clients.begin()
+    await clients.end()
+    verdict = judge(settings, undisturbed, heard)
+    recovered_s, stall_s = _waits(heard, struck)
+    return replace(
+        outcome,
+        lost=verdict.lost,
+        wrong=verdict.wrong,
+        near_ties=verdict.near_ties,
+        recovered_s=recovered_s,
+        stall_s=stall_s,
+        more=cut_off,
+    )
+
+
+def _waits(heard: Sequence[Heard], struck: float) -> tuple[float, float]:
+    """Seconds until the last client that had to wait went on, and the longest wait."""
+    stalls = [one.stall(struck) for one in heard]
+    recovered_s = max((end - struck for end, length in stalls if length > _A_STALL_S), default=0.0)
+    return round(recovered_s, 2), round(max(length for _, length in stalls), 2)
 
 
 async def _notice(site: Site, fault: Fault, before: dict[str, int], struck: float) -> float | None:

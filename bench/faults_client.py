@@ -25,8 +25,8 @@ class Wish:
     temperature: float
     tokens: int
 
-    def body(self) -> dict[str, object]:
-        """As the API takes it."""
+    def body(self, had: Sequence[int]) -> dict[str, object]:
+        """As the API takes it, from who has these tokens of the answer already."""
         return {
             "prompt": self.prompt,
             "max_tokens": self.tokens,
@@ -35,6 +35,7 @@ class Wish:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "generated_token_ids": had,
         }
 
 
@@ -83,10 +84,10 @@ def wishes(url: str, count: int, tokens: int) -> list[Wish]:
 
 
 class Clients:
-    """Streams wishes, all at once."""
+    """Streams wishes, all at once, each behind the tokens that were heard of it before."""
 
-    def __init__(self, url: str, wished: Sequence[Wish]) -> None:
-        self.heard = [Heard(wish) for wish in wished]
+    def __init__(self, url: str, heard: Sequence[Heard]) -> None:
+        self.heard = heard
         self._http = httpx.AsyncClient(
             base_url=url, timeout=httpx.Timeout(_SILENCE_S, connect=10.0), trust_env=False
         )
@@ -101,16 +102,18 @@ class Clients:
         while not all(len(heard.tokens) >= tokens or heard.error for heard in self.heard):
             await asyncio.sleep(0.005)
 
-    async def end(self) -> list[Heard]:
+    async def end(self) -> None:
         """Wait for all ends."""
         await asyncio.gather(*self._tasks)
         await self._http.aclose()
-        return self.heard
 
     async def _stream(self, heard: Heard) -> None:
-        pending = b""
+        heard.error, pending = "", b""
+        if len(heard.tokens) == heard.wish.tokens:
+            return
+        body = heard.wish.body(heard.tokens)
         try:
-            async with self._http.stream("POST", "/v1/completions", json=heard.wish.body()) as response:
+            async with self._http.stream("POST", "/v1/completions", json=body) as response:
                 if not response.is_success:
                     await response.aread()
                     heard.error = f"status {response.status_code}"

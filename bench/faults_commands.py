@@ -38,7 +38,7 @@ def add_faults(commands: Commands) -> None:
 
 
 def _run_faults(args: argparse.Namespace) -> int:
-    """0: no token was lost or wrong but by a killed server; 1: some were."""
+    """0: no token was lost or wrong; 1: some were."""
     from ssd_serve.bench.faults import Plan, run_faults
     from ssd_serve.bench.faults_report import harmless, table
 

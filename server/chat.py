@@ -10,6 +10,7 @@ from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, answer
 from ssd_serve.server.body import read_body
 from ssd_serve.server.completions import check_stream_options, usage_wanted
+from ssd_serve.server.continuing import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.generation import Ending, Output, Piece, Plan
 from ssd_serve.server.naming import request_name
@@ -121,8 +122,9 @@ class ChatEndpoint:
         )
         seed = random_seed() if body.seed is None else body.seed
         skip_special = given(body.skip_special_tokens, True)
+        generated = generated_tokens(body, ready, rules, choices, parameters.max_tokens)
         plans = [
-            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special)
+            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, generated)
             for i in range(choices)
         ]
         shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))

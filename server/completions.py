@@ -10,6 +10,7 @@ from ssd_serve.messages import TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, answer
 from ssd_serve.server.body import read_body
+from ssd_serve.server.continuing import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.generation import Ending, Output, Piece, Plan
 from ssd_serve.server.naming import request_name
@@ -131,6 +132,8 @@ class CompletionsEndpoint:
         scored = bool(body.echo) and body.logprobs is not None
         if scored and body.stream:
             raise bad_request("echo: with logprobs it cannot be streamed", "echo", "not_built")
+        if body.echo and body.generated_token_ids:
+            raise bad_request("echo: not where an answer goes on", "echo", "invalid_value")
         choices = given(body.n, 1)
         if body.best_of is not None and body.best_of != choices:
             raise bad_request(
@@ -154,8 +157,9 @@ class CompletionsEndpoint:
                 bad_words=banned,
                 ending=rules.ending_tokens,
             )
+            generated = generated_tokens(body, ready, rules, choices * len(prompts), parameters.max_tokens)
             plans += [
-                Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special)
+                Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, generated)
                 for i in range(choices)
             ]
         shape = CompletionShape(

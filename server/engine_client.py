@@ -106,23 +106,29 @@ class EngineClient:
         self._die("the server is shutting down")
 
     def submit(
-        self, prompt: tuple[int, ...], parameters: SamplingParameters, seed: int, deliver: Deliver
+        self,
+        prompt: tuple[int, ...],
+        parameters: SamplingParameters,
+        seed: int,
+        deliver: Deliver,
+        output: tuple[int, ...] = (),
     ) -> int:
         """Send a request and return its number; `deliver` is called on the event loop with each report.
 
-        While another engine is awaited, the request waits with those that will go on there.
+        Its output begins with `output`, of which nothing is reported. While another engine is awaited, the
+        request waits with those that will go on there.
         """
         if self.dead is None and self._lost_at is None and self._line.closed:
             self._line.drain()
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         request = next(self._numbers)
-        message = Submit(request=request, prompt=prompt, parameters=parameters, seed=seed)
+        message = Submit(request, prompt, parameters, seed, output)
         if self._lost_at is not None:
             self._line.send_surely(message)
         elif not self._line.send(message) and not self._line.closed:
             raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
-        self._running[request] = Submitted(message, deliver)
+        self._running[request] = Submitted(message, deliver, list(output))
         return request
 
     def abort(self, request: int) -> None:

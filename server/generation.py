@@ -11,6 +11,7 @@ from types import TracebackType
 
 from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.messages import Committed, Figures, Finished, Refused, SamplingParameters, TokenLogprobs
+from ssd_serve.server.continuing import go_on_behind
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.metrics import Stopwatch
 from ssd_serve.server.service import Service
@@ -30,6 +31,8 @@ class Plan:
     seed: int
     rules: TextRules
     skip_special_tokens: bool
+    generated: tuple[int, ...] = ()
+    """Output that the client has from an earlier answer: this one goes on behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class _Choice:
         self.request = 0
         self.assembler = TextAssembler(detokenizer, plan.rules)
         self.watch = Stopwatch(service.metrics, len(plan.prompt))
+        self._before = len(plan.generated)
         self.running = False
         self.interrupted = False
         """More than one engine works on it: none of them knows all its figures."""
@@ -96,6 +100,10 @@ class _Choice:
     def stopped(self) -> bool:
         """Whether a stop string ended the text; the engine's word on it may still be missing."""
         return self.assembler.stopped_by is not None
+
+    @property
+    def _tokens(self) -> int:
+        return self.assembler.tokens - self._before
 
     def absorb(self, report: Committed) -> Piece:
         """Take tokens one by one, up to the one that completes a stop string."""
@@ -136,7 +144,7 @@ class _Choice:
         """Count the end, once."""
         if self.running:
             self.running = False
-            self.watch.end(reason, self.assembler.tokens)
+            self.watch.end(reason, self._tokens)
 
     def end_alone(self) -> Piece:
         """The text is complete but the engine did not say so: only what was seen here is known."""
@@ -146,7 +154,7 @@ class _Choice:
 
     def _seen(self) -> Figures:
         """What can be counted here."""
-        tokens = self.assembler.tokens
+        tokens = self._tokens
         # The first report ends the prompt; each later one is a round, whose last token is the bonus.
         return Figures(rounds=self._reports - 1, tokens=tokens, accepted=tokens - self._reports)
 
@@ -163,7 +171,10 @@ class Run:
     async def __aenter__(self) -> "Run":
         try:
             for index, plan in enumerate(self._plans):
-                self._submit(_Choice(self._service, index, plan), plan)
+                choice = _Choice(self._service, index, plan)
+                if plan.generated:
+                    await asyncio.to_thread(go_on_behind, plan.generated, choice.assembler)
+                self._submit(choice, plan)
         except BaseException:
             self._abort("error")
             raise
@@ -178,7 +189,9 @@ class Run:
         def deliver(report: Report) -> None:
             self._reports.put_nowait((choice, report))
 
-        choice.request = self._service.engine.submit(plan.prompt, plan.parameters, plan.seed, deliver)
+        choice.request = self._service.engine.submit(
+            plan.prompt, plan.parameters, plan.seed, deliver, plan.generated
+        )
         choice.running = True
         self._choices.append(choice)
 

@@ -21,6 +21,7 @@ from ssd_serve.server.fields import (
     StopTokenIds,
     Strict,
     Temperature,
+    TokenId,
     TokenIds,
     not_built,
 )
@@ -74,6 +75,11 @@ class GenerationRequest(Strict):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
 
+    generated_token_ids: list[TokenId] | None = Field(
+        None,
+        description="`token_ids` of an answer to this request, with the same seed, that broke off: "
+        "this one goes on behind them",
+    )
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = Field(

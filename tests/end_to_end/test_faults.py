@@ -172,6 +172,18 @@ def test_the_verifier_is_killed(server: Serving, undisturbed: list[dict[int, lis
     assert speculation["num_draft_tokens"] is None, "no engine knows all of them"
 
 
+def test_who_was_cut_off_gets_the_rest_of_the_same_text(
+    server: Serving, undisturbed: list[dict[int, list[int]]]
+) -> None:
+    for wish, (had, *others) in zip(WISHES, (list(texts.values()) for texts in undisturbed), strict=True):
+        if others:
+            continue
+        client = Client(server.url, {**wish, "generated_token_ids": had[: TOKENS // 2]})
+        client.run()
+        assert client.tokens == {0: had[TOKENS // 2 :]}
+        assert client.ends == ["length"]
+
+
 def test_the_verifier_hangs(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
     clients = server.stream(lambda: os.kill(server.pid("verifier"), signal.SIGSTOP))
     assert texts(clients) == undisturbed
