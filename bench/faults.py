@@ -106,6 +106,7 @@ def _chosen(groups: Sequence[_Group], plan: Plan) -> list[_Group]:
 
 async def _run_group(group: _Group, plan: Plan, folder: Path, say: Callable[[str], None]) -> list[Outcome]:
     outcomes: list[Outcome] = []
+    heard: list[Heard] = []
     async with _site(group, folder) as (site, proxy):
         wished = await asyncio.to_thread(wishes, site.url, plan.requests, plan.tokens)
         undisturbed = await _streams(site.url, wished)

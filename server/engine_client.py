@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -29,13 +30,11 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.server.line import Line, MessageChannel
-from ssd_serve.server.submitted import Deliver, Interrupted, Submitted
+from ssd_serve.server.submitted import MOST_LOSSES, Deliver, Interrupted, Submitted
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-_MOST_LOSSES = 3
-"""A request that was running at so many deaths in a row, without a token between them, may be their cause."""
 
 Reconnect = Callable[[], MessageChannel]
 """Waits, on a thread, for the channel of the next engine; raises `EngineDeadError` where none will come."""
@@ -67,6 +66,8 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._running: dict[int, Submitted] = {}
+        self._suspects: deque[int] = deque()
+        self._tried: Submitted | None = None
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
         self.ready: Ready | None = None
@@ -128,7 +129,7 @@ class EngineClient:
             self._line.send_surely(message)
         elif not self._line.send(message) and not self._line.closed:
             raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
-        self._running[request] = Submitted(message, deliver, list(output))
+        self._running[request] = Submitted(message, deliver, list(output), sent=self._lost_at is None)
         return request
 
     def abort(self, request: int) -> None:
@@ -153,6 +154,7 @@ class EngineClient:
         self._heard_at = time.monotonic()
         for message in messages:
             self._dispatch(message)
+        self._try_suspects()
 
     def _listen_for_silence(self, loop: asyncio.AbstractEventLoop) -> None:
         """What has arrived is heard first, also after this process was stopped for a while."""
@@ -222,7 +224,7 @@ class EngineClient:
         submitted.interrupt()
         if submitted.finishing:
             self._end(request, EngineDeadError("the figures of the request went with the engine"))
-        elif submitted.losses >= _MOST_LOSSES:
+        elif submitted.losses >= MOST_LOSSES:
             reason = f"{submitted.losses} engines in a row died while they worked on this request"
             logger.error("request %d is given up: %s", request, reason)
             self._end(request, EngineDeadError(reason))
@@ -251,9 +253,28 @@ class EngineClient:
             found.close()
             return
         self._line = Line(found, self._hear, self._lose)
+        self._tried = None
+        self._suspects = deque(number for number, each in self._running.items() if each.suspect)
         for submitted in self._running.values():
-            self._line.send_surely(submitted.again())
+            if not submitted.suspect:
+                self._send_again(submitted)
+        self._try_suspects()
         self._line.start(self._loop)
+
+    def _try_suspects(self) -> None:
+        """One at a time, until the engine has given it something: it is known then at whose request one dies."""
+        tried = self._tried
+        if tried is not None and not tried.fed and tried.first.request in self._running:
+            return
+        while self._suspects:
+            self._tried = self._running.get(self._suspects.popleft())
+            if self._tried is not None:
+                self._send_again(self._tried)
+                return
+
+    def _send_again(self, submitted: Submitted) -> None:
+        submitted.sent = True
+        self._line.send_surely(submitted.again())
 
     def _die(self, reason: str) -> None:
         if self.dead is not None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.messages import Committed, Finished, Refused, Submit
 
+MOST_LOSSES = 3
+"""A request that was running at so many deaths in a row, without a token between them, is their cause."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
@@ -36,8 +39,15 @@ class Submitted:
     interrupted: bool = False
     fed: bool = False
     """Its engine has given something."""
+    sent: bool = False
+    """The present engine was given it."""
     losses: int = 0
     """Engines in a row that died while they had it, and gave nothing."""
+
+    @property
+    def suspect(self) -> bool:
+        """It may be what the engines died of: the next one gets it alone of its kind."""
+        return self.losses >= MOST_LOSSES - 1
 
     def take(self, report: Committed) -> None:
         """More of it has come."""
@@ -47,8 +57,9 @@ class Submitted:
 
     def interrupt(self) -> None:
         """Its engine has died."""
-        self.losses = 0 if self.fed else self.losses + 1
-        self.fed, self.interrupted = False, True
+        if self.sent:
+            self.losses = 0 if self.fed else self.losses + 1
+        self.fed, self.sent, self.interrupted = False, False, True
 
     def again(self) -> Submit:
         """The request for an engine that knows nothing of it."""

@@ -243,6 +243,29 @@ async def test_a_request_that_kills_every_engine_is_given_up_and_the_others_go_o
     assert len(innocent.tokens) == 30
 
 
+async def test_who_only_waits_beside_a_request_that_kills_every_engine_gets_its_text(house: House) -> None:
+    await house.until(lambda: house.client.ready is not None)
+    heard = [Heard() for _ in range(4)]
+    for seed, each in enumerate(heard):
+        house.client.submit((1,), SamplingParameters(max_tokens=5), seed, each.reports.append)
+    guilty = heard[2]
+    deaths = 0
+    while not all(each.ended for each in heard):
+        house.engine.take()
+        if 3 in house.engine.requests:  # it dies before it gives anybody anything
+            house.die()
+            await house.until(lambda: house.client.lost_s is not None)
+            house.live()
+            await house.until(lambda: house.client.lost_s is None)
+            deaths += 1
+        else:
+            house.engine.step()
+        await asyncio.sleep(0.001)
+    assert isinstance(guilty.reports[-1], EngineDeadError)
+    assert deaths == 3
+    assert [len(each.tokens) for each in heard] == [5, 5, 0, 5]
+
+
 async def test_long_texts_go_on_although_the_next_engine_reads_nothing_while_it_loads(house: House) -> None:
     parameters = SamplingParameters(max_tokens=9)
     await house.until(lambda: house.client.ready is not None)
