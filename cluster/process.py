@@ -26,6 +26,7 @@ ORPHANED = 75
 """Exit code of a worker whose parent, or whose rank 0, went away or let it go."""
 
 _STDERR = 2
+_KILL_S = 10.0
 _SHAPES = "256"
 """Of products that oneDNN keeps: those of the last fifty numbers of rows. A new one takes some 0.5 ms."""
 _DEFAULTS = {
@@ -145,7 +146,10 @@ class WorkerProcess:
             return self.popen.wait(grace_s)
         except subprocess.TimeoutExpired:
             self.popen.kill()
-            return self.popen.wait()
+        try:
+            return self.popen.wait(_KILL_S)
+        except subprocess.TimeoutExpired:  # the kernel holds it, as a GPU's driver may for ever
+            return -signal.SIGKILL
 
 
 def worker_command(*arguments: str) -> list[str]:

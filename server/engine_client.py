@@ -262,7 +262,7 @@ class EngineClient:
         self._line.start(self._loop)
 
     def _try_suspects(self) -> None:
-        """One at a time, until the engine has given it something: it is known then at whose request one dies."""
+        """One at a time, until the engine has given it something: a death tells then whose fault it is."""
         tried = self._tried
         if tried is not None and not tried.fed and tried.first.request in self._running:
             return

@@ -1,0 +1,30 @@
+"""Worker processes as their parent sees them, where a real process would take too long to misbehave."""
+
+import signal
+import subprocess
+from typing import Any, cast
+
+from ssd_serve.cluster.process import WorkerProcess
+
+
+class Held:
+    """A process that the kernel holds: it hears no signal, and never ends."""
+
+    pid, stdin = 1, None
+
+    def __init__(self) -> None:
+        self.kills = 0
+        self.waited: list[float | None] = []
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.waited.append(timeout)
+        raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+
+
+def test_nobody_waits_for_ever_for_a_process_that_cannot_be_killed() -> None:
+    held = Held()
+    assert WorkerProcess("verifier", cast(Any, held)).stop(grace_s=0.5) == -signal.SIGKILL
+    assert (held.kills, held.waited) == (1, [0.5, 10.0])
