@@ -115,8 +115,11 @@ def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
 
 def test_what_is_compiled_for_the_cpu_is_not_used(native: NativeLibrary, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
+    wish = AttentionWish("sdpa")  # measuring which is fastest would take long here
     with pretended_device():
-        model = load_model(folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, native=native)
+        model = load_model(
+            folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, wish=wish, native=native
+        )
         assert model.facts.kernels == "torch"
         assert model.facts.attention != "native"
         model.forward(batches()[0]).completion.wait()
