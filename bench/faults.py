@@ -199,7 +199,7 @@ async def _go_on(
     settings: Settings, site: Site, outcome: Outcome, undisturbed: Sequence[Heard], heard: Sequence[Heard]
 ) -> Outcome:
     """Somebody has started the server again: who was cut off sends the request with the tokens that came."""
-    struck = max(one.times[-1] for one in heard)
+    struck = max((time for one in heard for time in one.times), default=time.monotonic())
     cut_off = {
         "tokens_cut_off": float(outcome.lost),
         "clients_cut_off": sum(bool(one.error) for one in heard),
@@ -216,6 +216,7 @@ async def _go_on(
         near_ties=verdict.near_ties,
         recovered_s=recovered_s,
         stall_s=stall_s,
+        errors=tuple(sorted({*outcome.errors, *(f"afterwards: {one.error}" for one in heard if one.error)})),
         more=cut_off,
     )
 

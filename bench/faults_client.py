@@ -35,7 +35,7 @@ class Wish:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
-            "generated_token_ids": had,
+            "generated_token_ids": [had],
         }
 
 

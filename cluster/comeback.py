@@ -42,6 +42,10 @@ class Comeback:
         self._worked = True
         self._ready_at = self._clock()
 
+    def forgive(self) -> None:
+        """The deaths so far had a cause that is gone. May be called from any thread."""
+        self._quick_deaths = 0
+
     def pause(self, code: int) -> float | None:
         """It died with this exit code: seconds until the next start, or None where there is none."""
         ready_at, self._ready_at = self._ready_at, None

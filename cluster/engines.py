@@ -52,6 +52,10 @@ class RunningEngine(Protocol):
         """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
         ...
 
+    def deaths_are_explained(self) -> None:
+        """The target's last deaths do not count: the request that caused them will not come again."""
+        ...
+
     def suspect_verifier(self, silent_s: float) -> None:
         """The verifier has said nothing for so long: it is killed and started again unless it computes."""
         ...

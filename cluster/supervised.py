@@ -38,6 +38,10 @@ class SupervisedEngine:
         """The verifier generates: from now on it is started again, with its ranks, when one of them dies."""
         self._supervisor.target_is_ready()
 
+    def deaths_are_explained(self) -> None:
+        """The target's last deaths do not count: the request that caused them will not come again."""
+        self._supervisor.deaths_are_explained()
+
     def suspect_verifier(self, silent_s: float) -> None:
         """The verifier has said nothing for so long: it is killed and started again unless it computes."""
         self._supervisor.suspect_verifier(silent_s)

@@ -141,6 +141,10 @@ class Supervisor:
         """The target generates: from now on it is started again when it dies."""
         self._comeback.ready()
 
+    def deaths_are_explained(self) -> None:
+        """The target's last deaths do not count: the request that caused them will not come again."""
+        self._comeback.forgive()
+
     def suspect_verifier(self, silent_s: float) -> None:
         """It has told its front end nothing for so long: it is ended, and with it the target, unless it
         computes. Call it again and again while that is so, from any thread."""

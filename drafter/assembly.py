@@ -1,5 +1,6 @@
 """Puts a drafter together from settings: model, slots, noise, source, core. Knows the parts, runs nothing."""
 
+import secrets
 from dataclasses import dataclass
 
 from ssd_serve.cache.slots import SlotPool
@@ -68,6 +69,7 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
         vocabulary=facts.vocabulary,
         context=facts.context,
         name=name,
+        instance=secrets.randbits(63),
         source=settings.draft_model,
         step_ms=1e3 * seconds[widths.width],
     )

@@ -63,7 +63,12 @@ class Job:
         """Usage at the end; a prompt counts once, however many choices it has."""
         firsts = range(0, len(self.plans), self.choices)
         prompt_tokens = sum(len(self.plans[first].prompt) for first in firsts)
-        cached = sum(endings[first].figures.cached_prompt_tokens for first in firsts if first in endings)
+        # An answer that goes on may have found some of its own tokens in the cache too.
+        cached = sum(
+            min(endings[first].figures.cached_prompt_tokens, len(self.plans[first].prompt))
+            for first in firsts
+            if first in endings
+        )
         return usage(prompt_tokens, tokens, cached)
 
 

@@ -122,9 +122,9 @@ class ChatEndpoint:
         )
         seed = random_seed() if body.seed is None else body.seed
         skip_special = given(body.skip_special_tokens, True)
-        generated = generated_tokens(body, ready, rules, choices, parameters.max_tokens)
+        had = generated_tokens(body, ready, choices, parameters.max_tokens)
         plans = [
-            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, generated)
+            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
             for i in range(choices)
         ]
         shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))

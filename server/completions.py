@@ -157,9 +157,9 @@ class CompletionsEndpoint:
                 bad_words=banned,
                 ending=rules.ending_tokens,
             )
-            generated = generated_tokens(body, ready, rules, choices * len(prompts), parameters.max_tokens)
+            had = generated_tokens(body, ready, choices * len(prompts), most)[len(plans) :]
             plans += [
-                Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, generated)
+                Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
                 for i in range(choices)
             ]
         shape = CompletionShape(

@@ -1,53 +1,44 @@
-"""An answer that goes on behind tokens which an earlier answer to the same request gave before it broke off.
+"""Answers that go on behind tokens which earlier answers to the same request gave before they broke off.
 
 Shared noise makes that possible: a token follows from the seed and its position, whichever server computes
-it. Knows request fields and text rules; runs nothing.
+it. What the tokens so far had ended is told by the engine as ever. Knows request fields and text rules; runs
+nothing.
 """
 
+from collections.abc import Sequence
+
 from ssd_serve.messages import Ready
-from ssd_serve.server.errors import bad_request
+from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.prompts import check_vocabulary
 from ssd_serve.server.protocol import GenerationRequest
-from ssd_serve.server.text import TextAssembler, TextRules
+from ssd_serve.server.text import TextAssembler
 
 _FIELD = "generated_token_ids"
 
 
 def generated_tokens(
-    body: GenerationRequest, ready: Ready, rules: TextRules, choices: int, max_tokens: int
-) -> tuple[int, ...]:
-    """The tokens that the client has already; empty for a new request. `choices` over all prompts."""
-    ids = body.generated_token_ids
-    if not ids:
-        return ()
+    body: GenerationRequest, ready: Ready, choices: int, most: int
+) -> Sequence[tuple[int, ...]]:
+    """What the client has already of each choice, over all prompts: nothing, where the request is a new one.
+    `most` tokens are what an answer may have."""
+    told = body.generated_token_ids
+    if not told:
+        return [()] * choices
     if body.seed is None:
-        raise bad_request(
-            f'{_FIELD}: needs the seed of the answer that they come from; its first chunk tells it ("seed")',
-            "seed",
-            "invalid_value",
-        )
-    if choices != 1:
-        raise bad_request(
-            f"{_FIELD}: only one choice of one prompt can go on; send one request for each",
-            _FIELD,
-            "invalid_value",
-        )
-    check_vocabulary(ids, ready, _FIELD)
-    if len(ids) >= max_tokens:
-        raise _ended(f"they are as many as the answer may have ({max_tokens})")
-    ending = next((token for token in ids if token in rules.ending_tokens), None)
-    if ending is not None:
-        raise _ended(f"token {ending} ends it")
-    return tuple(ids)
+        raise _wrong('needs the seed of the answer that they come from; its first chunk tells it ("seed")')
+    if len(told) != choices:
+        raise _wrong(f"has {len(told)} lists; the request has {choices} choices, and each needs one")
+    for ids in told:
+        check_vocabulary(ids, ready, _FIELD)
+        if len(ids) > most:
+            raise _wrong(f"{len(ids)} tokens are more than the {most} that the answer may have")
+    return [tuple(ids) for ids in told]
 
 
-def go_on_behind(tokens: tuple[int, ...], assembler: TextAssembler) -> None:
-    """Let the assembler know what the client has been told."""
-    for token in tokens:
-        assembler.push(token)
-        if assembler.stopped_by is not None:
-            raise _ended(f"the stop string {assembler.stopped_by!r} ends it")
+def go_on_behind(tokens: Sequence[int], assembler: TextAssembler) -> int:
+    """Let the assembler know the tokens that the client has; returns how many characters they showed."""
+    return sum(len(assembler.push(token)) for token in tokens)
 
 
-def _ended(why: str) -> Exception:
-    return bad_request(f"{_FIELD}: the answer is complete: {why}", _FIELD, "answer_complete")
+def _wrong(message: str) -> ApiError:
+    return bad_request(f"{_FIELD}: {message}", _FIELD, "invalid_value")

@@ -10,7 +10,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -30,7 +29,8 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.server.line import Line, MessageChannel
-from ssd_serve.server.submitted import MOST_LOSSES, Deliver, Interrupted, Submitted
+from ssd_serve.server.submitted import Deliver, Interrupted, Submitted
+from ssd_serve.server.trial import Trial, interrupt_all
 
 logger = logging.getLogger(__name__)
 
@@ -53,21 +53,24 @@ class EngineClient:
         reconnect: Reconnect | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_silence: Callable[[float], None] = lambda _silent_s: None,
+        on_explained: Callable[[], None] = lambda: None,
         longest_silence_s: float = 60.0,
     ) -> None:
         """Without `reconnect` the first death is for good, as it is before the engine was ever ready.
         `on_ready` is called whenever an engine can generate, `on_silence` every second while one that could
-        has said nothing for longer than it may, with the seconds."""
+        has said nothing for longer than it may, with the seconds, `on_explained` when a request was found of
+        which engines died."""
         self._line = Line(channel, self._hear, self._lose)
         self._reconnect = reconnect
         self._on_ready = on_ready
         self._on_silence = on_silence
+        self._on_explained = on_explained
         self._longest_silence_s = longest_silence_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._running: dict[int, Submitted] = {}
-        self._suspects: deque[int] = deque()
-        self._tried: Submitted | None = None
+        self._trial = Trial(self._running)
+        self._trial.admitted()  # nobody is suspect
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
         self.ready: Ready | None = None
@@ -125,11 +128,14 @@ class EngineClient:
             raise EngineDeadError(self.dead)
         request = next(self._numbers)
         message = Submit(request, prompt, parameters, seed, output)
-        if self._lost_at is not None:
-            self._line.send_surely(message)
-        elif not self._line.send(message) and not self._line.closed:
-            raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
-        self._running[request] = Submitted(message, deliver, list(output), sent=self._lost_at is None)
+        submitted = Submitted(message, deliver, list(output))
+        if self._trial.over and not self._line.closed:
+            if self._lost_at is not None:
+                self._line.send_surely(message)
+            elif not self._line.send(message) and not self._line.closed:
+                raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
+            submitted.sent = not self._line.closed
+        self._running[request] = submitted
         return request
 
     def abort(self, request: int) -> None:
@@ -154,7 +160,7 @@ class EngineClient:
         self._heard_at = time.monotonic()
         for message in messages:
             self._dispatch(message)
-        self._try_suspects()
+        self._admit()
 
     def _listen_for_silence(self, loop: asyncio.AbstractEventLoop) -> None:
         """What has arrived is heard first, also after this process was stopped for a while."""
@@ -213,6 +219,7 @@ class EngineClient:
             logger.warning("%s; requests that wait for the next one: %d", reason, self.active)
             self._lost_at = time.monotonic()
             self.status = None  # no gauge tells of what is gone
+            interrupt_all(self._running)
             for request, submitted in list(self._running.items()):
                 self._interrupt(request, submitted)
         # A thread of its own: the loop's pool would be waited for when the server ends.
@@ -221,13 +228,13 @@ class EngineClient:
         ).start()
 
     def _interrupt(self, request: int, submitted: Submitted) -> None:
-        submitted.interrupt()
         if submitted.finishing:
             self._end(request, EngineDeadError("the figures of the request went with the engine"))
-        elif submitted.losses >= MOST_LOSSES:
+        elif submitted.guilty:
             reason = f"{submitted.losses} engines in a row died while they worked on this request"
             logger.error("request %d is given up: %s", request, reason)
             self._end(request, EngineDeadError(reason))
+            self._on_explained()
         else:
             submitted.deliver(Interrupted())
 
@@ -253,28 +260,17 @@ class EngineClient:
             found.close()
             return
         self._line = Line(found, self._hear, self._lose)
-        self._tried = None
-        self._suspects = deque(number for number, each in self._running.items() if each.suspect)
         for submitted in self._running.values():
-            if not submitted.suspect:
-                self._send_again(submitted)
-        self._try_suspects()
+            submitted.sent = False  # also what an engine was given that died before it could read
+        self._trial = Trial(self._running)
+        self._admit()
         self._line.start(self._loop)
 
-    def _try_suspects(self) -> None:
-        """One at a time, until the engine has given it something: a death tells then whose fault it is."""
-        tried = self._tried
-        if tried is not None and not tried.fed and tried.first.request in self._running:
-            return
-        while self._suspects:
-            self._tried = self._running.get(self._suspects.popleft())
-            if self._tried is not None:
-                self._send_again(self._tried)
-                return
-
-    def _send_again(self, submitted: Submitted) -> None:
-        submitted.sent = True
-        self._line.send_surely(submitted.again())
+    def _admit(self) -> None:
+        """Send what the engine may have now."""
+        for submitted in self._trial.admitted():
+            self._line.send_surely(submitted.again())
+            submitted.sent = True
 
     def _die(self, reason: str) -> None:
         if self.dead is not None:

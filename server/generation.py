@@ -7,6 +7,7 @@ protocol of either side but the engine's reports.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
@@ -90,6 +91,8 @@ class _Choice:
         self.request = 0
         self.assembler = TextAssembler(detokenizer, plan.rules)
         self.watch = Stopwatch(service.metrics, len(plan.prompt))
+        self.shown = 0
+        """Characters that the client has from an earlier answer."""
         self._before = len(plan.generated)
         self.running = False
         self.interrupted = False
@@ -112,7 +115,7 @@ class _Choice:
         text = ""
         offsets: list[int] = []
         for token in report.tokens:
-            before, offset = assembler.tokens, assembler.length
+            before, offset = assembler.tokens, assembler.length - self.shown
             text += assembler.push(token)
             if assembler.tokens > before:
                 offsets.append(offset)
@@ -156,7 +159,7 @@ class _Choice:
         """What can be counted here."""
         tokens = self._tokens
         # The first report ends the prompt; each later one is a round, whose last token is the bonus.
-        return Figures(rounds=self._reports - 1, tokens=tokens, accepted=tokens - self._reports)
+        return Figures(rounds=max(0, self._reports - 1), tokens=tokens, accepted=tokens - self._reports)
 
 
 class Run:
@@ -173,7 +176,7 @@ class Run:
             for index, plan in enumerate(self._plans):
                 choice = _Choice(self._service, index, plan)
                 if plan.generated:
-                    await asyncio.to_thread(go_on_behind, plan.generated, choice.assembler)
+                    await self._catch_up(choice, plan)
                 self._submit(choice, plan)
         except BaseException:
             self._abort("error")
@@ -185,13 +188,22 @@ class Run:
     ) -> None:
         self._abort("error" if isinstance(error, Exception) else "abort")
 
+    async def _catch_up(self, choice: _Choice, plan: Plan) -> None:
+        """Decode what the client has already; others may have come meanwhile."""
+        work = partial(go_on_behind, plan.generated, choice.assembler)
+        choice.shown = await self._service.off_loop.run(len(plan.generated), work)
+        self._service.require_room(1)
+
     def _submit(self, choice: _Choice, plan: Plan) -> None:
         def deliver(report: Report) -> None:
             self._reports.put_nowait((choice, report))
 
-        choice.request = self._service.engine.submit(
-            plan.prompt, plan.parameters, plan.seed, deliver, plan.generated
-        )
+        if choice.stopped:  # by what the client has: there is nothing to ask for
+            self._reports.put_nowait((choice, None))
+        else:
+            choice.request = self._service.engine.submit(
+                plan.prompt, plan.parameters, plan.seed, deliver, plan.generated
+            )
         choice.running = True
         self._choices.append(choice)
 

@@ -75,10 +75,10 @@ class GenerationRequest(Strict):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
 
-    generated_token_ids: list[TokenId] | None = Field(
+    generated_token_ids: list[list[TokenId]] | None = Field(
         None,
-        description="`token_ids` of an answer to this request, with the same seed, that broke off: "
-        "this one goes on behind them",
+        description="`token_ids` of each choice of an answer to this request, with the same seed, that broke "
+        "off: this one goes on behind them",
     )
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None

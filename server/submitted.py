@@ -11,7 +11,8 @@ from ssd_serve.errors import EngineDeadError
 from ssd_serve.messages import Committed, Finished, Refused, Submit
 
 MOST_LOSSES = 3
-"""A request that was running at so many deaths in a row, without a token between them, is their cause."""
+"""A request that was there at so many deaths in a row, at the last one alone, and was given no token between
+them, is their cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,17 @@ class Submitted:
     sent: bool = False
     """The present engine was given it."""
     losses: int = 0
-    """Engines in a row that died while they had it, and gave nothing."""
+    """Engines in a row that died while they had it, and gave it nothing."""
 
     @property
     def suspect(self) -> bool:
-        """It may be what the engines died of: the next one gets it alone of its kind."""
-        return self.losses >= MOST_LOSSES - 1
+        """It may be what the engines died of: the next one is given it first."""
+        return self.losses == MOST_LOSSES - 1
+
+    @property
+    def guilty(self) -> bool:
+        """Engines die of it."""
+        return self.losses >= MOST_LOSSES
 
     def take(self, report: Committed) -> None:
         """More of it has come."""
@@ -55,10 +61,12 @@ class Submitted:
         self.scored += len(report.prompt_logprobs)
         self.fed = True
 
-    def interrupt(self) -> None:
-        """Its engine has died."""
-        if self.sent:
-            self.losses = 0 if self.fed else self.losses + 1
+    def interrupt(self, alone: bool) -> None:
+        """Its engine has died, `alone`: which had nothing else to do."""
+        if self.fed:
+            self.losses = 0
+        elif self.sent and (alone or not self.suspect):
+            self.losses += 1
         self.fed, self.sent, self.interrupted = False, False, True
 
     def again(self) -> Submit:

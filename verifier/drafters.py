@@ -20,6 +20,8 @@ from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.teams import Move, Team
 
 _HEARTBEAT_S = 2.0
+_HERE_S = 2.0
+"""Who has said something since then holds its name; drafters beat four times as often."""
 
 
 class Drafters:
@@ -141,7 +143,9 @@ class Drafters:
                     grown += self._take(link, message, requests)
             except (ProtocolError, PairMismatchError) as error:
                 self._log.warning("drafter refused", name=link.name, reason=str(error))
-                _refuse(link, str(error))
+                link.channel.send(Refusal(str(error)))
+                link.channel.flush()
+                link.channel.close()
             if link.channel.closed:
                 self._leave(link, requests)
             else:
@@ -209,8 +213,13 @@ class Drafters:
             return
         if not link.synchronous:
             for other in self._beside():
-                if other.name == hello.name:  # perhaps itself, back before its old connection was seen to end
-                    _refuse(other, f"another drafter has joined as {hello.name}: give each a name of its own")
+                if other.name != hello.name:
+                    continue
+                if other.instance != hello.instance and other.silent_s < _HERE_S:
+                    raise PairMismatchError(
+                        f"another drafter has joined as {hello.name}: give each a name of its own (--name)"
+                    )
+                other.channel.close()  # it has come back before its old connection was seen to end
             self.rejoins += hello.name in self._known
             self._known.add(hello.name)
         link.join(self._hello, hello)
@@ -250,12 +259,6 @@ class Drafters:
 
 def _team(link: Link) -> tuple[bool, str]:
     return link.synchronous, link.source
-
-
-def _refuse(link: Link, why: str) -> None:
-    link.channel.send(Refusal(why))
-    link.channel.flush()
-    link.channel.close()
 
 
 def check_hello(mine: Hello, theirs: Hello) -> None:

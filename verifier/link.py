@@ -43,6 +43,7 @@ class Link:
         self.number = number
         self.synchronous = synchronous
         self.name = ""
+        self.instance = 0
         self.source = ""
         self.joined = False
         self.paused = False
@@ -72,6 +73,11 @@ class Link:
         return self.joined and not self.paused
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since it last said anything."""
+        return self._clock() - self._heard_at
+
+    @property
     def worth_waiting(self) -> bool:
         """Whether it works and has not been silent for 3 of its steps + 20 ms after it was asked."""
         if not self.working:
@@ -97,7 +103,7 @@ class Link:
 
     def join(self, mine: Hello, theirs: Hello) -> None:
         """Its `Hello` was found to agree: answer."""
-        self.name, self.source = theirs.name, theirs.source
+        self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
         self.joined, self.step_s = True, theirs.step_ms / 1e3
         self.channel.send(mine)
         self._unpaused = True

@@ -156,13 +156,13 @@ class Loop:
                 self._unsent.append(self._status())
             self._tell_health()
             self._engine.drafters.beat()
-            self._heap.trim_when_due()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now
             self._remember()
         while self._unsent and self._server.post(self._unsent[0]):
             self._unsent.popleft()
         self._server.flush()
+        self._heap.trim_when_due()
 
     def _tell_health(self) -> None:
         """A speculation that has become useless changes no text: without a word nobody would know."""

@@ -205,6 +205,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     vocabulary: int = 0
     context: int = 0
     name: str = ""
+    instance: int = 0
+    """Drawn by each process of a drafter: who comes back is told from another one of the same name."""
     source: str = ""
     """What a drafter guesses with: those that name the same share the requests."""
     step_ms: float = 0.0

@@ -80,6 +80,7 @@ class ServingClient(EngineClient):
             lambda: engine.connect(_COMES_BACK_S),
             engine.target_is_ready,
             engine.suspect_verifier,
+            on_explained=engine.deaths_are_explained,
         )
         self._engine = engine
 

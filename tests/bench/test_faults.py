@@ -59,7 +59,9 @@ def test_a_wait_counts_from_when_the_fault_struck() -> None:
         ({"lost": 3, "whole_s": None}, False),
     ],
 )
-def test_only_a_killed_server_may_cost_tokens(change: dict[str, object], good: bool) -> None:
+def test_tokens_are_never_lost_and_connections_with_the_server_alone(
+    change: dict[str, object], good: bool
+) -> None:
     outcome: dict[str, object] = {
         **{"fault": "kill -9", "lost": 0, "wrong": 0, "near_ties": 0, "noticed_s": 0.1, "recovered_s": 3.0},
         **{"whole_s": 4.0, "stall_s": 3.0, "errors": [], "speculates": True, "more": {}},

@@ -57,3 +57,14 @@ def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back()
     comeback.ready()
     assert comeback.pause(MemoryShortError.exit_code) == 0.5
     assert comeback.pause(CheckpointError.exit_code) is None
+
+
+def test_deaths_whose_cause_is_gone_do_not_count() -> None:
+    clock = Clock()
+    comeback = Comeback(clock)
+    for death in range(40):
+        comeback.ready()
+        clock.now += 2
+        assert comeback.pause(KILLED) is not None
+        if death % 4 == 3:
+            comeback.forgive()

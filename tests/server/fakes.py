@@ -219,8 +219,11 @@ class FakeEngine:
         with self._changed:
             self.received.append(message)  # before any answer: who has the answer finds what it answers
         if isinstance(message, Submit):
-            script = self.playwright(message)
-            self._plays[message.request] = _Play(message, script, deque(script.groups))
+            script, had = self.playwright(message), len(message.output)
+            play = _Play(message, script, deque(script.groups), tokens=had)
+            self._plays[message.request] = play
+            if had:
+                self._end_if_over(play, list(message.output))
         elif isinstance(message, Abort | Finish):
             known = self._plays.pop(message.request, None)
             if known is not None and isinstance(message, Finish) and not self.mute:
@@ -246,13 +249,10 @@ class FakeEngine:
     def _commit(self, play: _Play, group: tuple[int, ...]) -> None:
         """As the verifier: nothing beyond a stop id or the length limit is ever committed."""
         parameters, request = play.submit.parameters, play.submit.request
-        ending = set(parameters.stop_token_ids) | (set() if parameters.ignore_eos else {END})
         kept: list[int] = []
-        stop: int | None = None
         for token in group[: parameters.max_tokens - play.tokens]:
             kept.append(token)
-            if token in ending and play.tokens + len(kept) > parameters.min_tokens:
-                stop = token
+            if self._ends(play, token, len(kept)):
                 break
         of_prompt = self._prompt_logprobs(play) if play.played == 0 else ()
         play.played += 1
@@ -261,9 +261,19 @@ class FakeEngine:
         if half:
             self.channel.send(Committed(request, (), prompt_logprobs=of_prompt[:half]))
         self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept), of_prompt[half:]))
-        if stop is not None:
-            self._end(Finished(request, "stop", FIGURES, stop_token=stop))
-        elif play.tokens >= parameters.max_tokens:
+        self._end_if_over(play, kept)
+
+    @staticmethod
+    def _ends(play: _Play, token: int, more: int = 0) -> bool:
+        parameters = play.submit.parameters
+        ending = set(parameters.stop_token_ids) | (set() if parameters.ignore_eos else {END})
+        return token in ending and play.tokens + more > parameters.min_tokens
+
+    def _end_if_over(self, play: _Play, newest: Sequence[int]) -> None:
+        request = play.submit.request
+        if newest and self._ends(play, newest[-1]):
+            self._end(Finished(request, "stop", FIGURES, stop_token=newest[-1]))
+        elif play.tokens >= play.submit.parameters.max_tokens:
             self._end(Finished(request, "length", FIGURES))
 
     def _prompt_logprobs(self, play: _Play) -> tuple[TokenLogprobs, ...]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.messages import Submit
 from tests.server.fakes import END, Script, tokens
-from tests.server.houses import House, events, open_house, post
+from tests.server.houses import events, open_house, post
 
 PATH = "/v1/completions"
 TEXT = "To stop 🙂 or not to STOP"
@@ -19,37 +19,43 @@ IDS = [*TEXT.encode(), END]
 def rest(submit: Submit) -> Script:
     """What a real engine would give behind the output that a request has already."""
     assert list(submit.output) == IDS[: len(submit.output)]
-    return tokens(IDS[len(submit.output) :], group=2)
+    return tokens(IDS[len(submit.output) :], group=1)
 
 
-async def answer(**body: Any) -> tuple[str, list[int], str]:
-    """Text, tokens and finish reason."""
+async def chunks(**body: Any) -> list[tuple[str, list[int], str | None]]:
+    """Text, tokens and finish reason of each chunk of one choice."""
     async with open_house(rest) as house:
-        chunks = await events(house, PATH, prompt="a", max_tokens=60, seed=5, return_token_ids=True, **body)
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    ids = [token for choice in choices for token in choice.get("token_ids", ())]
-    return "".join(choice["text"] for choice in choices), ids, str(choices[-1]["finish_reason"])
+        found = await events(house, PATH, prompt="a", seed=5, return_token_ids=True, **body)
+    return [
+        (choice["text"], choice.get("token_ids") or [], choice["finish_reason"])
+        for chunk in found
+        for choice in chunk["choices"]
+    ]
 
 
-async def broken_off(after: int, **body: Any) -> str:
-    """The text that a client has of so many tokens."""
-    async with open_house(lambda _: tokens(IDS[:after], group=1)) as house:
-        chunks = await events(house, PATH, prompt="a", max_tokens=60, **body)
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    return "".join(choice["text"] for choice in choices if choice["finish_reason"] is None)
+def joined(parts: list[tuple[str, list[int], str | None]]) -> tuple[str, list[int]]:
+    return "".join(text for text, _, _ in parts), [token for _, ids, _ in parts for token in ids]
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, len(IDS) - 2), st.sampled_from([[], ["STOP"], ["stop 🙂 or not at all", " S"]]))
-def test_both_parts_together_are_the_whole(after: int, stops: list[str]) -> None:
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, len(IDS)),
+    st.sampled_from([[], ["STOP"], ["stop 🙂 or not at all", " S"], ["not"], ["STOP it"]]),
+    st.booleans(),
+    st.sampled_from([60, 20]),
+)
+def test_both_parts_together_are_the_whole(after: int, stops: list[str], include: bool, most: int) -> None:
+    body = {"stop": stops, "include_stop_str_in_output": include, "max_tokens": most}
+
     async def check() -> None:
-        whole = await answer(stop=stops)
-        had = await broken_off(after, stop=stops)
-        text, ids, reason = await answer(stop=stops, generated_token_ids=IDS[:after])
-        assert (had + text, IDS[:after] + ids, reason) == whole
+        whole = await chunks(**body)
+        # The connection breaks behind a chunk; the last one, which tells how it ended, never comes.
+        had = whole[: min(after, len(whole) - 1)]
+        rest_of_it = await chunks(generated_token_ids=[joined(had)[1]], **body)
+        assert joined(had + rest_of_it) == joined(whole)
+        assert rest_of_it[-1][2] == whole[-1][2]
 
-    if not stops or after <= TEXT.encode().find(b" S"):
-        asyncio.run(check())
+    asyncio.run(check())
 
 
 @pytest.mark.anyio
@@ -57,7 +63,7 @@ async def test_chats_go_on_too_and_only_what_is_new_is_counted() -> None:
     async with open_house(rest) as house:
         messages = [{"role": "user", "content": "?"}]
         found = await post(
-            house, "/v1/chat/completions", messages=messages, seed=5, generated_token_ids=IDS[:8]
+            house, "/v1/chat/completions", messages=messages, seed=5, generated_token_ids=[IDS[:8]]
         )
         (submit,) = house.engine.submits()
     assert found["choices"][0]["message"]["content"] == TEXT[8:]
@@ -65,29 +71,39 @@ async def test_chats_go_on_too_and_only_what_is_new_is_counted() -> None:
     assert submit.output == tuple(IDS[:8])
 
 
-async def refusal(house: House, **body: Any) -> tuple[str, str]:
-    response = await house.http.post(PATH, json={"prompt": "a", "seed": 5, **body})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    return error["code"], error["message"]
+@pytest.mark.anyio
+async def test_every_choice_of_every_prompt_goes_on_behind_its_own_tokens() -> None:
+    had = [IDS[:2], [], IDS[:5], IDS[:8]]
+    body = {"prompt": ["a", "b"], "n": 2, "seed": 5, "max_tokens": 60, "logprobs": 0}
+    async with open_house(rest) as house:
+        whole = await post(house, PATH, **body)
+        found = await post(house, PATH, generated_token_ids=had, **body)
+        first, again = house.engine.submits()[:4], house.engine.submits()[4:]
+    assert [each.seed for each in again] == [each.seed for each in first]
+    assert [list(each.output) for each in again] == had
+    for choice, ids, before in zip(found["choices"], had, whole["choices"], strict=True):
+        assert choice["text"] == TEXT[len(ids) :]
+        offsets = before["logprobs"]["text_offset"][len(ids) :]
+        assert choice["logprobs"]["text_offset"] == [offset - len(ids) for offset in offsets]
 
 
 @pytest.mark.anyio
 async def test_what_cannot_go_on_is_refused_with_a_reason() -> None:
-    had = list(b"To stop")
+    had = [list(b"To stop")]
     async with open_house(rest) as house:
-        for body, code, message in (
-            ({"seed": None}, "invalid_value", "needs the seed"),
-            ({"n": 2}, "invalid_value", "only one choice"),
-            ({"prompt": ["a", "b"]}, "invalid_value", "only one choice"),
-            ({"echo": True}, "invalid_value", "echo"),
-            ({"generated_token_ids": [999]}, "invalid_value", "outside the vocabulary"),
-            ({"max_tokens": 7}, "answer_complete", "as many as the answer may have (7)"),
-            ({"generated_token_ids": [*had, END]}, "answer_complete", f"token {END} ends it"),
-            ({"stop": "stop"}, "answer_complete", "stop string 'stop' ends it"),
+        for body, message in (
+            ({"seed": None}, "needs the seed"),
+            ({"n": 2}, "has 1 lists; the request has 2 choices"),
+            ({"prompt": ["a", "b"]}, "has 1 lists; the request has 2 choices"),
+            ({"generated_token_ids": [[999]]}, "outside the vocabulary"),
+            ({"max_tokens": 6}, "7 tokens are more than the 6"),
+            ({"generated_token_ids": [7]}, "valid array"),
         ):
-            found_code, found_message = await refusal(house, **{"generated_token_ids": had, **body})
-            assert (found_code, message in found_message) == (code, True), found_message
+            response = await house.http.post(
+                PATH, json={"prompt": "a", "seed": 5, "generated_token_ids": had, **body}
+            )
+            assert response.status_code == 400
+            assert message in response.json()["error"]["message"]
         assert house.engine.submits() == []
         again = await post(house, PATH, prompt="a", seed=5, max_tokens=60, generated_token_ids=[])
     assert again["choices"][0]["text"] == TEXT

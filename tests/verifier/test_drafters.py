@@ -380,11 +380,18 @@ def test_a_drafter_that_comes_back_replaces_what_is_left_of_it() -> None:
     assert (house.drafters.alive, house.drafters.rejoins) == (1, 1)
 
 
-def test_of_two_drafters_with_one_name_the_first_is_told_why_it_must_leave() -> None:
+def test_another_drafter_of_the_same_name_is_refused_until_the_first_one_falls_silent() -> None:
     house = House()
     first = house.join()
     first.receive()
-    house.join()
-    (refusal,) = of(Refusal, first.receive())
+    other = replace(HELLO, instance=HELLO.instance + 1)
+    (refusal,) = of(Refusal, house.join(other).receive())
     assert isinstance(refusal, Refusal)
     assert "joined as d0: give each a name of its own" in refusal.message
+    assert house.drafters.requests == {"d0": 2}
+    assert not first.closed
+    house.clock.now += 2.1
+    house.join(other)
+    house.drain()
+    assert first.closed
+    assert (house.drafters.alive, house.drafters.requests) == (1, {"d0": 2})
