@@ -174,8 +174,7 @@ async def _strike(
     whole_s: float | None = None
     speculates: bool | None = None
     if fault.survives:
-        await asyncio.to_thread(site.await_whole, names, drafters)
-        whole_s = round(time.monotonic() - struck, 2)
+        whole_s = round(await asyncio.to_thread(site.await_whole, names, drafters) - struck, 2)
         speculates = await asyncio.to_thread(site.speculates)
     errors = tuple(sorted({one.error for one in heard if one.error}))
     verdict = judge(settings, undisturbed, heard)

@@ -18,6 +18,8 @@ from ssd_serve.errors import SsdError
 
 _SERVER = "server"
 _LOOK_EVERY_S = 0.05
+_TOLD_S = 1.5
+"""The engine tells its figures once a second."""
 _TITLE = "ssd: "
 
 
@@ -64,19 +66,27 @@ class Site:
         before = self.metric("ssd_speculation_cache_hits_total")
         body = {"prompt": "def f(", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
         self._http.post("/v1/completions", json=body, timeout=60.0).raise_for_status()
-        time.sleep(1.5)  # the engine tells its counters once a second
+        time.sleep(_TOLD_S)
         return self.metric("ssd_speculation_cache_hits_total") > before
 
-    def await_whole(self, names: set[str], drafters: float, timeout_s: float = 120.0) -> None:
-        """Wait until all these processes are there again, generate, and as many drafters have joined."""
-        self.wait(
-            lambda: (
-                names <= self.pids().keys()
-                and self.healthy()
-                and self.metric("ssd_drafters_alive") >= drafters
-            ),
-            timeout_s,
-        )
+    def await_whole(self, names: set[str], drafters: float, timeout_s: float = 120.0) -> float:
+        """Wait until all these processes are there again, generate, and as many drafters have joined; returns
+        since when, as `time.monotonic` tells it."""
+
+        since = 0.0
+
+        def whole() -> bool:
+            nonlocal since
+            there = names <= self.pids().keys() and self.healthy()
+            if not there or self.metric("ssd_drafters_alive") < drafters:
+                since = 0.0
+            else:
+                since = since or time.monotonic()
+            # Not yet: a drafter that has just died may still be counted.
+            return since > 0 and time.monotonic() - since > _TOLD_S
+
+        self.wait(whole, timeout_s)
+        return since
 
     @staticmethod
     def wait(condition: Callable[[], bool], timeout_s: float) -> None:
