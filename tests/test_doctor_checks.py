@@ -148,7 +148,7 @@ def test_a_gpu_without_flashinfer_is_told_which_package_fits(
 
 def test_a_cpu_lacks_no_package(installed: dict[str, str], files: Files) -> None:
     assert {check.state for check in doctor_checks.packages()} == {State.OK}
-    assert found([*doctor_checks.packages()], "ray").found == "not installed (not used yet)"
+    assert found([*doctor_checks.packages()], "ray").found == "not installed (only SSD_LAUNCHER=ray needs it)"
 
 
 @pytest.mark.parametrize(

@@ -174,16 +174,16 @@ def packages() -> Iterator[Check]:
 
 
 def _ray() -> Check:
-    """Ray, and what it sees. It places nothing yet, so that nothing about it is a problem."""
+    """Ray, and what it sees. Whoever needs it names the launcher, so that nothing here is a problem."""
     version = _version("ray")
     if not version:
-        return Check("ray", State.OK, "not installed (not used yet)")
+        return Check("ray", State.OK, "not installed (only SSD_LAUNCHER=ray needs it)")
     seen, gpus = ray_view(), torch.cuda.device_count()
     if seen.failure:
         advice = "`python -m ssd_serve.cluster.ray_view` shows where it stops"
         return Check("ray", State.NOTE, f"{version}, but it does not start: {seen.failure}", advice)
     kinds = f" ({', '.join(seen.kinds)})" if seen.kinds else ""
-    found = f"{version} (not used yet), sees {seen.cores} cores and {seen.gpus} GPUs{kinds}"
+    found = f"{version}, sees {seen.cores} cores and {seen.gpus} GPUs{kinds}"
     if seen.gpus < gpus:
         advice = f"torch sees {gpus}: unset variables such as ROCR_VISIBLE_DEVICES, or name them to Ray"
         return Check("ray", State.NOTE, found, advice)
