@@ -20,6 +20,8 @@ from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.teams import Move, Team
 
 _HEARTBEAT_S = 2.0
+_ANSWERS_S = 10.0
+"""Longer than a drafter reads at a prompt without a heartbeat."""
 _HERE_S = 2.0
 """Who has said something since then holds its name; drafters beat four times as often."""
 
@@ -62,6 +64,11 @@ class Drafters:
     def beside(self) -> int:
         """Those of them that have a device of their own: a process that can die and come back."""
         return len(self._beside())
+
+    @property
+    def answering(self) -> int:
+        """Those of them that said something lately: who is stopped still has its connection."""
+        return sum(link.silent_s < _ANSWERS_S for link in self._beside())
 
     @property
     def requests(self) -> dict[str, int]:

@@ -253,7 +253,7 @@ def _status(engine: Engine) -> Status:
         prompt_tokens=engine.totals.prompt_tokens,
         generation_tokens=engine.totals.figures.tokens,
         preemptions=scheduler.preemptions,
-        drafters_alive=engine.drafters.beside,
+        drafters_alive=engine.drafters.answering,
         drafter_restarts=engine.drafters.rejoins,
         drafter_requests=engine.drafters.requests,
         drafter_moves=engine.drafters.moves,

@@ -183,4 +183,16 @@ def test_the_volume_keeps_what_later_starts_use_again(container: Container) -> N
 def test_the_example_of_env_is_what_the_command_prints() -> None:
     """Where this fails: `ssd settings --env > deploy/.env.example`."""
     expected = as_env(origins(resolve({}), {})) + "\n"
-    assert (DEPLOY / ".env.example").read_text(encoding="utf-8") == expected
+    assert (DEPLOY / ".env.example").read_text(encoding="utf-8").startswith(expected)
+
+
+def test_the_example_of_env_names_every_variable_of_compose() -> None:
+    compose = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+    # `${NAME:-default}`, and under `environment` a name whose value is the shell's.
+    read = set(re.findall(r"\$\{(\w+)", compose)) | set(
+        re.findall(r"^ +([A-Z_]{2,}):$", compose, re.MULTILINE)
+    )
+    told = re.findall(r"^#(\w+)=", (DEPLOY / ".env.example").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "GRAFANA_PORT" in read
+    assert "HF_TOKEN" in read
+    assert read <= set(told)

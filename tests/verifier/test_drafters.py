@@ -380,6 +380,18 @@ def test_a_drafter_that_comes_back_replaces_what_is_left_of_it() -> None:
     assert (house.drafters.alive, house.drafters.rejoins) == (1, 1)
 
 
+def test_a_drafter_that_hangs_is_there_and_does_not_answer() -> None:
+    house = House()
+    its = house.join()
+    house.clock.now += 9.0
+    assert (house.drafters.beside, house.drafters.answering) == (1, 1)
+    house.clock.now += 2.0
+    assert (house.drafters.beside, house.drafters.answering) == (1, 0)
+    its.send(Heartbeat(step_ms=1.0))
+    house.drain()
+    assert house.drafters.answering == 1
+
+
 def test_another_drafter_of_the_same_name_is_refused_until_the_first_one_falls_silent() -> None:
     house = House()
     first = house.join()
