@@ -23,22 +23,22 @@ _SPECIAL: dict[str, dict[str, object]] = {
 RANDOM_PAIRS = tuple(_SPECIAL)
 
 
-def write_random_pair(name: str, folder: Path, noise: float = 0.01) -> tuple[Path, Path]:
-    """Write `target` and `draft` of a random pair below `folder`."""
+def write_random_pair(name: str, folder: Path, noise: float = 0.01, heads: int = _HEADS) -> tuple[Path, Path]:
+    """Write `target` and `draft` of a random pair below `folder`; its `heads` share two key-value heads."""
     target, draft = folder / "target", folder / "draft"
-    _write(name, target, 0.0)
-    _write(name, draft, noise)
+    _write(name, target, 0.0, heads)
+    _write(name, draft, noise, heads)
     return target, draft
 
 
-def _write(name: str, folder: Path, noise: float) -> None:
+def _write(name: str, folder: Path, noise: float, heads: int) -> None:
     folder.mkdir(parents=True)
     config = {
         "vocab_size": _VOCABULARY,
         "hidden_size": _HIDDEN,
         "intermediate_size": 2 * _HIDDEN,
         "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
+        "num_attention_heads": heads,
         "num_key_value_heads": _KV_HEADS,
         "head_dim": _HEAD,
         "max_position_embeddings": 512,
@@ -49,10 +49,10 @@ def _write(name: str, folder: Path, noise: float) -> None:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config | _SPECIAL[name]), encoding="utf-8")
-    save_file(_weights(_shapes(name), noise), folder / "model.safetensors")
+    save_file(_weights(_shapes(name, heads), noise), folder / "model.safetensors")
 
 
-def _shapes(name: str) -> dict[str, tuple[int, ...]]:
+def _shapes(name: str, heads: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (_VOCABULARY, _HIDDEN),
         "lm_head.weight": (_VOCABULARY, _HIDDEN),
@@ -60,9 +60,9 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
     }
     for layer in range(_LAYERS):
         prefix = f"model.layers.{layer}"
-        for part, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
-            shapes[f"{prefix}.self_attn.{part}_proj.weight"] = (heads * _HEAD, _HIDDEN)
-        shapes[f"{prefix}.self_attn.o_proj.weight"] = (_HIDDEN, _HEADS * _HEAD)
+        for part, count in (("q", heads), ("k", _KV_HEADS), ("v", _KV_HEADS)):
+            shapes[f"{prefix}.self_attn.{part}_proj.weight"] = (count * _HEAD, _HIDDEN)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (_HIDDEN, heads * _HEAD)
         shapes[f"{prefix}.mlp.gate_proj.weight"] = (2 * _HIDDEN, _HIDDEN)
         shapes[f"{prefix}.mlp.up_proj.weight"] = (2 * _HIDDEN, _HIDDEN)
         shapes[f"{prefix}.mlp.down_proj.weight"] = (_HIDDEN, 2 * _HIDDEN)

@@ -20,7 +20,14 @@ CASES = (Case("ar", 16), Case("sd", 4, 8), Case("ssd", 4, 8), Case("ssd", 16, 4,
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("random-llama", 2), ("random-mistral-window", 4), ("random-qwen3", 4), (EMBEDDED, 2)]
+    ("name", "ranks"),
+    [
+        ("random-llama", 2),
+        ("random-mistral-window", 4),
+        ("random-qwen3", 4),
+        ("random-llama", 8),
+        (EMBEDDED, 2),
+    ],
 )
 def test_ranks_give_the_texts_of_one_rank(
     name: str, ranks: int, tmp_path: Path, served_kernels: NativeLibrary | None
@@ -28,7 +35,7 @@ def test_ranks_give_the_texts_of_one_rank(
     if name == EMBEDDED:
         folders = resolve_model(name, "target"), resolve_model(name, "draft")
     else:
-        folders = write_random_pair(name, tmp_path)
+        folders = write_random_pair(name, tmp_path, heads=max(4, ranks))
     pair = Pair(name, *folders, native=served_kernels)
     submits = requests(pair.vocabulary, 24)
     plain = run_case(pair, Case("ar", 1), submits)
