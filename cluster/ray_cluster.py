@@ -20,6 +20,7 @@ from typing import Any
 from ssd_serve.cluster.ray_placement import RayNode, node_of
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError, in_a_line
+from ssd_serve.resolving import visible_gpus
 from ssd_serve.settings import Settings
 
 NAMESPACE = "ssd-serve"
@@ -66,6 +67,7 @@ class RayCluster:
 @contextmanager
 def ray_cluster(settings: Settings) -> Generator[RayCluster]:
     """Join for the length of a `with` block; a connection that is there already is used, and stays."""
+    visible_gpus()  # where it is contradictory, nobody's devices would be the right ones
     ray = _import_ray()
     if ray.is_initialized():
         yield RayCluster(ray)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.resolving import origins, resolve
+from ssd_serve.resolving import origins, resolve, visible_gpus
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.settings_table import as_env
 
@@ -91,3 +91,21 @@ def test_the_embedded_target_brings_its_draft() -> None:
     assert Settings().draft_model == EMBEDDED
     assert Settings(target="/models/x").draft_model is None
     assert Settings(target="/models/x", draft="/models/y").draft_model == "/models/y"
+
+
+@pytest.mark.parametrize(
+    ("hip", "cuda", "seen"), [("", "", None), ("0,1", "", "0,1"), ("", "2", "2"), ("3,4", "3,4", "3,4")]
+)
+def test_rocm_and_cuda_show_their_gpus_by_either_variable(
+    hip: str, cuda: str, seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", hip)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cuda)
+    assert (visible_gpus() or None) == seen
+
+
+def test_variables_that_contradict_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    with pytest.raises(SettingsError, match="HIP_VISIBLE_DEVICES=0,1 and CUDA_VISIBLE_DEVICES=1,0 differ"):
+        visible_gpus()

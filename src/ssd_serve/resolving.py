@@ -30,8 +30,14 @@ class Origin:
 
 
 def visible_gpus() -> str | None:
-    """What the machine of this process shows of its GPUs, if not all: numbers or names, with commas."""
-    return os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    """What the machine of this process shows of its GPUs, if not all: numbers or names, with commas. Raises
+    `SettingsError` where ROCm's and CUDA's variables say different things: libraries read either."""
+    hip, cuda = os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hip and cuda and hip != cuda:
+        raise SettingsError(
+            f"HIP_VISIBLE_DEVICES={hip} and CUDA_VISIBLE_DEVICES={cuda} differ: set both alike, or one"
+        )
+    return hip or cuda
 
 
 def flag_name(field: str) -> str:
