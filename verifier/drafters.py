@@ -48,6 +48,7 @@ class Drafters:
         self._layout: Layout | None = None
         self._known: set[str] = set()
         self._round_over = False
+        self._silent: set[int] = set()
         self.rejoins = 0
         """Of drafters with a device of their own that had been here before."""
         self.moves = 0
@@ -67,8 +68,8 @@ class Drafters:
 
     @property
     def answering(self) -> int:
-        """Those of them that said something lately: who is stopped still has its connection."""
-        return sum(link.silent_s < _ANSWERS_S for link in self._beside())
+        """Those of them that had said something lately at the last `beat`: who is stopped stays connected."""
+        return sum(link.number not in self._silent for link in self._beside())
 
     @property
     def requests(self) -> dict[str, int]:
@@ -177,8 +178,10 @@ class Drafters:
         return any(link.worth_waiting for link in self._links.values())
 
     def beat(self) -> None:
-        """Send heartbeats when they are due."""
+        """Send heartbeats when they are due, and see who sends none. The time is asked for only here and in
+        rounds, so that a session can be run again."""
         now = self._clock()
+        self._silent = {link.number for link in self._beside() if link.silent_s > _ANSWERS_S}
         if now - self._beat_at >= _HEARTBEAT_S:
             self._beat_at = now
             for link in self._links.values():

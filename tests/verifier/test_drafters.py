@@ -384,11 +384,14 @@ def test_a_drafter_that_hangs_is_there_and_does_not_answer() -> None:
     house = House()
     its = house.join()
     house.clock.now += 9.0
+    house.drafters.beat()
     assert (house.drafters.beside, house.drafters.answering) == (1, 1)
     house.clock.now += 2.0
+    house.drafters.beat()
     assert (house.drafters.beside, house.drafters.answering) == (1, 0)
     its.send(Heartbeat(step_ms=1.0))
     house.drain()
+    house.drafters.beat()
     assert house.drafters.answering == 1
 
 
