@@ -122,7 +122,7 @@ class ChatEndpoint:
         )
         seed = random_seed() if body.seed is None else body.seed
         skip_special = given(body.skip_special_tokens, True)
-        had = generated_tokens(body, ready, choices, parameters.max_tokens)
+        had = generated_tokens(body, ready, [parameters.max_tokens] * choices)
         plans = [
             Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
             for i in range(choices)

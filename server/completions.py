@@ -145,23 +145,26 @@ class CompletionsEndpoint:
         seed = random_seed() if body.seed is None else body.seed
         rules = text_rules(body, service.tokenizer.eos_ids)
         banned = await bad_word_tokens(service, body.bad_words)
-        plans: list[Plan] = []
-        for prompt in prompts:
-            most = output_limit(body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens")
-            parameters = sampling_parameters(
+        asked = [
+            sampling_parameters(
                 body,
                 ready,
-                max_tokens=most,
+                max_tokens=output_limit(
+                    body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens"
+                ),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if scored else None,
                 bad_words=banned,
                 ending=rules.ending_tokens,
             )
-            had = generated_tokens(body, ready, choices * len(prompts), most)[len(plans) :]
-            plans += [
-                Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
-                for i in range(choices)
-            ]
+            for prompt in prompts
+        ]
+        had = iter(generated_tokens(body, ready, [each.max_tokens for each in asked for _ in range(choices)]))
+        plans = [
+            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, next(had))
+            for prompt, parameters in zip(prompts, asked, strict=True)
+            for i in range(choices)
+        ]
         shape = CompletionShape(
             texts=service.texts,
             prompts=prompts,

@@ -1,8 +1,7 @@
 """Answers that go on behind tokens which earlier answers to the same request gave before they broke off.
 
 Shared noise makes that possible: a token follows from the seed and its position, whichever server computes
-it. What the tokens so far had ended is told by the engine as ever. Knows request fields and text rules; runs
-nothing.
+it. What the tokens so far had ended is told by the engine as ever. Knows request fields; runs nothing.
 """
 
 from collections.abc import Sequence
@@ -11,33 +10,25 @@ from ssd_serve.messages import Ready
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.prompts import check_vocabulary
 from ssd_serve.server.protocol import GenerationRequest
-from ssd_serve.server.text import TextAssembler
 
 _FIELD = "generated_token_ids"
 
 
-def generated_tokens(
-    body: GenerationRequest, ready: Ready, choices: int, most: int
-) -> Sequence[tuple[int, ...]]:
+def generated_tokens(body: GenerationRequest, ready: Ready, most: Sequence[int]) -> Sequence[tuple[int, ...]]:
     """What the client has already of each choice, over all prompts: nothing, where the request is a new one.
-    `most` tokens are what an answer may have."""
+    `most` are the tokens that each choice may have."""
     told = body.generated_token_ids
     if not told:
-        return [()] * choices
+        return [()] * len(most)
     if body.seed is None:
         raise _wrong('needs the seed of the answer that they come from; its first chunk tells it ("seed")')
-    if len(told) != choices:
-        raise _wrong(f"has {len(told)} lists; the request has {choices} choices, and each needs one")
-    for ids in told:
+    if len(told) != len(most):
+        raise _wrong(f"has {len(told)} lists; the request has {len(most)} choices, and each needs one")
+    for ids, limit in zip(told, most, strict=True):
         check_vocabulary(ids, ready, _FIELD)
-        if len(ids) > most:
-            raise _wrong(f"{len(ids)} tokens are more than the {most} that the answer may have")
+        if len(ids) > limit:
+            raise _wrong(f"{len(ids)} tokens are more than the {limit} that the answer may have")
     return [tuple(ids) for ids in told]
-
-
-def go_on_behind(tokens: Sequence[int], assembler: TextAssembler) -> int:
-    """Let the assembler know the tokens that the client has; returns how many characters they showed."""
-    return sum(len(assembler.push(token)) for token in tokens)
 
 
 def _wrong(message: str) -> ApiError:

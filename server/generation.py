@@ -7,12 +7,10 @@ protocol of either side but the engine's reports.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 
 from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.messages import Committed, Figures, Finished, Refused, SamplingParameters, TokenLogprobs
-from ssd_serve.server.continuing import go_on_behind
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.metrics import Stopwatch
 from ssd_serve.server.service import Service
@@ -93,7 +91,8 @@ class _Choice:
         self.watch = Stopwatch(service.metrics, len(plan.prompt))
         self.shown = 0
         """Characters that the client has from an earlier answer."""
-        self._before = len(plan.generated)
+        self._before = 0
+        """Tokens of it that this answer does not count."""
         self.running = False
         self.interrupted = False
         """More than one engine works on it: none of them knows all its figures."""
@@ -107,6 +106,11 @@ class _Choice:
     @property
     def _tokens(self) -> int:
         return self.assembler.tokens - self._before
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Take what the client has from an earlier answer."""
+        self.shown = sum(len(self.assembler.push(token)) for token in tokens)
+        self._before = self.assembler.tokens
 
     def absorb(self, report: Committed) -> Piece:
         """Take tokens one by one, up to the one that completes a stop string."""
@@ -190,8 +194,7 @@ class Run:
 
     async def _catch_up(self, choice: _Choice, plan: Plan) -> None:
         """Decode what the client has already; others may have come meanwhile."""
-        work = partial(go_on_behind, plan.generated, choice.assembler)
-        choice.shown = await self._service.off_loop.run(len(plan.generated), work)
+        await self._service.off_loop.run(len(plan.generated), lambda: choice.catch_up(plan.generated))
         self._service.require_room(1)
 
     def _submit(self, choice: _Choice, plan: Plan) -> None:

@@ -67,7 +67,7 @@ class Submitted:
             self.losses = 0
         elif self.sent and (alone or not self.suspect):
             self.losses += 1
-        self.fed, self.sent, self.interrupted = False, False, True
+        self.fed, self.interrupted = False, True
 
     def again(self) -> Submit:
         """The request for an engine that knows nothing of it."""

@@ -1,8 +1,20 @@
-"""Asynchronous tests run on asyncio."""
+"""Asynchronous tests run on asyncio; and a house whose engines can die."""
+
+from collections.abc import AsyncGenerator
 
 import pytest
+
+from tests.server.mortal import House
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+async def house() -> AsyncGenerator[House, None]:
+    """Closed when the test is over."""
+    found = House()
+    yield found
+    found.close()

@@ -1,6 +1,7 @@
 """Answers that broke off go on behind the tokens that the client has, as if nothing had happened."""
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -107,3 +108,16 @@ async def test_what_cannot_go_on_is_refused_with_a_reason() -> None:
         assert house.engine.submits() == []
         again = await post(house, PATH, prompt="a", seed=5, max_tokens=60, generated_token_ids=[])
     assert again["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.anyio
+async def test_tokens_behind_a_stop_string_that_the_client_has_are_not_counted_and_not_owed() -> None:
+    body = {"prompt": "a", "seed": 5, "stop": ["not"], "max_tokens": 60}
+    async with open_house(rest) as house:
+        found = await post(house, PATH, generated_token_ids=[list(TEXT.encode())], **body)
+        told = (await house.http.get("/metrics")).text
+        assert house.engine.submits() == []
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("", "stop")
+    assert found["usage"]["completion_tokens"] == 0
+    (summed,) = re.findall(r"^ssd_request_generation_tokens_sum(?:{.*})? (.*)$", told, re.MULTILINE)
+    assert float(summed) == 0

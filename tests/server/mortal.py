@@ -1,0 +1,159 @@
+"""A client whose engines die when the test says so; the engines give a few tokens at a time."""
+
+import asyncio
+import queue
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.errors import EngineDeadError
+from ssd_serve.messages import (
+    Abort,
+    Committed,
+    Figures,
+    Finish,
+    Finished,
+    SamplingParameters,
+    Submit,
+    TokenLogprobs,
+)
+from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.line import MessageChannel
+from ssd_serve.server.submitted import Report
+from tests.server.fakes import READY, channel_pair
+
+
+def token_at(seed: int, position: int) -> int:
+    """Shared noise in one line: the token is a function of the seed and the position."""
+    return random.Random(seed * 100_003 + position).randrange(1000)
+
+
+class Engine:
+    """Gives a few tokens at a time to a few of its requests."""
+
+    def __init__(self, channel: SocketChannel, source: random.Random) -> None:
+        self.channel = channel
+        self.source = source
+        self.requests: dict[int, tuple[Submit, list[int], int]] = {}
+        self.served: set[int] = set()
+
+    def take(self) -> None:
+        for message in self.channel.receive():
+            if isinstance(message, Submit):
+                self.requests[message.request] = (message, list(message.output), message.scored)
+            elif isinstance(message, Abort):
+                self.requests.pop(message.request, None)
+            elif isinstance(message, Finish) and message.request in self.requests:
+                del self.requests[message.request]
+                self.channel.send(Finished(message.request, "stop", Figures()))
+
+    def step(self) -> None:
+        self.take()
+        for number in list(self.requests):
+            if self.source.random() < 0.5:
+                self._commit(number)
+
+    def _commit(self, number: int) -> None:
+        submit, output, scored = self.requests[number]
+        unscored = range(scored, len(submit.prompt) - 1)[: self.source.randint(1, 3)]
+        told = tuple(TokenLogprobs(-float(place), ()) for place in unscored)
+        new: list[int] = []
+        if scored + len(told) == len(submit.prompt) - 1:
+            left = submit.parameters.max_tokens - len(output)
+            for _ in range(min(left, self.source.randint(1, 4))):
+                new.append(token_at(submit.seed, len(submit.prompt) + len(output) + len(new)))
+        self.channel.send(Committed(number, tuple(new), prompt_logprobs=told))
+        self.served.add(number)
+        self.requests[number] = (submit, [*output, *new], scored + len(told))
+        if len(output) + len(new) == submit.parameters.max_tokens:
+            self.channel.send(Finished(number, "length", Figures()))
+            del self.requests[number]
+
+
+@dataclass
+class House:
+    """A client whose engines die when the test says so."""
+
+    source: random.Random = field(default_factory=lambda: random.Random(0))
+    channels: "queue.Queue[MessageChannel | None]" = field(default_factory=lambda: queue.Queue())
+
+    def __post_init__(self) -> None:
+        ours, theirs = channel_pair()
+        self.engine = Engine(theirs, self.source)
+        self.explained = 0
+        self.client = EngineClient(ours, self.reconnect, on_explained=self.explain)
+        self.client.start()
+        theirs.send(READY)
+
+    def explain(self) -> None:
+        self.explained += 1
+
+    def reconnect(self) -> MessageChannel:
+        channel = self.channels.get(timeout=20)
+        if channel is None:
+            raise EngineDeadError("it died too often")
+        return channel
+
+    def die(self) -> None:
+        self.engine.channel.close()
+
+    def live(self) -> None:
+        ours, theirs = channel_pair()
+        self.engine = Engine(theirs, self.source)
+        self.channels.put(ours)
+        theirs.send(READY)
+
+    def close(self) -> None:
+        """Nobody waits any more, and nothing stays open."""
+        self.client.stop()
+        self.channels.put(None)  # a thread may wait
+        self.engine.channel.close()
+        while not self.channels.empty():
+            channel = self.channels.get()
+            if channel is not None:
+                channel.close()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError("did not happen")
+
+
+@dataclass
+class Heard:
+    """Everything that one request was told."""
+
+    reports: list[Report] = field(default_factory=list[Report])
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for one in self.reports if isinstance(one, Committed) for token in one.tokens]
+
+    @property
+    def scores(self) -> list[float]:
+        return [
+            each.chosen for one in self.reports if isinstance(one, Committed) for each in one.prompt_logprobs
+        ]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.reports) and isinstance(self.reports[-1], Finished | EngineDeadError)
+
+
+async def begun(house: House, most: int = 1000) -> tuple[int, Heard]:
+    """A request that has some tokens."""
+    heard = Heard()
+    await house.until(lambda: house.client.ready is not None)
+    request = house.client.submit((1, 2), SamplingParameters(max_tokens=most), 5, heard.reports.append)
+    await some(house, heard)
+    return request, heard
+
+
+async def some(house: House, heard: Heard) -> None:
+    before = len(heard.tokens)
+    while len(heard.tokens) == before:
+        house.engine.step()
+        await asyncio.sleep(0.002)
