@@ -3,7 +3,7 @@
 from ssd_serve.messages import Open, Outcome, Pause
 from ssd_serve.verifier.layout import Layout
 from tests.fakes import VOCABULARY
-from tests.verifier.test_drafters import House, growth, make_request, of
+from tests.verifier.drafter_house import House, growth, make_request, of
 
 
 def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() -> None:
