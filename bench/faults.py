@@ -176,55 +176,44 @@ async def _strike(
     if fault.survives:
         whole_s = round(await asyncio.to_thread(site.await_whole, names, drafters) - struck, 2)
         speculates = await asyncio.to_thread(site.speculates)
-    errors = tuple(sorted({one.error for one in heard if one.error}))
-    verdict = judge(settings, undisturbed, heard)
-    recovered_s, stall_s = _waits(heard, struck)
-    return Outcome(
-        fault=fault.name,
-        lost=verdict.lost,
-        wrong=verdict.wrong,
-        near_ties=verdict.near_ties,
-        noticed_s=noticed_s,
-        recovered_s=None if errors else recovered_s,
-        whole_s=whole_s,
-        stall_s=stall_s,
-        errors=errors,
-        speculates=speculates,
-        more=more,
-    )
+    seen = _seen(settings, fault.name, undisturbed, heard, struck)
+    return replace(seen, noticed_s=noticed_s, whole_s=whole_s, speculates=speculates, more=more)
 
 
 async def _go_on(
     settings: Settings, site: Site, outcome: Outcome, undisturbed: Sequence[Heard], heard: Sequence[Heard]
 ) -> Outcome:
     """Somebody has started the server again: who was cut off sends the request with the tokens that came."""
-    struck = max((time for one in heard for time in one.times), default=time.monotonic())
-    cut_off = {
-        "tokens_cut_off": float(outcome.lost),
+    struck = max((at for one in heard for at in one.times), default=time.monotonic())
+    cut_off: dict[str, float] = {
+        "tokens_cut_off": outcome.lost,
         "clients_cut_off": sum(bool(one.error) for one in heard),
     }
     clients = Clients(site.url, heard)
     clients.begin()
     await clients.end()
+    seen = _seen(settings, outcome.fault, undisturbed, heard, struck)
+    errors = (*outcome.errors, *(f"afterwards: {error}" for error in seen.errors))
+    return replace(seen, noticed_s=outcome.noticed_s, errors=errors, more=cut_off)
+
+
+def _seen(
+    settings: Settings, fault: str, undisturbed: Sequence[Heard], heard: Sequence[Heard], struck: float
+) -> Outcome:
+    """What the clients saw."""
+    errors = tuple(sorted({one.error for one in heard if one.error}))
+    stalls = [one.stall(struck) for one in heard]
+    recovered_s = max((end - struck for end, length in stalls if length > _A_STALL_S), default=0.0)
     verdict = judge(settings, undisturbed, heard)
-    recovered_s, stall_s = _waits(heard, struck)
-    return replace(
-        outcome,
+    return Outcome(
+        fault=fault,
         lost=verdict.lost,
         wrong=verdict.wrong,
         near_ties=verdict.near_ties,
-        recovered_s=recovered_s,
-        stall_s=stall_s,
-        errors=tuple(sorted({*outcome.errors, *(f"afterwards: {one.error}" for one in heard if one.error)})),
-        more=cut_off,
+        recovered_s=None if errors else round(recovered_s, 2),
+        stall_s=round(max(length for _, length in stalls), 2),
+        errors=errors,
     )
-
-
-def _waits(heard: Sequence[Heard], struck: float) -> tuple[float, float]:
-    """Seconds until the last client that had to wait went on, and the longest wait."""
-    stalls = [one.stall(struck) for one in heard]
-    recovered_s = max((end - struck for end, length in stalls if length > _A_STALL_S), default=0.0)
-    return round(recovered_s, 2), round(max(length for _, length in stalls), 2)
 
 
 async def _notice(site: Site, fault: Fault, before: dict[str, int], struck: float) -> float | None:

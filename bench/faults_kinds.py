@@ -1,25 +1,20 @@
 """The faults of the fault benchmark: how each strikes, how long it lasts, how its being noticed is seen."""
 
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
-import msgspec
 import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.bench.faults_proxy import MessageFaults
+from ssd_serve.bench.faults_readers import never_read, read_slowly
 from ssd_serve.bench.faults_site import Site
 from ssd_serve.cluster.memory_channel import FaultRates
 from ssd_serve.errors import SsdError
 
 Heal = Callable[[], dict[str, float]]
 """Ends the fault, and tells what else was seen."""
-
-_FULL_CLIENTS = 4
-_SMALL_BUFFER = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +102,6 @@ def _messages(rates: FaultRates) -> Callable[[Site, MessageFaults | None], Heal]
     return strike
 
 
-def _full_clients(site: Site, _proxy: MessageFaults | None) -> Heal:
-    """Some more clients that never read: their small buffers fill up, then the server's."""
-    place = urlsplit(site.url)
-    fields: dict[str, object] = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "logprobs": 5}
-    body = msgspec.json.encode({**fields, "stream": True, "n": 2})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
-    stuck: list[socket.socket] = []
-    for _ in range(_FULL_CLIENTS):
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
-        client.connect((place.hostname or "", place.port or 0))
-        client.sendall(head.encode() + body)
-        stuck.append(client)
-
-    def heal() -> dict[str, float]:
-        for client in stuck:
-            client.close()
-        return {"clients": _FULL_CLIENTS}
-
-    return heal
-
-
 _UNEVEN = FaultRates(delay=0.6, most_ticks=10)
 _PROCESSES = (
     Fault("nothing", lambda _site, _proxy: _nothing),
@@ -137,7 +110,8 @@ _PROCESSES = (
     Fault("kill -9 of the drafter", _signal("drafter-0", signal.SIGKILL), _reaped("drafter-0")),
     Fault("SIGSTOP of the drafter", _signal("drafter-0", signal.SIGSTOP), _reaped("drafter-0")),
     Fault("SIGSTOP of the server for 8 s", _pause_server, lasts_s=8.0),
-    Fault("clients that never read", _full_clients, lasts_s=3.0),
+    Fault("clients that never read", lambda site, _proxy: never_read(site.url), lasts_s=3.0),
+    Fault("clients that read slowly", lambda site, _proxy: read_slowly(site.url), lasts_s=3.0),
 )
 _MESSAGES = (
     Fault("messages dropped (20 %)", _messages(FaultRates(drop=0.2)), lasts_s=2.0),

@@ -1,7 +1,7 @@
 """What the fault benchmark found, and how it is printed. Knows its result file alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -18,18 +18,18 @@ class Outcome:
     wrong: int
     """Texts that differ from the undisturbed ones by more than a near-tie."""
     near_ties: int
-    noticed_s: float | None
     recovered_s: float | None
     """Until the last client got a token after its longest wait, 0 where none had to wait; None where a client
     was cut off and asked nobody for the rest."""
-    whole_s: float | None
-    """Until every process was there again and as many drafters had joined; None where it does not apply."""
     stall_s: float
     """The longest time that a client got nothing."""
     errors: tuple[str, ...]
-    speculates: bool | None
+    noticed_s: float | None = None
+    whole_s: float | None = None
+    """Until every process was there again and as many drafters had joined; None where it does not apply."""
+    speculates: bool | None = None
     """Whether drafts were found ready afterwards."""
-    more: dict[str, float]
+    more: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -57,9 +57,13 @@ def table(result: Mapping[str, object]) -> str:
 
 
 def harmless(result: Mapping[str, object]) -> bool:
-    """No token was wrong or lost, and no client cut off where the server itself was not killed."""
+    """No token was wrong or lost, none of slow clients either; a server that lived on cut nobody off."""
     return all(
-        not one.wrong and not one.lost and (one.whole_s is None or not one.errors) for one in _read(result)
+        not one.wrong
+        and not one.lost
+        and (one.whole_s is None or not one.errors)
+        and one.more.get("whole_answers") in (None, one.more.get("clients"))
+        for one in _read(result)
     )
 
 

@@ -57,6 +57,8 @@ def test_a_wait_counts_from_when_the_fault_struck() -> None:
         ({"errors": ["status 500"]}, False),
         ({"errors": ["ReadError"], "whole_s": None}, True),
         ({"lost": 3, "whole_s": None}, False),
+        ({"more": {"clients": 4, "whole_answers": 4}}, True),
+        ({"more": {"clients": 4, "whole_answers": 3}}, False),
     ],
 )
 def test_tokens_are_never_lost_and_connections_with_the_server_alone(

@@ -168,6 +168,40 @@ def test_a_client_that_leaves_frees_its_requests_at_once(stream: bool, hold_afte
         assert 'ssd_request_success_total{finished_reason="abort"} 2.0' in page
 
 
+def wait_until_idle() -> None:
+    """Until this process, the server in it, computes nothing."""
+    before = -1.0
+    while time.process_time() - before > 0.05:
+        before = time.process_time()
+        time.sleep(0.4)
+
+
+def test_a_client_that_does_not_read_holds_nobody_else_up_and_loses_nothing() -> None:
+    choices, length = 64, 400
+    more = {
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    body = json.dumps({"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    with open_server(lambda _: say("x" * length, group=1)) as address, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(address.url.rpartition(":")[2])))
+        client.sendall(f"{head}\r\n".encode() + body)
+        address.engine.wait_for(lambda: len(address.engine.submits()) == choices)
+        wait_until_idle()  # all that the kernel takes has been written
+        began = time.monotonic()
+        other = httpx.post(f"{address.url}{COMPLETIONS}", json={"prompt": "b", "max_tokens": 9})
+        assert other.json()["choices"][0]["text"] == "x" * 9
+        assert time.monotonic() - began < 1.0
+        with client.makefile("rb") as whole:
+            lines = list(whole)
+        assert sum(map(len, lines)) > 8 << 20, "more than any buffer holds"
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        text = [choice["text"] for event in events for choice in event["choices"]]
+        assert "".join(text) == "x" * (choices * length)
+
+
 def fill(connection: socket.socket) -> None:
     while True:
         connection.sendall(b"x" * 65536)

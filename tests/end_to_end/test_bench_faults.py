@@ -1,0 +1,35 @@
+"""The fault benchmark's streams beside real processes: lost messages and clients that do not read."""
+
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.bench.faults import Plan, run_faults
+from ssd_serve.bench.faults_report import harmless
+from ssd_serve.settings import Settings
+from tests.end_to_end.tiny_pair import write_pair
+
+CASES = (
+    "clients that never read",
+    "clients that read slowly",
+    "messages dropped",
+    "messages delayed and reordered",
+    "messages duplicated",
+    "every message dropped",
+)
+
+
+@pytest.mark.slow
+def test_no_token_is_lost_or_wrong_and_nobody_waits_long(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path / "pair")
+    settings = Settings(
+        target=str(target), draft=str(draft), dtype="fp32", budget=2, emulate="mi300x-70b-1b*2"
+    )
+    found = run_faults(settings, Plan(requests=2, tokens=60, only=CASES), print)
+    assert harmless(found)
+    outcomes = {str(each["fault"]).split(" (")[0]: each for each in found["outcomes"]}  # type: ignore[attr-defined]
+    assert tuple(outcomes) == CASES
+    assert all(each["stall_s"] < 2.0 and each["speculates"] for each in outcomes.values())
+    assert outcomes["clients that read slowly"]["more"] == {"clients": 4, "whole_answers": 4}
+    for name in CASES[2:]:
+        assert outcomes[name]["more"]["messages_changed"] > 0
