@@ -5,6 +5,7 @@ It drafts for one verifier or for several, and waits for those that are not ther
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from ssd_serve.cluster.dialling import Dial
 from ssd_serve.cluster.polling import poll
@@ -25,9 +26,17 @@ _DIALLING_S = 0.05
 _BLEND = 0.05
 
 
-def run(settings: Settings, name: str, addresses: Sequence[str], patient: bool = False) -> int:
+def run(
+    settings: Settings,
+    name: str,
+    addresses: Sequence[str],
+    patient: bool = False,
+    alive_file: Path | None = None,
+) -> int:
     """Load, join the verifiers at these addresses, and draft for ever. Raises `PairMismatchError` when none
-    of them wants this draft model, unless it is patient: then one that does may take its place."""
+    of them wants this draft model, unless it is patient: then one that does may take its place.
+
+    `alive_file` is touched every half second while a verifier takes drafts."""
     log = get_logger(name, settings.log_level, settings.log_format)
     native = native_library(settings, log)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
@@ -37,7 +46,8 @@ def run(settings: Settings, name: str, addresses: Sequence[str], patient: bool =
         Target(drafter.core, drafter.hello, log, (place, len(addresses)), Dial(address, log, key=key))
         for place, address in enumerate(addresses)
     ]
-    Loop(targets, drafter.core, drafter.hello.step_ms / 1e3, drafter.emulated, patient).run()
+    step_s = drafter.hello.step_ms / 1e3
+    Loop(targets, drafter.core, step_s, drafter.emulated, patient, alive_file).run()
     return 0
 
 
@@ -51,8 +61,10 @@ class Loop:
         step_s: float,
         emulated: EmulatedModel | None = None,
         patient: bool = False,
+        alive_file: Path | None = None,
     ) -> None:
         """`patient`: go on when all verifiers refuse this drafter; they are asked again."""
+        self._alive_file = alive_file
         self._targets = targets
         self._emulated = emulated
         self._core = core
@@ -106,4 +118,6 @@ class Loop:
             )
             for target in self._targets:
                 target.beat(beat)
+            if self._alive_file is not None and any(target.joined for target in self._targets):
+                self._alive_file.touch()
             self._heap.trim_when_due()

@@ -31,6 +31,8 @@ class Target:
         self.channel = channel
         self.refused = ""
         """Why it will not work with this drafter."""
+        self.joined = False
+        """It takes drafts."""
         self._core = core
         self._hello = hello
         self._log = log
@@ -84,7 +86,7 @@ class Target:
                 "install the same version of ssd-serve on both sides"
             )
         elif isinstance(message, Hello):
-            self.refused = ""
+            self.refused, self.joined = "", True
             self._log.info("joined", verifier=self._address, step_ms=round(self._hello.step_ms, 2))
             if self._dial is not None:
                 self._dial.good()
@@ -121,7 +123,7 @@ class Target:
         """It will begin anew if it comes back."""
         if self.channel is not None:
             self.channel.close()
-        self.channel, self._paused = None, False
+        self.channel, self._paused, self.joined = None, False, False
         self._log.info("verifier left", verifier=self._address)
         for request in self._requests():
             self._core.forget(request)

@@ -1,5 +1,7 @@
 """`ssd draft` says at once what no second try mends."""
 
+from pathlib import Path
+
 import pytest
 
 from ssd_serve.cli import main
@@ -25,3 +27,12 @@ def test_an_address_that_can_never_answer_is_refused(
     monkeypatch.setenv("SSD_CLUSTER_KEY", key)
     assert main(["draft", "--connect", address]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SSD_CLUSTER_KEY", KEY)
+    path = str(tmp_path / "nowhere" / "alive")
+    assert main(["draft", "--connect", "tcp://127.0.0.1:4711", "--alive-file", path]) == 2
+    assert f"--alive-file: {path} cannot be written" in capsys.readouterr().err

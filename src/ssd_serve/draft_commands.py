@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+from pathlib import Path
 
 import setproctitle
 
@@ -33,6 +34,12 @@ def add_draft(commands: Commands) -> None:
     parser.add_argument(
         "--name", default="", help="its name in logs and figures, nobody else's (host and process)"
     )
+    parser.add_argument(
+        "--alive-file",
+        type=Path,
+        metavar="FILE",
+        help="touched twice a second while a server takes its drafts: a health check looks at its age",
+    )
     add_settings_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -41,6 +48,8 @@ def _run(args: argparse.Namespace) -> int:
     settings = _drafting(resolve(given_flags(args)))
     for address in args.connect:
         check_address(address, settings.cluster_key or "")
+    if args.alive_file is not None:
+        _check_alive_file(args.alive_file)
     # In a container this is process 1, which a signal without a handler does not end.
     signal.signal(signal.SIGTERM, _leave)
     pin(parse_device(settings.draft_device or "cpu"))
@@ -50,7 +59,16 @@ def _run(args: argparse.Namespace) -> int:
     name = args.name or f"drafter-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     setproctitle.setproctitle(f"ssd: {name}")  # flags may hold keys
     # While servers are updated one after the other, those of another version refuse it.
-    return run(settings, name, args.connect, patient=True)
+    return run(settings, name, args.connect, patient=True, alive_file=args.alive_file)
+
+
+def _check_alive_file(path: Path) -> None:
+    """What is left of an earlier drafter must not tell of this one. Raises `SettingsError`."""
+    try:
+        path.touch()
+        path.unlink()
+    except OSError as error:
+        raise SettingsError(f"--alive-file: {path} cannot be written ({error.strerror})") from None
 
 
 def _drafting(settings: Settings) -> Settings:

@@ -18,6 +18,7 @@ OURS = [f"{name}-{kind}" for name in ("ssd", "target") for kind in KINDS]
 DRAFTERS = [f"drafter-{kind}" for kind in KINDS]
 NODES = [f"ray-{name}-{kind}" for name in ("head", "worker") for kind in KINDS]
 BESIDE = ["prometheus", "grafana"]
+BESIDE_RAY = ["prometheus-ray", "grafana-ray"]
 BUILT = [*OURS, *DRAFTERS, *NODES, *(f"ray-serve-{kind}" for kind in KINDS)]
 NOT_OURS = {"HF_HOME", "HF_TOKEN", "HIP_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"}
 
@@ -47,7 +48,7 @@ def test_each_profile_has_its_services_and_what_watches_them(kind: str) -> None:
     for profile, expected in {
         kind: [f"ssd-{kind}", *BESIDE],
         f"{kind}-split": [f"target-{kind}", f"drafter-{kind}", *BESIDE],
-        f"{kind}-ray": [f"ray-head-{kind}", f"ray-serve-{kind}"],
+        f"{kind}-ray": [f"ray-head-{kind}", f"ray-serve-{kind}", *BESIDE_RAY],
         f"{kind}-ray-worker": [f"ray-worker-{kind}"],
     }.items():
         assert [name for name, each in services().items() if profile in each["profiles"]] == expected
@@ -95,7 +96,7 @@ def test_target_and_drafter_meet_and_keep_to_their_devices(kind: str) -> None:
     assert inside["SSD_DRAFTERS"] == "0"
     (port,) = re.findall(r"^tcp://0\.0\.0\.0:(\d+)$", inside["SSD_DRAFTER_ADDRESS"])
     (alias,) = target["networks"]["default"]["aliases"]
-    assert drafter["command"] == ["draft", "--connect", f"tcp://{alias}:{port}"]
+    assert drafter["command"] == ["draft", "--connect", f"tcp://{alias}:{port}", "--alive-file", "/tmp/alive"]
     # Not published: only the private network has it, and only who knows the key.
     assert not any(port in each for each in target["ports"])
     for service in (target, drafter):
@@ -164,7 +165,7 @@ def test_ports_are_published_on_loopback(name: str) -> None:
         assert port.startswith("127.0.0.1:")
 
 
-@pytest.mark.parametrize("name", [*OURS, *BESIDE])
+@pytest.mark.parametrize("name", [*OURS, *BESIDE, *BESIDE_RAY])
 def test_mounted_files_exist_and_volumes_are_declared(name: str) -> None:
     declared: dict[str, Any] = read_yaml("compose.yaml")["volumes"]
     for mount in services()[name]["volumes"]:
@@ -176,7 +177,7 @@ def test_mounted_files_exist_and_volumes_are_declared(name: str) -> None:
             assert source in declared
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", [*BESIDE, *BESIDE_RAY])
 def test_what_watches_has_a_fixed_version_and_a_healthcheck(name: str) -> None:
     service = services()[name]
     assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"])
@@ -190,6 +191,20 @@ def test_prometheus_reads_the_server_and_the_rules_that_are_mounted() -> None:
         assert services()[name]["networks"]["default"]["aliases"] == ["ssd"]
     mounted = {mount.split(":")[1] for mount in services()["prometheus"]["volumes"]}
     assert {f"/etc/prometheus/{name}" for name in config["rule_files"]} <= mounted
+
+
+def test_what_watches_a_ray_head_finds_the_proxy_and_listens_on_loopback() -> None:
+    prometheus, grafana = (services()[name] for name in BESIDE_RAY)
+    for service, name in ((prometheus, "ssd"), (grafana, "prometheus")):
+        assert (service["network_mode"], service["extra_hosts"]) == ("host", [f"{name}:127.0.0.1"])
+        assert "ports" not in service
+    assert prometheus["command"] == [
+        *services()["prometheus"]["command"],
+        "--web.listen-address=127.0.0.1:9090",
+    ]
+    listening = {"GF_SERVER_HTTP_ADDR": "127.0.0.1"}
+    assert grafana["environment"] == {**services()["grafana"]["environment"], **listening}
+    assert read_yaml("serve.yaml")["http_options"]["port"] == 8000
 
 
 def test_grafana_finds_its_source_and_its_dashboard() -> None:

@@ -1,11 +1,9 @@
 """The cpu profile as processes: the image's command with its variables, its healthcheck, and its metrics."""
 
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Generator
 from contextlib import suppress
@@ -18,53 +16,28 @@ import yaml  # type: ignore[import-untyped]
 
 from ssd_serve.resolving import origins, resolve
 from ssd_serve.settings_table import as_env
+from tests.deploy.containers import Container, Network
 from tests.deploy.files import (
     DEPLOY,
-    ROOT,
     alert_expressions,
     dashboard_panels,
-    environment,
-    read_dockerfile,
     read_yaml,
     services,
 )
 from tests.end_to_end.test_serve import await_health, free_port
 
-IMAGE = read_dockerfile("cpu").of_the_image()
 PROMETHEUS = shutil.which("prometheus")
 NOT_ON_THE_PAGE = {"instance", "replica"}
 """Prometheus adds the first, several servers behind one address the second."""
 
 
-@dataclass(frozen=True)
-class Container:
-    """What would run in it."""
-
-    process: "subprocess.Popen[bytes]"
-    variables: dict[str, str]
-    url: str
-
-    def healthcheck(self) -> int:
-        copied = dict(line.split() for line in IMAGE.all("COPY") if "--" not in line)
-        inside = {target: str(ROOT / source) for source, target in copied.items()}
-        command = [inside.get(word, word) for word in IMAGE.healthcheck()]
-        return subprocess.run(command, env=self.variables, check=False).returncode
-
-
 @pytest.fixture(scope="module")
 def container(tmp_path_factory: pytest.TempPathFactory) -> Generator[Container]:
-    """With the port and the folder of the volume changed to what is free here."""
-    port = free_port()
-    cache = str(tmp_path_factory.mktemp("cache"))
-    given = {**IMAGE.environment(), **environment(services()["ssd-cpu"]), "SSD_PORT": str(port)}
-    variables = {name: value.replace("/cache/", f"{cache}/") for name, value in given.items()}
-    variables = {**os.environ, **variables, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    process = subprocess.Popen(IMAGE.command(), env=variables, start_new_session=True)
+    network = Network(tmp_path_factory.mktemp("cache"))
     try:
-        yield Container(process, variables, f"http://127.0.0.1:{port}")
+        yield network.start("ssd-cpu", {})
     finally:
-        process.kill()
-        process.wait()
+        network.close()
 
 
 @pytest.fixture(scope="module")
@@ -114,33 +87,44 @@ def test_a_metric_or_label_that_is_not_there_is_found(page: str) -> None:
     assert missing(["sum by (colour) (ssd_layout)"], page) == ["colour"]
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed; no package of Python brings it")
+@pytest.mark.skipif(
+    PROMETHEUS is None or shutil.which("wget") is None,
+    reason="Prometheus is not installed, or wget, which its image has; no package of Python brings them",
+)
 def test_prometheus_reads_it_by_our_configuration(container: Container, page: str, tmp_path: Path) -> None:
-    """With the server's address changed, and rules in place."""
+    """With the flags and the healthcheck of the service, the server's address changed, and rules in place."""
     config = read_yaml("prometheus.yaml")
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [container.url.removeprefix("http://")]
     config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    port = free_port()
-    command = [
-        str(PROMETHEUS),
-        f"--config.file={tmp_path}/prometheus.yaml",
-        f"--storage.tsdb.path={tmp_path}/data",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=error",
-    ]
-    process = subprocess.Popen(command)
+    service, address = services()["prometheus-ray"], f"127.0.0.1:{free_port()}"
+    places = {
+        "/etc/prometheus": str(tmp_path),
+        "127.0.0.1:9090": address,
+        "=/prometheus": f"={tmp_path}/data",
+    }
+    options, check = here(service["command"], places), here(service["healthcheck"]["test"][1:], places)
+    assert subprocess.run(check, check=False).returncode != 0, "nobody is there"
+    process = subprocess.Popen([str(PROMETHEUS), *options, "--log.level=error"])
     try:
-        answers = Prometheus(f"http://127.0.0.1:{port}")
+        answers = Prometheus(f"http://{address}")
         answers.until("ssd_engine_up == 1")
         answers.until('up{job="ssd-serve"} == 1')
         assert {rule["health"] for rule in answers.rules()} <= {"ok", "unknown"}
         assert len(answers.rules()) == len(alert_expressions())
         assert answers.query('ALERTS{alertstate="firing"}') == []
+        assert subprocess.run(check, check=False).returncode == 0
     finally:
         process.kill()
         process.wait()
+
+
+def here(words: list[str], places: dict[str, str]) -> list[str]:
+    """A command with other places in it."""
+    for inside, outside in places.items():
+        words = [word.replace(inside, outside) for word in words]
+    return words
 
 
 @dataclass(frozen=True)
@@ -161,7 +145,7 @@ class Prometheus:
     def until(self, expression: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while True:
-            with suppress(httpx.TransportError, KeyError):
+            with suppress(httpx.TransportError, KeyError, ValueError):  # until it is ready it speaks no JSON
                 if self.query(expression):
                     return
             assert time.monotonic() < deadline, expression

@@ -1,88 +1,70 @@
-"""The services target-cpu and drafter-cpu as processes: they find each other, and either may go and come."""
+"""Target and drafter in containers of their own: they find each other, and either may go and come."""
 
-import json
-import os
-import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.deploy.files import environment, read_dockerfile, services
-from tests.end_to_end.test_serve import await_health, complete, free_port
+from tests.deploy.containers import CPU_FOR_GPU, Network
+from tests.end_to_end.test_serve import await_health, complete
 
-IMAGE = read_dockerfile("cpu").of_the_image()
-
-
-@dataclass
-class House:
-    """The private network: where the target is, for itself, the drafter and us."""
-
-    folder: Path
-    port: int = field(default_factory=free_port)
-    meeting: str = field(default_factory=lambda: f"tcp://127.0.0.1:{free_port()}")
-    key: str = field(default_factory=lambda: secrets.token_hex(32))
-    processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list["subprocess.Popen[bytes]"])
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self, name: str) -> "subprocess.Popen[bytes]":
-        """Run a service with the image's entrypoint, and its own variables and command."""
-        service = services()[name]
-        given = {**IMAGE.environment(), **environment(service), "SSD_PORT": str(self.port)}
-        given = {each: value.replace("/cache/", f"{self.folder}/") for each, value in given.items()}
-        if "SSD_DRAFTER_ADDRESS" in given:
-            given["SSD_DRAFTER_ADDRESS"] = self.meeting
-        # What .env has: the key; and here no compiler is waited for.
-        given |= {"SSD_CLUSTER_KEY": self.key, "SSD_NATIVE_KERNELS": "false"}
-        (entrypoint,), (arguments,) = IMAGE.all("ENTRYPOINT"), IMAGE.all("CMD")
-        words: list[str] = service.get("command") or json.loads(arguments)
-        words = [self.meeting if word.startswith("tcp://") else word for word in words]
-        variables = {**os.environ, **given, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        process = subprocess.Popen([*json.loads(entrypoint), *words], env=variables, start_new_session=True)
-        self.processes.append(process)
-        return process
-
-    def await_drafters(self, count: int) -> None:
-        deadline = time.monotonic() + 120
-        while f"ssd_drafters_alive {float(count)}" not in httpx.get(f"{self.url}/metrics").text:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+WITHOUT_COMPILER = {"SSD_NATIVE_KERNELS": "false"}
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Generator[House]:
-    made = House(tmp_path)
+def network(tmp_path: Path) -> Generator[Network]:
+    made = Network(tmp_path)
     try:
         yield made
     finally:
-        for process in made.processes:
-            process.kill()
-            process.wait()
+        made.close()
 
 
 @pytest.mark.slow
-def test_a_drafter_joins_goes_and_comes_back(house: House) -> None:
+def test_a_drafter_joins_goes_and_comes_back(network: Network) -> None:
     # The drafter first: it waits.
-    drafter = house.start("drafter-cpu")
-    target = house.start("target-cpu")
-    await_health(house.url, 240.0)
-    house.await_drafters(1)
-    text = complete(house.url)
-    drafter.send_signal(signal.SIGTERM)
-    assert drafter.wait(15) == 0
-    house.await_drafters(0)
-    assert complete(house.url) == text
-    house.start("drafter-cpu")
-    house.await_drafters(1)
-    assert complete(house.url) == text
-    target.send_signal(signal.SIGTERM)
-    assert target.wait(30) == 0
+    drafter = network.start("drafter-cpu", WITHOUT_COMPILER)
+    target = network.start("target-cpu", WITHOUT_COMPILER)
+    await_health(network.url, 240.0)
+    network.await_drafters(1)
+    assert (target.healthcheck(), drafter.healthcheck()) == (0, 0)
+    text = complete(network.url)
+    drafter.process.send_signal(signal.SIGTERM)
+    assert drafter.process.wait(15) == 0
+    network.await_drafters(0)
+    assert complete(network.url) == text
+    again = network.start("drafter-cpu", WITHOUT_COMPILER)
+    network.await_drafters(1)
+    assert complete(network.url) == text
+    target.process.send_signal(signal.SIGTERM)
+    assert target.process.wait(30) == 0
+    time.sleep(11.0)
+    assert (target.healthcheck(), again.healthcheck()) == (1, 1), "a drafter without a target is of no use"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rocm", "cuda"])
+def test_services_for_gpus_meet_where_cores_take_their_place(network: Network, kind: str) -> None:
+    here = {**WITHOUT_COMPILER, **CPU_FOR_GPU, "SSD_LAUNCHER": "local"}
+    target = network.start(f"target-{kind}", {**here, "SSD_DRAFT_DEVICE": ""})
+    drafter = network.start(f"drafter-{kind}", here)
+    await_health(network.url, 240.0)
+    network.await_drafters(1)
+    assert (target.healthcheck(), drafter.healthcheck()) == (0, 0)
+    assert complete(network.url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rocm", "cuda"])
+def test_a_server_for_gpus_runs_on_ray_where_cores_take_their_place(network: Network, kind: str) -> None:
+    server = network.start(f"ssd-{kind}", {**WITHOUT_COMPILER, **CPU_FOR_GPU})
+    assert server.variables["SSD_LAUNCHER"] == "ray"
+    await_health(network.url, 240.0)
+    network.await_drafters(1)
+    assert server.healthcheck() == 0
+    assert complete(network.url)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert server.healthcheck() == 1

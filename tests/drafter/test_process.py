@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from ssd_serve.messages import (
     Growth,
     Heartbeat,
     Hello,
+    Message,
     Open,
     Outcome,
     Pause,
@@ -202,3 +204,22 @@ def until(loop: Loop, condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         loop.turn()
+
+
+def test_the_file_of_its_life_is_touched_while_a_verifier_takes_drafts(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+
+    def touched(*said: Message) -> bool:
+        mine, verifiers = memory_pair()
+        core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+        loop = Loop([Target(core, HELLO, QUIET, channel=mine)], core, 0.001, patient=True, alive_file=alive)
+        alive.unlink(missing_ok=True)
+        for message in said:
+            verifiers.send(message)
+        mine.on_wait = lambda: None
+        loop.turn()
+        return alive.exists()
+
+    assert touched(HELLO)
+    assert not touched(), "nobody has answered"
+    assert not touched(Refusal("another tokenizer"))

@@ -1,0 +1,98 @@
+"""Services of compose.yaml as processes of this machine: their commands, variables and healthchecks."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.deploy.files import ROOT, Dockerfile, environment, read_dockerfile, services
+from tests.end_to_end.test_serve import free_port
+
+CPU_FOR_GPU = {
+    "SSD_TARGET": "embedded",
+    "SSD_TARGET_DEVICE": "cpu:0",
+    "SSD_TENSOR_PARALLEL": "1",
+    "SSD_DRAFT": "",
+    "SSD_DRAFT_DEVICE": "cpu:1",
+}
+"""What a service for GPUs is told where there are none."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """What would run in it."""
+
+    process: "subprocess.Popen[bytes]"
+    variables: dict[str, str]
+    url: str
+    check: list[str]
+
+    def healthcheck(self) -> int:
+        return subprocess.run(self.check, env=self.variables, check=False).returncode
+
+
+@dataclass
+class Network:
+    """What containers of one composition share: places, free ports and a key."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    meeting: str = field(default_factory=lambda: f"tcp://127.0.0.1:{free_port()}")
+    key: str = field(default_factory=lambda: secrets.token_hex(32))
+    started: list[Container] = field(default_factory=list[Container])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, name: str, more: Mapping[str, str]) -> Container:
+        """Run a service; `more` is what .env would have. Only places and ports are others than inside."""
+        service = services()[name]
+        image = read_dockerfile(name.rpartition("-")[2]).of_the_image()
+        given = {**image.environment(), **environment(service), "SSD_PORT": str(self.port), **more}
+        given = {each: self._here(value) for each, value in given.items() if value}
+        if "SSD_DRAFTER_ADDRESS" in given:
+            given["SSD_DRAFTER_ADDRESS"] = self.meeting
+        (entrypoint,), (arguments,) = image.all("ENTRYPOINT"), image.all("CMD")
+        words: list[str] = [*json.loads(entrypoint), *(service.get("command") or json.loads(arguments))]
+        variables = {
+            **os.environ,
+            **given,
+            "SSD_CLUSTER_KEY": self.key,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        command, check = [self._here(word) for word in words], self._check(service, image)
+        process = subprocess.Popen(command, env=variables, start_new_session=True)
+        self.started.append(Container(process, variables, self.url, check))
+        return self.started[-1]
+
+    def await_drafters(self, count: int) -> None:
+        deadline = time.monotonic() + 120
+        while f"ssd_drafters_alive {float(count)}" not in httpx.get(f"{self.url}/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for each in self.started:
+            each.process.kill()
+            each.process.wait()
+
+    def _check(self, service: Mapping[str, Mapping[str, list[str]]], image: Dockerfile) -> list[str]:
+        """Its own healthcheck, or its image's."""
+        if "healthcheck" in service:
+            return [self._here(word) for word in service["healthcheck"]["test"][1:]]
+        copied = dict(line.split() for line in image.all("COPY") if len(line.split()) == 2)
+        inside = {target: str(ROOT / source) for source, target in copied.items()}
+        return [inside.get(word, word) for word in image.healthcheck()]
+
+    def _here(self, text: str) -> str:
+        if text.startswith("tcp://"):
+            return self.meeting
+        return text.replace("/cache/", f"{self.folder}/").replace("/tmp/alive", f"{self.folder}/alive")
