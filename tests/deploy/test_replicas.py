@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +39,7 @@ class Fleet:
 
     process: "subprocess.Popen[bytes]"
     environment: dict[str, str]
-    dashboard: str
+    ports: dict[str, str]
     url: str
     config: Path
 
@@ -50,18 +52,25 @@ class Fleet:
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 1}
         self.config.write_text(yaml.safe_dump(serving), encoding="utf-8")
         service = services()["ray-serve-cpu"]
-        here = {"http://127.0.0.1:8265": self.dashboard, "/opt/serve.yaml": str(self.config)}
+        here = {
+            "http://127.0.0.1:8265": f"http://127.0.0.1:{self.ports['--dashboard-port']}",
+            "/opt/serve.yaml": str(self.config),
+        }
         words: list[str] = [*service["entrypoint"], *service["command"]]
         command = [here.get(word, word) for word in words]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
     def healthy(self) -> bool:
         """What the healthcheck of the service says."""
-        check, *words = services()["ray-head-cpu"]["healthcheck"]["test"]
-        assert check == "CMD"
-        port = self.environment["AGENT_PORT"]
-        command = [word.replace("52365", port) for word in words]
-        return subprocess.run(command, env=self.environment, check=False, capture_output=True).returncode == 0
+        return healthy("ray-head-cpu", self.ports, self.environment)
+
+    def nodes(self) -> int:
+        """How many nodes the head knows to be alive."""
+        command = ["ray", "status", f"--address=127.0.0.1:{self.ports['--port']}"]
+        told = subprocess.run(
+            command, env=self.environment, check=True, capture_output=True, text=True
+        ).stdout
+        return len(re.findall(r"^ 1 node_", told.partition("Pending:")[0], re.MULTILINE))
 
     def verifiers(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
@@ -101,37 +110,51 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     # The names of Ray's sockets would be too long there.
     with tempfile.TemporaryDirectory(prefix="ray") as ray, (folder / "log").open("wb") as log:
-        command, ports = head(ray)
+        command, ports = node("ray-head-cpu", "6379")
+        command += ["--num-cpus=4", f"--temp-dir={ray}"]
         given = environment(services()["ray-head-cpu"])
         variables = {
             **os.environ,
             **{name: value.replace("/cache", str(folder)) for name, value in given.items()},
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
-            "AGENT_PORT": ports["--dashboard-agent-listen-port"],
             "PYTHONPATH": str(ROOT / "src"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
-        dashboard = f"http://127.0.0.1:{ports['--dashboard-port']}"
         url = f"http://127.0.0.1:{free_port()}"
-        started = Fleet(process, variables, dashboard, url, folder / "serve.yaml")
+        started = Fleet(process, variables, ports, url, folder / "serve.yaml")
         try:
             until(started.healthy)
             started.tell(mode="ssd")
             await_health(url, 150.0)
             yield started
         finally:
-            everything = psutil.Process(process.pid).children(recursive=True)
-            for each in (psutil.Process(process.pid), *everything):
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-            process.wait()
-            psutil.wait_procs(everything, timeout=10)
+            kill(process)
 
 
-def head(folder: str) -> tuple[list[str], dict[str, str]]:
-    """The command of the service with free ports, by their options, and small."""
-    service = services()["ray-head-cpu"]
+def kill(process: "subprocess.Popen[bytes]") -> None:
+    """With all that it has begun, where it has not ended."""
+    if process.poll() is not None:
+        return
+    everything = psutil.Process(process.pid).children(recursive=True)
+    for each in (psutil.Process(process.pid), *everything):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+    psutil.wait_procs(everything, timeout=10)
+
+
+def healthy(name: str, ports: dict[str, str], variables: dict[str, str]) -> bool:
+    """What the healthcheck of a Ray node says."""
+    check, *words = services()[name]["healthcheck"]["test"]
+    assert check == "CMD"
+    command = [word.replace("52365", ports["--dashboard-agent-listen-port"]) for word in words]
+    return subprocess.run(command, env=variables, check=False, capture_output=True).returncode == 0
+
+
+def node(name: str, head_port: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a Ray node with free ports, by their options, and small."""
+    service = services()[name]
     command: list[str] = [*service["entrypoint"], *map(by_default, service["command"])]
     options = [word.partition("=")[0] for word in command]
     # Workers may take any port.
@@ -140,8 +163,8 @@ def head(folder: str) -> tuple[list[str], dict[str, str]]:
         f"{name}={ports[name]}" if name in ports else word
         for name, word in zip(options, command, strict=True)
     ]
-    command = [word for word in command if "worker-port" not in word]
-    return [*command, "--num-cpus=4", "--object-store-memory=80000000", f"--temp-dir={folder}"], ports
+    command = [word.replace(":6379", f":{head_port}") for word in command if "worker-port" not in word]
+    return [*command, "--object-store-memory=80000000"], ports
 
 
 def until(what: Callable[[], bool], seconds: float = 90.0) -> None:
@@ -212,3 +235,21 @@ def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet) -> None:
         assert streaming.result() == expected
     until(lambda: both_are_there(fleet) and not before & set(fleet.answered()))
     assert fleet.stream(400) == expected
+
+
+def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet) -> None:
+    command, ports = node("ray-worker-cpu", fleet.ports["--port"])
+    command += ["--num-cpus=1"]
+    assert not healthy("ray-worker-cpu", ports, fleet.environment), "nobody is there"
+    worker = subprocess.Popen(command, env=fleet.environment, start_new_session=True)
+    try:
+        until(lambda: healthy("ray-worker-cpu", ports, fleet.environment))
+        until(lambda: fleet.nodes() == 2)
+        everything = psutil.Process(worker.pid).children(recursive=True)
+        worker.send_signal(signal.SIGTERM)
+        worker.wait(30)
+        assert psutil.wait_procs(everything, timeout=30)[1] == []
+        until(lambda: fleet.nodes() == 1)
+        assert fleet.healthy()
+    finally:
+        kill(worker)
