@@ -16,6 +16,8 @@ from ssd_serve.cluster.listener import Listener, connect_socket
 from ssd_serve.errors import ProtocolError, RankLostError
 
 _LENGTH = struct.Struct("<Q")
+_MOST_BYTES = 1 << 28
+"""Of a message: hundreds of times the largest batch."""
 _JOIN_S = 120.0
 """Processes start together, but importing takes a while on a busy core."""
 
@@ -63,9 +65,10 @@ class _Wire:
         return True
 
     def receive(self) -> bytearray | None:
-        """The next message; None when the peer is gone."""
+        """The next message; None when the peer is gone, or says what no rank would say."""
         header = self._exactly(_LENGTH.size)
-        return None if header is None else self._exactly(int(_LENGTH.unpack(header)[0]))
+        length = None if header is None else int(_LENGTH.unpack(header)[0])
+        return None if length is None or length > _MOST_BYTES else self._exactly(length)
 
     def close(self) -> None:
         """The peer hears that nothing more will come."""

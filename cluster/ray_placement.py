@@ -94,11 +94,18 @@ def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
     named = _named(settings.draft_device, "SSD_DRAFT_DEVICE", count) if count else None
     errors: list[SettingsError] = []
     # A drafter that nobody has given a device takes a GPU if the target has one, or else a core.
-    chances = (_CORE,) if target.kind == "cpu" else (Device("cuda"), _CORE)
-    for draft in (named,) if named else chances:
+    drafts = (named,) if named else (Device("cuda"), _CORE) if target.kind == "cuda" and count else (_CORE,)
+    rank_kinds = _kinds(target, settings.target_accelerator, nodes, "SSD_TARGET_ACCELERATOR")
+    chances = [
+        (draft, kind, rank_kind)
+        for draft in drafts
+        for kind in _kinds(draft, settings.draft_accelerator, nodes, "SSD_DRAFT_ACCELERATOR")
+        for rank_kind in rank_kinds
+    ]
+    for draft, kind, rank_kind in chances:
+        drafter = _drafter(settings, draft, count, kind)
+        rank = _rank(settings, target, nodes, drafter.cpus * count, rank_kind)
         try:
-            drafter = _drafter(settings, draft, count, nodes)
-            rank = _rank(settings, target, nodes, spared=drafter.cpus * count)
             _check_fit(nodes, rank.times(ranks), drafter.times(1), count)
         except SettingsError as error:
             errors.append(error)
@@ -147,10 +154,9 @@ def _largest(settings: Settings, nodes: Sequence[RayNode]) -> Device:
     return Device("cpu")
 
 
-def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: int) -> Share:
+def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: int, kind: str) -> Share:
     """What a rank takes. Cores that nobody has named are all of the largest node's but the `spared` ones."""
     if target.kind == "cuda":
-        kind = _kind(settings.target_accelerator, nodes, "SSD_TARGET_ACCELERATOR")
         return Share(gpus=1, kind=kind, device=settings.target_device)
     if target.indices:
         cpus = len(target.indices)
@@ -159,22 +165,21 @@ def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: 
     return Share(max(1, cpus // settings.tensor_parallel), device=settings.target_device)
 
 
-def _drafter(settings: Settings, draft: Device, drafters: int, nodes: Sequence[RayNode]) -> Share:
+def _drafter(settings: Settings, draft: Device, drafters: int, kind: str) -> Share:
     """What a drafter takes: a GPU, the cores that are named, or a core."""
     if draft.kind == "cuda":
-        kind = _kind(settings.draft_accelerator, nodes, "SSD_DRAFT_ACCELERATOR")
         return Share(gpus=1, kind=kind, device=settings.draft_device)
     return Share(max(1, len(draft.indices) // max(1, drafters)), device=settings.draft_device)
 
 
-def _kind(accelerator: str | None, nodes: Sequence[RayNode], setting: str) -> str:
-    """Ray's name of a kind of GPU: it has several for one product, by the board it sits on."""
-    if not accelerator:
-        return ""
+def _kinds(device: Device, accelerator: str | None, nodes: Sequence[RayNode], setting: str) -> list[str]:
+    """Ray's names of a kind of GPU: it has several for one product, by the board it sits on. Of any: `""`."""
+    if not accelerator or device.kind != "cuda":
+        return [""]
     there = sorted({kind for node in nodes for kind in node.kinds})
-    for kind in there:
-        if accelerator.lower() in kind.lower():
-            return kind
+    found = [kind for kind in there if accelerator.lower() in kind.lower()]
+    if found:
+        return found
     raise SettingsError(
         f"{setting} is {accelerator}, and the cluster has {', '.join(there) or 'no such GPU'}"
     )

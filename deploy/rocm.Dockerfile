@@ -16,8 +16,12 @@ RUN mkdir -p src/ssd_serve && touch README.md LICENSE src/ssd_serve/__init__.py 
     && python3 -c 'import sys, torch; sys.exit(None if torch.version.hip else "this torch is not for ROCm")'
 COPY . .
 COPY deploy/healthcheck.py /opt/healthcheck.py
+# HSA, HIP and NCCL: what AMD advises for inference on MI300X.
 # Kernels are found by name, not by what compiled them: another torch or FlashInfer needs another folder.
 ENV SSD_HOST=0.0.0.0 \
+    HSA_NO_SCRATCH_RECLAIM=1 \
+    HIP_FORCE_DEV_KERNARG=1 \
+    NCCL_MIN_NCHANNELS=112 \
     SSD_CACHE_DIR=/cache/ssd-serve \
     HF_HOME=/cache/huggingface \
     FLASHINFER_WORKSPACE_BASE=/cache/rocm/torch-2.9.1_flashinfer-0.5.3+amd.2 \

@@ -109,3 +109,13 @@ def test_variables_that_contradict_each_other_are_an_error(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     with pytest.raises(SettingsError, match="HIP_VISIBLE_DEVICES=0,1 and CUDA_VISIBLE_DEVICES=1,0 differ"):
         visible_gpus()
+
+
+def test_the_variable_that_ray_refuses_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(SettingsError, match="set HIP_VISIBLE_DEVICES instead of ROCR_VISIBLE_DEVICES"):
+        visible_gpus()
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == "1"

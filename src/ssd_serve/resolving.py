@@ -31,11 +31,16 @@ class Origin:
 
 def visible_gpus() -> str | None:
     """What the machine of this process shows of its GPUs, if not all: numbers or names, with commas. Raises
-    `SettingsError` where ROCm's and CUDA's variables say different things: libraries read either."""
+    `SettingsError` where ROCm's and CUDA's variables say different things: libraries read either; and for
+    ROCm's third one alone, which renumbers GPUs below what Ray counts."""
     hip, cuda = os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if hip and cuda and hip != cuda:
         raise SettingsError(
             f"HIP_VISIBLE_DEVICES={hip} and CUDA_VISIBLE_DEVICES={cuda} differ: set both alike, or one"
+        )
+    if os.environ.get("ROCR_VISIBLE_DEVICES") and hip is None:
+        raise SettingsError(
+            "set HIP_VISIBLE_DEVICES instead of ROCR_VISIBLE_DEVICES: Ray refuses that one alone"
         )
     return hip or cuda
 

@@ -1,5 +1,7 @@
 """Rank 0 and the others: whole messages of any size, a lost peer is noticed on both sides."""
 
+import socket
+import struct
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager
@@ -79,3 +81,12 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
         pytest.raises(ProtocolError, match="no rank of this target"),
     ):
         Leader.meet(listener, 3, timeout_s=1.0)
+
+
+def test_a_length_that_no_rank_would_say_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+    files = RankFiles(tmp_path)
+    with closing(Listener.unix(files.socket)) as listener, socket.socket(socket.AF_UNIX) as liar:
+        liar.connect(str(files.socket))
+        liar.sendall(struct.pack("<Q", 1 << 60))
+        with pytest.raises(ProtocolError, match="no rank of this target"):
+            Leader.meet(listener, 2, timeout_s=5.0)

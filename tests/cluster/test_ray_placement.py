@@ -107,6 +107,25 @@ def test_a_small_target_and_partitioned_drafters_are_told_apart_by_kind() -> Non
         ray_place(Settings(target_accelerator="h100"), nodes)
 
 
+def test_of_several_boards_with_a_product_each_takes_one_that_has_room() -> None:
+    nodes = [gpus("a", 1, "AMD-Instinct-MI300X-HF"), gpus("b", 4, MI300X)]
+    settings = Settings(
+        target_accelerator="mi300x", draft_accelerator="mi300x", tensor_parallel=4, mode=Mode.SSD
+    )
+    kinds = [
+        name for bundle in ray_place(settings, nodes).bundles for name in bundle if name.startswith("acc")
+    ]
+    assert kinds == [f"accelerator_type:{MI300X}", "accelerator_type:AMD-Instinct-MI300X-HF"]
+
+
+def test_a_kind_for_drafters_that_is_nowhere_is_an_error_only_where_there_are_drafters() -> None:
+    settings = Settings(draft_accelerator="h100", mode=Mode.SSD)
+    with pytest.raises(SettingsError, match="SSD_DRAFT_ACCELERATOR is h100, and the cluster has H200"):
+        ray_place(settings, [gpus("a", 2, "H200")])
+    alone = settings.model_copy(update={"mode": Mode.AR})
+    assert shapes(ray_place(alone, [gpus("a", 2, "H200")])) == [(1, 1)]
+
+
 def test_a_kind_is_not_looked_for_where_the_model_computes_on_cores() -> None:
     settings = Settings(target_device="cpu", draft_device="cpu", target_accelerator="h100")
     assert shapes(ray_place(settings, cores(2))) == [(1, 0), (1, 0)]
