@@ -15,7 +15,7 @@ import torch
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.listener import Listener
-from ssd_serve.cluster.process import WorkerProcess, start_worker, worker_command
+from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.run_dir import make_run_dir
 from ssd_serve.devices import parse_device
 from ssd_serve.drafter.core import DrafterCore
@@ -188,7 +188,7 @@ def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Gen
     try:
         for name in (f"drafter-{index}" for index in range(count)):
             command = worker_command("drafter", name, run_dir.drafter_socket)
-            workers.append(start_worker(name, command, settings))
+            workers.append(start_worker(WorkerPlan(name, command), settings))
         deadline = time.monotonic() + _JOIN_S
         while engine.drafters.alive < count:
             if any(worker.exit_code is not None for worker in workers) or time.monotonic() > deadline:

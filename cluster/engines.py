@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.placement import Placement
-from ssd_serve.cluster.supervisor import WorkerDiedError
 from ssd_serve.devices import Machine, this_machine
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings

@@ -4,23 +4,24 @@ on its device.
 Knows roles, devices and sockets; the workers' inner life and the meaning of messages are theirs.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.listener import connect
 from ssd_serve.cluster.placement import Placement, place, resolved
-from ssd_serve.cluster.process import worker_command
+from ssd_serve.cluster.process import WorkerPlan, worker_command
 from ssd_serve.cluster.pulse import PulseWatch
 from ssd_serve.cluster.run_dir import RunDir, make_run_dir
 from ssd_serve.cluster.supervised import SupervisedEngine
-from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
+from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.devices import Machine, this_machine
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
-Command = Callable[..., list[str]]
+Command = Callable[..., Sequence[str]]
 """From a role and its arguments to a command line; tests put tiny workers here."""
 
 _CONNECT_S = 60.0

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -152,9 +152,9 @@ class WorkerProcess:
             return -signal.SIGKILL
 
 
-def worker_command(*arguments: str) -> list[str]:
+def worker_command(*arguments: str) -> tuple[str, ...]:
     """The command that runs a worker of this installation."""
-    return [sys.executable, "-m", "ssd_serve", "worker", *arguments]
+    return (sys.executable, "-m", "ssd_serve", "worker", *arguments)
 
 
 def worker_environment() -> dict[str, str]:
@@ -174,14 +174,28 @@ def added_environment() -> dict[str, str]:
     return {**_DEFAULTS, **_FAST_MEMORY}
 
 
-def start_worker(name: str, command: Sequence[str], settings: Settings) -> WorkerProcess:
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """How to start a worker. The `vital` ones are the target: without one of them nothing works."""
+
+    name: str
+    command: tuple[str, ...]
+    vital: bool = False
+
+
+Starter = Callable[[WorkerPlan, Settings], Worker]
+"""Starts a worker where the launcher wants it."""
+
+
+def start_worker(plan: WorkerPlan, settings: Settings) -> WorkerProcess:
     """Start a worker and hand it its settings as one JSON line. Its stdout goes to our stderr."""
     # Blocked signals stay blocked in the child, so none can end it before it ignores them by itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
     try:
-        popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_STDERR, env=worker_environment())
+        environment = worker_environment()
+        popen = subprocess.Popen(plan.command, stdin=subprocess.PIPE, stdout=_STDERR, env=environment)
     except OSError as error:
-        raise SsdError(f"the process {name} cannot be started: {error.strerror}") from error
+        raise SsdError(f"the process {plan.name} cannot be started: {error.strerror}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if popen.stdin is not None:
@@ -189,4 +203,4 @@ def start_worker(name: str, command: Sequence[str], settings: Settings) -> Worke
         with contextlib.suppress(BrokenPipeError):
             popen.stdin.write(settings.model_dump_json().encode() + b"\n")
             popen.stdin.flush()
-    return WorkerProcess(name, popen)
+    return WorkerProcess(plan.name, popen)

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,7 @@ class RoleActor:
         self._folder = Path(tempfile.gettempdir(), order.meeting)
         self._listeners: list[Listener] = []
         self._error: SsdError | None = None
+        self._loaded = threading.Event()
         if order.name == "verifier":
             try:
                 self._listeners = [self._listen() for _ in range(2)]
@@ -85,9 +87,9 @@ class RoleActor:
         """Process id, and the id of the node."""
         return os.getpid(), str(_ray().get_runtime_context().get_node_id())
 
-    def ping(self) -> float:
-        """Say that this process can still answer, and the seconds of processor time that it has taken."""
-        return time.process_time()
+    def ping(self) -> tuple[float, bool]:
+        """Say that this process can still answer: seconds of processor time, and whether it has loaded."""
+        return time.process_time(), self._loaded.is_set()
 
     def addresses(self) -> Addresses | None:
         """Where the verifier listens; None where it cannot."""
@@ -118,7 +120,7 @@ class RoleActor:
             settings = settings.model_copy(update={"draft_device": self._take_device()})
             from ssd_serve.drafter.process import run as draft
 
-            return draft(settings, name, [addresses.drafters])
+            return draft(settings, name, [addresses.drafters], on_loaded=self._loaded.set)
         rank = 0 if name == "verifier" else int(name.removeprefix("rank-"))
         settings = settings.model_copy(update={"target_device": self._take_device()})
         files = RankFiles(self._meeting() if settings.tensor_parallel > 1 else self._folder)

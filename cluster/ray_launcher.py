@@ -12,14 +12,16 @@ from functools import partial
 from typing import Any
 
 from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.engines import CONNECT_S
 from ssd_serve.cluster.listener import connect
 from ssd_serve.cluster.placement import resolved
+from ssd_serve.cluster.process import WorkerPlan
 from ssd_serve.cluster.ray_cluster import RayCluster, ray_cluster
 from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, ray_place
 from ssd_serve.cluster.ray_workers import LONGEST_SILENCE_S, Crew, PingWatch, told
 from ssd_serve.cluster.supervised import SupervisedEngine
-from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan
+from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings

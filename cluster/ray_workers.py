@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ssd_serve.cluster.process import added_environment
+from ssd_serve.cluster.process import WorkerPlan, added_environment
 from ssd_serve.cluster.ray_actors import Addresses, End, Order, RoleActor, kill_actor
 from ssd_serve.cluster.ray_cluster import RayCluster
 from ssd_serve.cluster.ray_placement import RayPlacement, Share
-from ssd_serve.cluster.supervisor import WorkerPlan
 from ssd_serve.errors import in_a_line
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
@@ -41,6 +40,8 @@ class RayWorker:
         self.started = time.monotonic()
         self.computed_s = 0.0
         """Seconds of processor time, as it said last."""
+        self.loaded = False
+        """Whether it has said so."""
         self._code: int | None = None
         self._left: Any = None
 
@@ -224,6 +225,11 @@ class PingWatch:
         silence = {name: now - heard for name, heard in self._heard.items()}
         return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
 
+    def has_loaded(self, name: str) -> bool:
+        """Whether it has said so."""
+        worker = self._workers().get(name)
+        return worker is not None and worker.loaded
+
     def forget(self, name: str) -> None:
         """An actor of this name begins anew: it is watched from its first answer on."""
         self._heard.pop(name, None)
@@ -239,7 +245,7 @@ class PingWatch:
             if not self._ray.wait([asked[1]], timeout=0)[0]:
                 return
             try:
-                worker.computed_s = float(self._ray.get(asked[1]))
+                worker.computed_s, worker.loaded = self._ray.get(asked[1])
                 self._heard[name] = now
             except self._ray.exceptions.RayError:
                 self._heard.pop(name, None)  # it is dead, which its end says

@@ -3,7 +3,8 @@
 Knows no processes and no actors; how to reach the verifier is the launcher's.
 """
 
-from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError
+from ssd_serve.cluster.deaths import WorkerDiedError
+from ssd_serve.cluster.supervisor import Supervisor
 
 
 class SupervisedEngine:

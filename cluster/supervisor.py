@@ -7,17 +7,17 @@ Knows processes and exit codes, not messages: peers notice a death sooner by the
 """
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.cluster.comeback import USER_ERRORS, Comeback, pause_before_restart
-from ssd_serve.cluster.process import ORPHANED, Worker, start_worker
+from ssd_serve.cluster.deaths import WorkerDiedError
+from ssd_serve.cluster.process import ORPHANED, Starter, Worker, WorkerPlan, start_worker
 from ssd_serve.cluster.pulse import Listening
 from ssd_serve.cluster.suspicion import Suspicion
-from ssd_serve.errors import EngineDeadError, ProtocolError, RankLostError, SsdError, in_a_line
+from ssd_serve.errors import EngineDeadError, RankLostError, SsdError, in_a_line
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
@@ -26,58 +26,11 @@ _LONGEST_BUSY_SILENCE_S = 60.0
 """For one that computes, waits for a disk, or is still loading."""
 _LONG_LOOK_S = 1.0
 """On a busy machine a process that computes may get nothing for a moment."""
-_SETTLED_S = 30.0
-"""A drafter that lives for so long has loaded."""
 _LONG_LIFE_S = 60.0
 """A worker that lived this long died of something new: back-off starts afresh."""
 _LEFT_BEHIND = (ORPHANED, RankLostError.exit_code)
 _CAUSE_ENDS_S = 10.0
 """A process closes its sockets before it has ended, and an interpreter may take seconds to end."""
-_TELLING = (*USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code)
-
-
-class WorkerDiedError(EngineDeadError):
-    """A process that nothing works without has ended. `exit_code` is the worker's where it tells a reason."""
-
-    def __init__(self, name: str, code: int, how: str = "") -> None:
-        super().__init__(f"the {name} process {how or describe_exit(code)}")
-        self.worker_code = code
-        self.exit_code = code if code in _TELLING else EngineDeadError.exit_code
-
-    @property
-    def explained(self) -> bool:
-        """The worker itself has said why on stderr."""
-        return self.worker_code in USER_ERRORS
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """How to start a worker. The `vital` ones are the target: without one of them nothing works."""
-
-    name: str
-    command: tuple[str, ...]
-    vital: bool
-
-
-Starter = Callable[[WorkerPlan, Settings], Worker]
-"""Starts a worker where the launcher wants it."""
-
-
-def start_process(plan: WorkerPlan, settings: Settings) -> Worker:
-    """A process of this machine."""
-    return start_worker(plan.name, plan.command, settings)
-
-
-def describe_exit(code: int) -> str:
-    """`was killed by SIGKILL`, `ended with code 6`."""
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (the system may be out of memory)" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
 
 
 @dataclass(slots=True)
@@ -103,7 +56,7 @@ class Supervisor:
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
         pulses: Listening | None = None,
-        starter: Starter = start_process,
+        starter: Starter = start_worker,
     ) -> None:
         """The first of `plans` is the verifier's. `pulses`: where signs of life are heard; who falls silent
         is killed."""
@@ -239,9 +192,11 @@ class Supervisor:
 
     def _has_reason(self, watched: _Watched, process: Worker) -> bool:
         """One that loads, compiles a kernel or waits for a disk has no time for signs of life."""
-        ready_at = self._comeback.ready_at
+        ready_at, pulses = self._comeback.ready_at, self._pulses
         settled = ready_at is not None and (
-            watched.plan.vital or ready_at > time.monotonic() - process.age_s or process.age_s > _SETTLED_S
+            watched.plan.vital
+            or ready_at > time.monotonic() - process.age_s
+            or (pulses is not None and pulses.has_loaded(watched.plan.name))
         )
         computed_s, now = process.computed_s, time.monotonic()
         if computed_s != watched.computed_s:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import setproctitle
@@ -26,8 +27,9 @@ from ssd_serve.settings import Settings
 _PR_SET_PDEATHSIG = 1
 
 
-def enter_worker(name: str, stdin: io.FileIO | None = None) -> Settings:
-    """Become the worker `name`: take the title, read settings, tie this process's life to its parent's."""
+def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[Settings, Callable[[], None]]:
+    """Become the worker `name`: take the title, read settings, tie this process's life to its parent's. Also
+    returned is what to call when it has loaded."""
     setproctitle.setproctitle(f"ssd: {name}")
     # Ctrl-C and `kill -TERM -GROUP` reach every process; the parent alone decides what they mean.
     for number in PARENTS_SIGNALS:
@@ -41,14 +43,14 @@ def enter_worker(name: str, stdin: io.FileIO | None = None) -> Settings:
         raise ProtocolError("a worker is started by `ssd serve`, which sends settings on stdin")
     settings = Settings.model_validate_json(line)
     threading.Thread(target=_follow_lifeline, args=(stream,), name="lifeline", daemon=True).start()
-    if settings.run_dir is not None:
-        start_pulse(RankFiles(settings.run_dir).pulse, name)
-    return settings
+    if settings.run_dir is None:
+        return settings, lambda: None
+    return settings, start_pulse(RankFiles(settings.run_dir).pulse, name)
 
 
 def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> int:
     """Body of the verifier process; returns its exit code."""
-    settings = enter_worker("verifier")
+    settings, _ = enter_worker("verifier")
     _pin_rank(settings, 0)
     from ssd_serve.verifier.process import run
 
@@ -58,7 +60,7 @@ def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> 
 
 def run_rank(rank: int, ranks_folder: str) -> int:
     """Body of the process of another rank of the target than the verifier's; returns its exit code."""
-    settings = enter_worker(f"rank-{rank}")
+    settings, _ = enter_worker(f"rank-{rank}")
     _pin_rank(settings, rank)
     from ssd_serve.verifier.ranks import run
 
@@ -74,12 +76,13 @@ def _pin_rank(settings: Settings, rank: int) -> None:
 
 def run_drafter(name: str, drafter_socket: str) -> int:
     """Body of a drafter process, whose name ends with its number; returns its exit code."""
-    settings = of_drafter(enter_worker(name), int(name.rpartition("-")[2]))
+    settings, on_loaded = enter_worker(name)
+    settings = of_drafter(settings, int(name.rpartition("-")[2]))
     if settings.draft_device is not None:
         pin(parse_device(settings.draft_device))
     from ssd_serve.drafter.process import run
 
-    return run(settings, name, [drafter_socket])
+    return run(settings, name, [drafter_socket], on_loaded=on_loaded)
 
 
 def leave_worker(name: str, error: SsdError) -> int:

@@ -4,7 +4,7 @@ It drafts for one verifier or for several, and waits for those that are not ther
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ssd_serve.cluster.dialling import Dial
@@ -32,6 +32,7 @@ def run(
     addresses: Sequence[str],
     patient: bool = False,
     alive_file: Path | None = None,
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> int:
     """Load, join the verifiers at these addresses, and draft for ever. Raises `PairMismatchError` when none
     of them wants this draft model, unless it is patient: then one that does may take its place.
@@ -41,6 +42,7 @@ def run(
     native = native_library(settings, log)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
     settle_memory()
+    on_loaded()
     key = settings.cluster_key or ""
     targets = [
         Target(drafter.core, drafter.hello, log, (place, len(addresses)), Dial(address, log, key=key))

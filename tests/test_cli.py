@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ssd_serve import cli
-from ssd_serve.cluster.supervisor import WorkerDiedError
+from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
 from ssd_serve.listening import NotYet, listen
 from ssd_serve.logs import Logger

@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import BackpressureConfig
 
+from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.engines import RunningEngine, start_engine
 from ssd_serve.cluster.launcher import local_engine
-from ssd_serve.cluster.supervisor import WorkerDiedError
 from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models

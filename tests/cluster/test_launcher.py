@@ -15,9 +15,11 @@ import pytest
 
 from ssd_serve.cluster import comeback, supervisor
 from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.deaths import WorkerDiedError, describe_exit
 from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.process import WorkerPlan
 from ssd_serve.cluster.run_dir import make_run_dir
-from ssd_serve.cluster.supervisor import Supervisor, WorkerDiedError, WorkerPlan, describe_exit
+from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.devices import Machine
 from ssd_serve.errors import PermissionProblemError, SettingsError
 from ssd_serve.logs import get_logger
@@ -187,6 +189,9 @@ class _Broken:
     def silent(self) -> dict[str, float]:
         raise RuntimeError("the cluster is gone")
 
+    def has_loaded(self, name: str) -> bool:
+        return False
+
     def forget(self, name: str) -> None: ...
 
     def close(self) -> None: ...
@@ -261,6 +266,23 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Pat
         assert not alive(before[victim])
         assert engine.failure is None
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_loaded() -> None:
+    command = workers(verifier="sleep", drafter="load and sleep")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        engine.target_is_ready()
+        first = engine.pids()["drafter-0"]
+        os.kill(first, signal.SIGKILL)
+        assert until(lambda: engine.pids().get("drafter-0", first) != first)
+        second = engine.pids()["drafter-0"]
+        assert until(lambda: psutil.Process(second).num_threads() >= _ALIVE)
+        time.sleep(1.0)  # long enough to beat
+        os.kill(second, signal.SIGSTOP)
+        began = time.monotonic()
+        assert until(lambda: engine.pids().get("drafter-0", second) != second)
+        assert time.monotonic() - began < 8.0
+        assert engine.failure is None
 
 
 def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() -> None:

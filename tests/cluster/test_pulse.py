@@ -43,6 +43,22 @@ def test_a_worker_is_watched_from_its_first_sign_of_life(tmp_path: Path) -> None
         assert silent_after(watch, clock, 1).keys() == {"rank-1"}
 
 
+def test_who_has_loaded_says_so_until_it_begins_anew(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "pulse"
+    with closing(PulseWatch(path, clock)) as watch:
+        on_loaded = start_pulse(path, "drafter-0")
+        silent_after(watch, clock, 1)
+        assert not watch.has_loaded("drafter-0")
+        on_loaded()
+        deadline = time.monotonic() + 5.0
+        while not watch.has_loaded("drafter-0"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            assert watch.silent() == {}
+        watch.forget("drafter-0")
+        assert not watch.has_loaded("drafter-0")
+
+
 def test_a_watcher_that_was_stopped_itself_judges_nobody(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "pulse"
     with closing(PulseWatch(path, clock)) as watch:

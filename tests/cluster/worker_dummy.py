@@ -13,7 +13,7 @@ from ssd_serve.messages import Progress
 
 
 def main(role: str, behaviour: str, *arguments: str) -> int:
-    settings = enter_worker(
+    settings, on_loaded = enter_worker(
         f"rank-{arguments[0]}" if role == "rank" else arguments[0] if role == "drafter" else role
     )
     if behaviour == "refuse":
@@ -37,6 +37,8 @@ def main(role: str, behaviour: str, *arguments: str) -> int:
         while time.monotonic() < ends:
             pass
         sys.setswitchinterval(0.005)
+    if behaviour == "load and sleep":
+        on_loaded()
     if behaviour == "listen":
         listener = Listener.unix(arguments[0])
         listener.wait(60.0)

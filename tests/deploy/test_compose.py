@@ -133,6 +133,15 @@ def test_a_ray_node_keeps_to_its_ports_and_asks_for_the_token(name: str) -> None
     assert set(node["command"][4:]) <= set(other["command"]) or name.startswith("ray-head")
 
 
+@pytest.mark.parametrize("part", ["head", "worker", "serve"])
+def test_nodes_with_gpus_run_what_nodes_without_run(part: str) -> None:
+    """The tests start the latter."""
+    alone, *others = (services()[f"ray-{part}-{kind}"] for kind in KINDS)
+    for other in others:
+        for field in ("entrypoint", "command", "healthcheck", "network_mode"):
+            assert other[field] == alone[field]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_head_is_told_what_serve_yaml_says(kind: str) -> None:
     service = services()[f"ray-serve-{kind}"]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ssd_serve.bench.lossless_rig import Case, Pair, run_case
 from ssd_serve.cluster.listener import Listener
-from ssd_serve.cluster.process import WorkerProcess, start_worker, worker_command
+from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.run_dir import make_run_dir
 from ssd_serve.messages import Committed, SamplingParameters, Submit
 from ssd_serve.models.tokenizer import Tokenizer
@@ -30,7 +30,8 @@ def drafter(folders: tuple[Path, Path], engine: Engine, run_dir: Path) -> Genera
     settings = Settings(
         target=str(folders[0]), draft=str(folders[1]), mode=Mode.SSD, dtype="fp32", log_level="warning"
     )
-    worker = start_worker("drafter-0", worker_command("drafter", "drafter-0", place.drafter_socket), settings)
+    command = worker_command("drafter", "drafter-0", place.drafter_socket)
+    worker = start_worker(WorkerPlan("drafter-0", command), settings)
     try:
         deadline = time.monotonic() + JOIN_S
         while not engine.drafters.alive:
