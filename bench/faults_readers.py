@@ -1,12 +1,13 @@
 """Faults of other clients: some that never read their answers, and some that read slower than these come.
 
-Their receive buffers are small, so that what they do not read waits in the server's. Knows the completions
-API, and nothing of who is measured beside them.
+Their receive buffers are small, so that what they do not read waits on the server's side, where the kernel
+takes some megabytes: more than these answers. Knows the completions API, and nothing of who is measured.
 """
 
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,15 +16,15 @@ from ssd_serve.errors import SsdError
 
 _CLIENTS = 4
 _SMALL_BUFFER = 4096
-_SLOWLY_S = 0.05
-"""Between two reads of as much as the buffer holds."""
+_SLOWLY_S = 0.5
+"""Between two reads of as much as the buffer holds: much slower than tokens come."""
 _SILENCE_S = 120.0
 _ACCEPTED, _END = b"HTTP/1.1 200", b"data: [DONE]"
 
 
 def never_read(url: str) -> Callable[[], dict[str, float]]:
     """Begin some long answers and read nothing of them; call the result to hang up."""
-    clients = [_ask(url) for _ in range(_CLIENTS)]
+    clients = _ask_all(url)
 
     def hang_up() -> dict[str, float]:
         for client in clients:
@@ -41,7 +42,7 @@ def read_slowly(url: str) -> Callable[[], dict[str, float]]:
 
     def read(client: socket.socket) -> None:
         end = b""
-        with client:
+        with client, suppress(OSError):  # cut off: not whole
             while data := client.recv(_SMALL_BUFFER):
                 end = (end + data)[-_SMALL_BUFFER:]
                 if _END in end:
@@ -49,7 +50,7 @@ def read_slowly(url: str) -> Callable[[], dict[str, float]]:
                     return
                 hurry.wait(_SLOWLY_S)
 
-    readers = [threading.Thread(target=read, args=(_ask(url),), daemon=True) for _ in range(_CLIENTS)]
+    readers = [threading.Thread(target=read, args=(client,), daemon=True) for client in _ask_all(url)]
     for reader in readers:
         reader.start()
 
@@ -60,6 +61,14 @@ def read_slowly(url: str) -> Callable[[], dict[str, float]]:
         return {"clients": _CLIENTS, "whole_answers": len(whole)}
 
     return read_on
+
+
+def _ask_all(url: str) -> list[socket.socket]:
+    """All clients, each with the beginning of its answer."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(_ask(url)) for _ in range(_CLIENTS)]
+        stack.pop_all()
+    return clients
 
 
 def _ask(url: str) -> socket.socket:

@@ -16,8 +16,8 @@ from ssd_serve.cluster.listener import Listener, connect_socket
 from ssd_serve.errors import ProtocolError, RankLostError
 
 _LENGTH = struct.Struct("<Q")
-_MOST_BYTES = 1 << 28
-"""Of a message: hundreds of times the largest batch."""
+_MOST_BYTES = 1 << 32
+"""Of a message: no batch is larger."""
 _JOIN_S = 120.0
 """Processes start together, but importing takes a while on a busy core."""
 

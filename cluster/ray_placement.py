@@ -95,6 +95,8 @@ def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
     errors: list[SettingsError] = []
     # A drafter that nobody has given a device takes a GPU if the target has one, or else a core.
     drafts = (named,) if named else (Device("cuda"), _CORE) if target.kind == "cuda" and count else (_CORE,)
+    if settings.draft_accelerator and len(drafts) > 1:
+        drafts = drafts[:1]
     rank_kinds = _kinds(target, settings.target_accelerator, nodes, "SSD_TARGET_ACCELERATOR")
     chances = [
         (draft, kind, rank_kind)
@@ -102,6 +104,8 @@ def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
         for kind in _kinds(draft, settings.draft_accelerator, nodes, "SSD_DRAFT_ACCELERATOR")
         for rank_kind in rank_kinds
     ]
+    # The same board first: that may be another device of the same node.
+    chances.sort(key=lambda chance: (drafts.index(chance[0]), chance[1] != chance[2]))
     for draft, kind, rank_kind in chances:
         drafter = _drafter(settings, draft, count, kind)
         rank = _rank(settings, target, nodes, drafter.cpus * count, rank_kind)

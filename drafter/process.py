@@ -3,6 +3,7 @@
 It drafts for one verifier or for several, and waits for those that are not there.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -121,5 +122,6 @@ class Loop:
             for target in self._targets:
                 target.beat(beat)
             if self._alive_file is not None and any(target.joined for target in self._targets):
-                self._alive_file.touch()
+                with contextlib.suppress(OSError):  # its age tells
+                    self._alive_file.touch()
             self._heap.trim_when_due()

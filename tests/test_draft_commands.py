@@ -36,3 +36,14 @@ def test_a_file_that_cannot_be_written_is_refused(
     path = str(tmp_path / "nowhere" / "alive")
     assert main(["draft", "--connect", "tcp://127.0.0.1:4711", "--alive-file", path]) == 2
     assert f"--alive-file: {path} cannot be written" in capsys.readouterr().err
+
+
+def test_a_file_that_holds_something_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SSD_CLUSTER_KEY", KEY)
+    path = tmp_path / "thesis.tex"
+    path.write_text("all of it", encoding="utf-8")
+    assert main(["draft", "--connect", "tcp://127.0.0.1:4711", "--alive-file", str(path)]) == 2
+    assert "holds something" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == "all of it"

@@ -66,6 +66,8 @@ def _check_alive_file(path: Path) -> None:
     """What is left of an earlier drafter must not tell of this one. Raises `SettingsError`."""
     try:
         path.touch()
+        if path.stat().st_size:
+            raise SettingsError(f"--alive-file: {path} holds something; name a file of its own")
         path.unlink()
     except OSError as error:
         raise SettingsError(f"--alive-file: {path} cannot be written ({error.strerror})") from None

@@ -108,14 +108,21 @@ def test_a_small_target_and_partitioned_drafters_are_told_apart_by_kind() -> Non
 
 
 def test_of_several_boards_with_a_product_each_takes_one_that_has_room() -> None:
-    nodes = [gpus("a", 1, "AMD-Instinct-MI300X-HF"), gpus("b", 4, MI300X)]
     settings = Settings(
         target_accelerator="mi300x", draft_accelerator="mi300x", tensor_parallel=4, mode=Mode.SSD
     )
-    kinds = [
-        name for bundle in ray_place(settings, nodes).bundles for name in bundle if name.startswith("acc")
-    ]
-    assert kinds == [f"accelerator_type:{MI300X}", "accelerator_type:AMD-Instinct-MI300X-HF"]
+    other = "AMD-Instinct-MI300X-HF"
+    for on_the_larger_node, expected in ((4, [MI300X, other]), (5, [MI300X, MI300X])):
+        nodes = [gpus("a", 1, other), gpus("b", on_the_larger_node, MI300X)]
+        bundles = ray_place(settings, nodes).bundles
+        kinds = [name.partition(":")[2] for bundle in bundles for name in bundle if ":" in name]
+        assert kinds == expected, "the drafter stays beside the target where there is room"
+
+
+def test_drafters_for_which_a_kind_was_named_do_not_fall_back_to_cores() -> None:
+    settings = Settings(draft_accelerator="h200", drafters=2, mode=Mode.SSD)
+    with pytest.raises(SettingsError, match="room for 1 of 2 drafters"):
+        ray_place(settings, [gpus("a", 2, "H200")])
 
 
 def test_a_kind_for_drafters_that_is_nowhere_is_an_error_only_where_there_are_drafters() -> None:

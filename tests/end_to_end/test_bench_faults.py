@@ -29,7 +29,7 @@ def test_no_token_is_lost_or_wrong_and_nobody_waits_long(tmp_path: Path) -> None
     assert harmless(found)
     outcomes = {str(each["fault"]).split(" (")[0]: each for each in found["outcomes"]}  # type: ignore[attr-defined]
     assert tuple(outcomes) == CASES
-    assert all(each["stall_s"] < 2.0 and each["speculates"] for each in outcomes.values())
+    assert all(each["stall_s"] < 10.0 and each["speculates"] for each in outcomes.values())
     assert outcomes["clients that read slowly"]["more"] == {"clients": 4, "whole_answers": 4}
     for name in CASES[2:]:
         assert outcomes[name]["more"]["messages_changed"] > 0
