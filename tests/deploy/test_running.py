@@ -27,6 +27,10 @@ from tests.deploy.files import (
 from tests.end_to_end.test_serve import await_health, free_port
 
 PROMETHEUS = shutil.which("prometheus")
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None or shutil.which("wget") is None,
+    reason="Prometheus is not installed, or wget, which its image has; no package of Python brings them",
+)
 NOT_ON_THE_PAGE = {"instance", "replica"}
 """Prometheus adds the first, several servers behind one address the second."""
 
@@ -87,37 +91,56 @@ def test_a_metric_or_label_that_is_not_there_is_found(page: str) -> None:
     assert missing(["sum by (colour) (ssd_layout)"], page) == ["colour"]
 
 
-@pytest.mark.skipif(
-    PROMETHEUS is None or shutil.which("wget") is None,
-    reason="Prometheus is not installed, or wget, which its image has; no package of Python brings them",
-)
-def test_prometheus_reads_it_by_our_configuration(container: Container, page: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def prometheus(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Generator["Prometheus"]:
     """With the flags and the healthcheck of the service, the server's address changed, and rules in place."""
+    folder = tmp_path_factory.mktemp("prometheus")
     config = read_yaml("prometheus.yaml")
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [container.url.removeprefix("http://")]
     config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     service, address = services()["prometheus-ray"], f"127.0.0.1:{free_port()}"
     places = {
-        "/etc/prometheus": str(tmp_path),
+        "/etc/prometheus": str(folder),
         "127.0.0.1:9090": address,
-        "=/prometheus": f"={tmp_path}/data",
+        "=/prometheus": f"={folder}/data",
     }
     options, check = here(service["command"], places), here(service["healthcheck"]["test"][1:], places)
     assert subprocess.run(check, check=False).returncode != 0, "nobody is there"
     process = subprocess.Popen([str(PROMETHEUS), *options, "--log.level=error"])
     try:
-        answers = Prometheus(f"http://{address}")
-        answers.until("ssd_engine_up == 1")
-        answers.until('up{job="ssd-serve"} == 1')
-        assert {rule["health"] for rule in answers.rules()} <= {"ok", "unknown"}
-        assert len(answers.rules()) == len(alert_expressions())
-        assert answers.query('ALERTS{alertstate="firing"}') == []
-        assert subprocess.run(check, check=False).returncode == 0
+        yield Prometheus(f"http://{address}", check)
     finally:
         process.kill()
         process.wait()
+
+
+@needs_prometheus
+def test_prometheus_reads_it_by_our_configuration(page: str, prometheus: "Prometheus") -> None:
+    prometheus.until("ssd_engine_up == 1")
+    prometheus.until('up{job="ssd-serve"} == 1')
+    assert {rule["health"] for rule in prometheus.rules()} <= {"ok", "unknown"}
+    assert len(prometheus.rules()) == len(alert_expressions())
+    assert prometheus.query('ALERTS{alertstate="firing"}') == []
+    assert subprocess.run(prometheus.check, check=False).returncode == 0
+
+
+@needs_prometheus
+def test_every_query_of_the_dashboard_has_an_answer(container: Container, prometheus: "Prometheus") -> None:
+    """As Grafana asks them, which is not here."""
+    prometheus.until("count_over_time(ssd_engine_up[1m]) > 1")
+    body = {"prompt": "def f(", "max_tokens": 32}
+    httpx.post(f"{container.url}/v1/completions", json=body, timeout=60.0).raise_for_status()
+    expressions = [target["expr"] for panel in dashboard_panels() for target in panel["targets"]]
+    for expression in expressions:
+        prometheus.until(expression.replace("$__rate_interval", "1m"))
+    for metric in (
+        "generation_tokens_total",
+        "spec_decode_num_drafts_total",
+        "time_to_first_token_seconds_count",
+    ):
+        prometheus.until(f"sum(rate(ssd_{metric}[1m])) > 0")
 
 
 def here(words: list[str], places: dict[str, str]) -> list[str]:
@@ -129,9 +152,10 @@ def here(words: list[str], places: dict[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """Its API."""
+    """Its API, and its healthcheck."""
 
     url: str
+    check: list[str]
 
     def query(self, expression: str) -> list[object]:
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10.0)
