@@ -109,7 +109,7 @@ _PROCESSES = (
     Fault("SIGSTOP of the verifier", _signal("verifier", signal.SIGSTOP), _unhealthy),
     Fault("kill -9 of the drafter", _signal("drafter-0", signal.SIGKILL), _reaped("drafter-0")),
     Fault("SIGSTOP of the drafter", _signal("drafter-0", signal.SIGSTOP), _reaped("drafter-0")),
-    Fault("SIGSTOP of the server for 8 s", _pause_server, lasts_s=8.0),
+    Fault("SIGSTOP of the server for 8 s", _pause_server, _unhealthy, lasts_s=8.0),
     Fault("clients that never read", lambda site, _proxy: never_read(site.url), lasts_s=3.0),
     Fault("clients that read slowly", lambda site, _proxy: read_slowly(site.url), lasts_s=3.0),
 )

@@ -119,6 +119,17 @@ def test_of_several_boards_with_a_product_each_takes_one_that_has_room() -> None
         assert kinds == expected, "the drafter stays beside the target where there is room"
 
 
+def test_whole_and_partitioned_gpus_of_one_product_are_told_apart_by_kinds_of_the_users_own() -> None:
+    whole = RayNode("whole", cpus=64, gpus=4, kinds=(MI300X, "MI300X-SPX"))
+    parts = RayNode("parts", cpus=64, gpus=8, kinds=(MI300X, "MI300X-CPX"))
+    settings = Settings(
+        target_accelerator="mi300x-spx", draft_accelerator="mi300x-cpx", tensor_parallel=4, mode=Mode.SSD
+    )
+    bundles = ray_place(settings, [parts, whole]).bundles
+    kinds = [name.partition(":")[2] for bundle in bundles for name in bundle if ":" in name]
+    assert kinds == ["MI300X-SPX", "MI300X-CPX"]
+
+
 def test_drafters_for_which_a_kind_was_named_do_not_fall_back_to_cores() -> None:
     settings = Settings(draft_accelerator="h200", drafters=2, mode=Mode.SSD)
     with pytest.raises(SettingsError, match="room for 1 of 2 drafters"):

@@ -91,6 +91,12 @@ class Fleet:
                     counts[sample.labels["replica"]] += int(sample.value)
         return counts
 
+    def drafters(self) -> list[float]:
+        """How many each replica has."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30.0).text)
+        samples = [sample for family in families for sample in family.samples]
+        return [sample.value for sample in samples if sample.name == "ssd_drafters_alive"]
+
     def stream(self, tokens: int = 32) -> str:
         """The text of a stream, whose events must come one by one and end well."""
         body = {**WISH, "max_tokens": tokens, "stream": True, "ignore_eos": True}
@@ -111,7 +117,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
     # The names of Ray's sockets would be too long there.
     with tempfile.TemporaryDirectory(prefix="ray") as ray, (folder / "log").open("wb") as log:
         command, ports = node("ray-head-cpu", "6379")
-        command += ["--num-cpus=4", f"--temp-dir={ray}"]
+        command += ["--num-cpus=8", f"--temp-dir={ray}"]
         given = environment(services()["ray-head-cpu"])
         variables = {
             **os.environ,
@@ -196,6 +202,7 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
     counts = fleet.answered()
     assert len(counts) == 2
     assert min(counts.values()) > 0
+    assert fleet.drafters() == [1.0, 1.0]
 
 
 def test_a_dead_engine_comes_back_inside_its_replica_and_its_stream_goes_on(fleet: Fleet) -> None:
@@ -235,6 +242,17 @@ def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet) -> None:
         assert streaming.result() == expected
     until(lambda: both_are_there(fleet) and not before & set(fleet.answered()))
     assert fleet.stream(400) == expected
+
+
+def test_engines_of_replicas_may_be_placed_by_ray_too(fleet: Fleet) -> None:
+    """As on nodes with GPUs, whose environment names this launcher."""
+    assert environment(services()["ray-head-rocm"])["SSD_LAUNCHER"] == "ray"
+    until(lambda: both_are_there(fleet))
+    before, expected = set(fleet.answered()), fleet.stream()
+    fleet.tell(mode="ssd", launcher="ray", target_device="cpu:0", draft_device="cpu:1")
+    until(lambda: both_are_there(fleet) and not before & set(fleet.answered()))
+    assert {fleet.stream() for _ in range(4)} == {expected}
+    assert fleet.drafters() == [1.0, 1.0]
 
 
 def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet) -> None:

@@ -1,4 +1,4 @@
-"""The fault benchmark's streams beside real processes: lost messages and clients that do not read."""
+"""The fault benchmark, shortened: lost messages, clients that do not read, a server that is killed."""
 
 from pathlib import Path
 
@@ -16,6 +16,7 @@ CASES = (
     "messages delayed and reordered",
     "messages duplicated",
     "every message dropped",
+    "kill -9 of the server",
 )
 
 
@@ -29,7 +30,11 @@ def test_no_token_is_lost_or_wrong_and_nobody_waits_long(tmp_path: Path) -> None
     assert harmless(found)
     outcomes = {str(each["fault"]).split(" (")[0]: each for each in found["outcomes"]}  # type: ignore[attr-defined]
     assert tuple(outcomes) == CASES
+    killed = outcomes.pop("kill -9 of the server")
+    assert killed["more"]["clients_cut_off"] == 2
+    assert killed["more"]["tokens_cut_off"] > 0
+    assert killed["lost"] == 0, "another server has given them the rest"
     assert all(each["stall_s"] < 10.0 and each["speculates"] for each in outcomes.values())
     assert outcomes["clients that read slowly"]["more"] == {"clients": 4, "whole_answers": 4}
-    for name in CASES[2:]:
+    for name in CASES[2:-1]:
         assert outcomes[name]["more"]["messages_changed"] > 0

@@ -8,11 +8,13 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.bench.faults_ray import two_nodes
 from tests.end_to_end.health import Server, running
 from tests.end_to_end.tiny_pair import write_pair
 
@@ -70,3 +72,30 @@ def test_a_server_on_ray_answers_and_leaves_nothing_behind(tmp_path: Path, tempo
         if how != "SIGKILL":
             assert "Traceback" not in log.read_text()
             assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_server_joins_the_cluster_at_an_address_and_leaves_it_running(
+    tmp_path: Path, temporary: Path
+) -> None:
+    with two_nodes() as (address, _), patch.dict(os.environ, {"RAY_ADDRESS": address}):
+        devices = ("--target-device", "cpu:0", "--draft-device", "cpu:1")
+        for start in ("first", "second"):  # the second finds everything given back
+            (tmp_path / start).mkdir()
+            with serving(tmp_path / start, temporary, *devices) as (process, url, log):
+                body = {"prompt": "def f(", "max_tokens": 16, "seed": 3}
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+                assert answer.json()["usage"]["completion_tokens"] == 16, answer.text
+                assert "ssd_drafters_alive 1.0" in httpx.get(f"{url}/metrics").text
+                workers = actors()
+                assert len(workers) == 2
+                assert not set(workers) & set(psutil.Process(process.pid).children(recursive=True))
+                process.terminate()
+                assert process.wait(60) == 0, log.read_text()
+            assert psutil.wait_procs(workers, timeout=30.0)[1] == []
+
+
+def actors() -> list[psutil.Process]:
+    """The verifier and the drafters on the nodes of clusters that this process has begun."""
+    children = psutil.Process().children(recursive=True)
+    return [each for each in children if "RoleActor" in " ".join(each.cmdline())]

@@ -14,14 +14,15 @@ from tests.end_to_end.test_serve import free_port
 from tests.end_to_end.tiny_pair import write_pair
 
 
-@pytest.mark.parametrize("mode", ["ssd", "sd"])
-def test_what_a_server_has_recorded_is_run_again(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "drafters"), [("ssd", "1"), ("ssd", "2"), ("sd", "1"), ("auto", "1")])
+def test_what_a_server_has_recorded_is_run_again(mode: str, drafters: str, tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path / "pair")
     port, record = free_port(), tmp_path / "record"
     environment = {
         **os.environ,
         **{"SSD_TARGET": str(target), "SSD_DRAFT": str(draft), "SSD_MODE": mode, "SSD_DTYPE": "fp32"},
         **{"SSD_PORT": str(port), "SSD_RUN_DIR": str(tmp_path / "run"), "SSD_RECORD": str(record)},
+        "SSD_DRAFTERS": drafters,
     }
     ssd = [sys.executable, "-m", "ssd_serve"]
     with running([*ssd, "serve"], environment, tmp_path, port) as (process, url, log):
