@@ -28,6 +28,7 @@ from ssd_serve.settings import Settings
 
 _LOOK_EVERY_S = 0.2
 _PLACE_S = 60.0
+_TELL_EVERY_S = 60.0
 _KEY_BYTES = 32
 
 
@@ -109,16 +110,13 @@ def ray_engine(
     place_s: float = _PLACE_S,
     silence_s: float = LONGEST_SILENCE_S,
 ) -> Generator[RayEngine]:
-    """Start an engine for the length of a `with` block, in the cluster that is named or one of its own."""
+    """Start an engine for the length of a `with` block, in the cluster that is named or one of its own. For
+    `place_s` seconds it waits for devices that others use."""
     with ray_cluster(settings) as cluster:
         decision = ray_place(settings, cluster.nodes)
         group = cluster.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
         try:
-            if not group.wait(place_s):
-                raise SettingsError(
-                    f"the Ray cluster has had no free {decision.bundles} for {place_s:.0f} s: others use its "
-                    "devices (`ray status` shows them)"
-                )
+            await_room(group, decision.bundles, place_s, log)
             engine = RayEngine(settings, cluster, decision, group, log, on_failure, silence_s)
             try:
                 engine.start()
@@ -127,6 +125,18 @@ def ray_engine(
                 engine.close()
         finally:
             cluster.ray.util.remove_placement_group(group)
+
+
+def await_room(group: Any, bundles: list[dict[str, float]], seconds: float, log: Logger) -> None:
+    """Wait until Ray has given a placement group its devices. Raises `SettingsError` when it has not."""
+    deadline = time.monotonic() + seconds
+    while not group.wait(min(_TELL_EVERY_S, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            raise SettingsError(
+                f"the Ray cluster has had no free {bundles} for {seconds:.0f} s: others use its devices "
+                "(`ray status` shows them)"
+            )
+        log.warning("waits for devices that others use", wanted=bundles)
 
 
 def _for_actors(settings: Settings) -> Settings:

@@ -16,8 +16,9 @@ from ray import serve
 from ray.serve.config import BackpressureConfig
 
 from ssd_serve.cluster.deaths import WorkerDiedError
-from ssd_serve.cluster.engines import RunningEngine, start_engine
+from ssd_serve.cluster.engines import RunningEngine
 from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.ray_launcher import ray_engine
 from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
@@ -45,6 +46,9 @@ _SPARE_REQUESTS = 8
 """Beyond what decodes: health checks and scrapes must get through to a busy replica."""
 _LAST_WORDS_S = 10
 _PAGES_WITHIN_S = 3.0
+_PLACE_S = 86400.0
+"""Serve starts replicas before there is room for them, until a node joins or another replica leaves; after
+some that gave up it would start no more."""
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
@@ -163,7 +167,7 @@ class Replica:
         tokenizer = Tokenizer(find_models(self._settings, lambda text: self._log.debug(text)))
         self._tokenizer = ServingTokenizer(tokenizer)
         if self._settings.launcher == "ray":
-            return self._parts.enter_context(start_engine(self._settings, self._log))
+            return self._parts.enter_context(ray_engine(self._settings, self._log, place_s=_PLACE_S))
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
         machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
         return self._parts.enter_context(local_engine(self._settings, self._log, machine=machine))

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from ssd_serve.cluster import ray_launcher
-from ssd_serve.cluster.ray_launcher import RayEngine
+from ssd_serve.cluster.ray_launcher import RayEngine, await_room
 from ssd_serve.errors import EngineDeadError, SettingsError
+from ssd_serve.logs import get_logger
 
 
 def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(
@@ -34,3 +35,27 @@ def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(
     found: object = engine.connect(10.0)
     assert found == "the channel"
     assert not answers
+
+
+class Group:
+    """Has its devices when it has been waited for so many times."""
+
+    def __init__(self, waits: int) -> None:
+        self.waits = waits
+        self.asked: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.asked.append(seconds)
+        return len(self.asked) >= self.waits
+
+
+def test_devices_that_others_use_are_waited_for_as_long_as_one_likes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log, bundles = get_logger("replica", level="warning"), [{"GPU": 4.0}]
+    patient = Group(3)
+    await_room(patient, bundles, 86400.0, log)
+    assert patient.asked == [60.0] * 3
+    assert capsys.readouterr().err.count("waits for devices that others use") == 2
+    with pytest.raises(SettingsError, match=r"has had no free \[\{'GPU': 4.0\}\] for 0 s"):
+        await_room(Group(99), bundles, 0.0, log)
