@@ -1,52 +1,58 @@
-"""What a replica tells Ray Serve of its health. No Ray runs."""
-
-from dataclasses import dataclass, field
-from typing import Any
+"""What a Serve config may say, and which cores a replica gets."""
 
 import pytest
 
-from ssd_serve.errors import EngineDeadError
-from ssd_serve.replicas import Replica
-from ssd_serve.server.limits import Limits
-
-pytestmark = pytest.mark.anyio
+from ssd_serve.devices import Machine
+from ssd_serve.errors import SettingsError
+from ssd_serve.replicas import app, cores_of, replica_settings, resources
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", "k")
+    settings = replica_settings({"max_running": 4})
+    assert (settings.max_running, settings.api_key) == (4, "k")
 
 
-@dataclass
-class Engine:
-    """As its front end sees it."""
-
-    dead: str | None = None
-    silent_s: float = 0.0
-    lost_s: float | None = None
-    failure: EngineDeadError | None = None
-    limits: Limits = field(default_factory=Limits)
-
-    def replica(self) -> Any:
-        replica: Any = Replica.__new__(Replica)
-        replica._client, replica._engine, replica._limits = self, self, self.limits
-        return replica
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"targt": "x"}, "'targt' is not a setting"),
+        ({"max_running": 0}, "--max-running"),
+        ({"port": 9000}, "http_options.port"),
+        ({"tls_key": "key.pem"}, "http_options.ssl_keyfile"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_starts(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        app(arguments)
 
 
-async def test_a_replica_is_well_while_its_engine_speaks_or_is_started_again() -> None:
-    await Engine().replica().check_health()
-    await Engine(silent_s=1e3, lost_s=20.0).replica().check_health()
+def test_replicas_of_a_machine_compute_on_different_cores() -> None:
+    machine = Machine((0, 1, 2, 3, 8), 2)
+    assert [cores_of(machine, 2, rank).cores for rank in range(3)] == [(0, 1), (2, 3), (0, 1)]
+    assert cores_of(machine, 2, 1).gpus == 2
 
 
-async def test_a_silent_engine_is_a_reason_to_replace_the_replica() -> None:
-    silent_s = Limits().engine_silence_s + 1
-    with pytest.raises(EngineDeadError, match=f"has said nothing for {silent_s:.0f} s: it seems to hang"):
-        await Engine(silent_s=silent_s).replica().check_health()
+@pytest.mark.parametrize("count", [0, 3, 9])
+def test_all_cores_where_they_cannot_be_shared_out(count: int) -> None:
+    machine = Machine((0, 1, 2, 3), 0)
+    assert cores_of(machine, count, 1) == machine
 
 
-async def test_a_dead_engine_is_one_with_the_reason_where_it_is_known() -> None:
-    with pytest.raises(EngineDeadError, match="the channel closed"):
-        await Engine(dead="the channel closed").replica().check_health()
-    failure = EngineDeadError("the verifier process was killed by SIGKILL")
-    with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
-        await Engine(dead="the channel closed", failure=failure).replica().check_health()
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ({}, {"num_cpus": 2}),
+        ({"mode": "ar"}, {"num_cpus": 1}),
+        ({"launcher": "ray", "target_device": "cuda:0-3"}, {"num_cpus": 1}),
+        ({"tensor_parallel": 2, "drafters": 3}, {"num_cpus": 5}),
+        (
+            {"tensor_parallel": 4, "target_device": "cuda:0-3", "draft_device": "cuda:4", "draft": "o/draft"},
+            {"num_cpus": 6, "num_gpus": 5},
+        ),
+    ],
+)
+def test_a_replica_asks_for_what_its_processes_compute_on(
+    arguments: dict[str, object], asked: dict[str, int]
+) -> None:
+    assert resources(replica_settings(arguments)) == asked
