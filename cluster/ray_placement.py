@@ -93,20 +93,7 @@ def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
     count = settings.drafter_count if mode is Mode.SSD else 0
     named = _named(settings.draft_device, "SSD_DRAFT_DEVICE", count) if count else None
     errors: list[SettingsError] = []
-    # A drafter that nobody has given a device takes a GPU if the target has one, or else a core.
-    drafts = (named,) if named else (Device("cuda"), _CORE) if target.kind == "cuda" and count else (_CORE,)
-    if settings.draft_accelerator and len(drafts) > 1:
-        drafts = drafts[:1]
-    rank_kinds = _kinds(target, settings.target_accelerator, nodes, "SSD_TARGET_ACCELERATOR")
-    chances = [
-        (draft, kind, rank_kind)
-        for draft in drafts
-        for kind in _kinds(draft, settings.draft_accelerator, nodes, "SSD_DRAFT_ACCELERATOR")
-        for rank_kind in rank_kinds
-    ]
-    # The same board first: that may be another device of the same node.
-    chances.sort(key=lambda chance: (drafts.index(chance[0]), chance[1] != chance[2]))
-    for draft, kind, rank_kind in chances:
+    for draft, kind, rank_kind in _chances(settings, nodes, target, named, count):
         drafter = _drafter(settings, draft, count, kind)
         rank = _rank(settings, target, nodes, drafter.cpus * count, rank_kind)
         try:
@@ -133,6 +120,28 @@ def actors_device(named: str | None, gpu_ids: Sequence[str], visible: str | None
     shown = [part.strip() for part in visible.split(",")] if visible else []
     place = shown.index(gpu_ids[0]) if gpu_ids[0] in shown else int(gpu_ids[0])
     return f"cuda:{place}"
+
+
+def _chances(
+    settings: Settings, nodes: Sequence[RayNode], target: Device, named: Device | None, drafters: int
+) -> list[tuple[Device, str, str]]:
+    """Devices of drafters with Ray's names of their kind and of the target's, in the order to try them."""
+    if named is not None:
+        drafts = [named]
+    elif target.kind == "cuda" and drafters:
+        # Beside a target on GPUs a GPU, or else a core, unless the user has asked for a kind of GPU.
+        drafts = [Device("cuda")] if settings.draft_accelerator else [Device("cuda"), _CORE]
+    else:
+        drafts = [_CORE]
+    rank_kinds = _kinds(target, settings.target_accelerator, nodes, "SSD_TARGET_ACCELERATOR")
+    chances = [
+        (draft, kind, rank_kind)
+        for draft in drafts
+        for kind in _kinds(draft, settings.draft_accelerator, nodes, "SSD_DRAFT_ACCELERATOR")
+        for rank_kind in rank_kinds
+    ]
+    # The same board first: that may be another device of the same node.
+    return sorted(chances, key=lambda chance: (drafts.index(chance[0]), chance[1] != chance[2]))
 
 
 def _named(text: str | None, setting: str, count: int) -> Device | None:

@@ -38,7 +38,9 @@ def run(
     """Load, join the verifiers at these addresses, and draft for ever. Raises `PairMismatchError` when none
     of them wants this draft model, unless it is patient: then one that does may take its place.
 
-    `alive_file` is touched every half second while a verifier takes drafts."""
+    `on_loaded` is called once, when the draft model is in memory; `alive_file` is touched every half second
+    while a verifier takes drafts.
+    """
     log = get_logger(name, settings.log_level, settings.log_format)
     native = native_library(settings, log)
     drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)

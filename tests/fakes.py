@@ -39,6 +39,16 @@ VOCABULARY = 40
 EOS = 0
 
 
+class FakeClock:
+    """Time that a test moves, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeModel:
     """Logits depend on the last `memory` tokens of exactly the context that a row attends to.
 

@@ -9,20 +9,13 @@ import pytest
 from ssd_serve.bench import check, check_code
 from ssd_serve.bench.load_statistics import ratio_interval
 from ssd_serve.errors import SsdError, UserError
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes import FakeClock
 
 
 class FakeCode:
     """Decodes at given speeds; the machine is slower in every third turn."""
 
-    def __init__(self, name: str, clock: Clock, log: list[str], ar: float, ssd: float) -> None:
+    def __init__(self, name: str, clock: FakeClock, log: list[str], ar: float, ssd: float) -> None:
         self._name, self._clock, self._log = name, clock, log
         self._speeds = {"ar": ar, "ssd": ssd}
 
@@ -37,7 +30,7 @@ class FakeCode:
 def run(
     new: tuple[float, float], old: tuple[float, float], seconds: float = 100.0
 ) -> tuple[check.Found, list[str]]:
-    clock = Clock()
+    clock = FakeClock()
     log: list[str] = []
     found = check.compare(
         FakeCode("new", clock, log, *new),

@@ -4,18 +4,9 @@ import pytest
 
 from ssd_serve.cluster.comeback import Comeback, pause_before_restart
 from ssd_serve.errors import CheckpointError, MemoryShortError
+from tests.fakes import FakeClock
 
 KILLED = -9
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_pauses_grow_to_a_limit() -> None:
@@ -24,11 +15,11 @@ def test_pauses_grow_to_a_limit() -> None:
 
 
 def test_what_was_never_ready_does_not_come_back() -> None:
-    assert Comeback(Clock()).pause(KILLED) is None
+    assert Comeback(FakeClock()).pause(KILLED) is None
 
 
 def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
-    clock = Clock()
+    clock = FakeClock()
     comeback = Comeback(clock)
     for _ in range(100):
         comeback.ready()
@@ -39,7 +30,7 @@ def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_what_dies_quickly_comes_back_later_and_later_and_then_no_more(loads: bool) -> None:
-    clock = Clock()
+    clock = FakeClock()
     comeback = Comeback(clock)
     comeback.ready()
     clock.now += 60
@@ -53,14 +44,14 @@ def test_what_dies_quickly_comes_back_later_and_later_and_then_no_more(loads: bo
 
 
 def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back() -> None:
-    comeback = Comeback(Clock())
+    comeback = Comeback(FakeClock())
     comeback.ready()
     assert comeback.pause(MemoryShortError.exit_code) == 0.5
     assert comeback.pause(CheckpointError.exit_code) is None
 
 
 def test_deaths_whose_cause_is_gone_do_not_count() -> None:
-    clock = Clock()
+    clock = FakeClock()
     comeback = Comeback(clock)
     for death in range(40):
         comeback.ready()

@@ -6,16 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ssd_serve.cluster.pulse import LONGEST_SILENCE_S, PulseWatch, start_pulse
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes import FakeClock
 
 
 def beat(path: Path, name: str) -> None:
@@ -23,7 +14,7 @@ def beat(path: Path, name: str) -> None:
         sender.sendto(name.encode(), str(path))
 
 
-def silent_after(watch: PulseWatch, clock: Clock, seconds: float) -> dict[str, float]:
+def silent_after(watch: PulseWatch, clock: FakeClock, seconds: float) -> dict[str, float]:
     """Asked several times a second, as the supervisor does."""
     found: dict[str, float] = {}
     for _ in range(round(seconds * 4)):
@@ -33,7 +24,7 @@ def silent_after(watch: PulseWatch, clock: Clock, seconds: float) -> dict[str, f
 
 
 def test_a_worker_is_watched_from_its_first_sign_of_life(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "pulse"
+    clock, path = FakeClock(), tmp_path / "pulse"
     with closing(PulseWatch(path, clock)) as watch:
         assert silent_after(watch, clock, 100) == {}
         beat(path, "rank-1")
@@ -44,7 +35,7 @@ def test_a_worker_is_watched_from_its_first_sign_of_life(tmp_path: Path) -> None
 
 
 def test_who_has_loaded_says_so_until_it_begins_anew(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "pulse"
+    clock, path = FakeClock(), tmp_path / "pulse"
     with closing(PulseWatch(path, clock)) as watch:
         on_loaded = start_pulse(path, "drafter-0")
         silent_after(watch, clock, 1)
@@ -60,7 +51,7 @@ def test_who_has_loaded_says_so_until_it_begins_anew(tmp_path: Path) -> None:
 
 
 def test_a_watcher_that_was_stopped_itself_judges_nobody(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "pulse"
+    clock, path = FakeClock(), tmp_path / "pulse"
     with closing(PulseWatch(path, clock)) as watch:
         beat(path, "rank-1")
         assert silent_after(watch, clock, 1) == {}
@@ -70,7 +61,7 @@ def test_a_watcher_that_was_stopped_itself_judges_nobody(tmp_path: Path) -> None
 
 
 def test_a_pulse_beats_until_the_watcher_goes_and_again_when_it_comes_back(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "pulse"
+    clock, path = FakeClock(), tmp_path / "pulse"
     start_pulse(path, "rank-3")  # nobody listens yet
     time.sleep(0.1)
     for _ in range(2):

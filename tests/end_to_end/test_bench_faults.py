@@ -28,7 +28,9 @@ def test_no_token_is_lost_or_wrong_and_nobody_waits_long(tmp_path: Path) -> None
     )
     found = run_faults(settings, Plan(requests=2, tokens=60, only=CASES), print)
     assert harmless(found)
-    outcomes = {str(each["fault"]).split(" (")[0]: each for each in found["outcomes"]}  # type: ignore[attr-defined]
+    listed = found["outcomes"]
+    assert isinstance(listed, list)
+    outcomes = {str(each["fault"]).split(" (")[0]: each for each in listed}
     assert tuple(outcomes) == CASES
     killed = outcomes.pop("kill -9 of the server")
     assert killed["more"]["clients_cut_off"] == 2

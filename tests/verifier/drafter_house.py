@@ -1,4 +1,4 @@
-"""Drafters as the verifier sees them, requests that they may draft for, and a time that passes when told."""
+"""Drafters as the verifier sees them, and requests that they may draft for."""
 
 from msgspec.structs import replace
 
@@ -13,26 +13,16 @@ from ssd_serve.messages import (
 )
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.request import Request, accept
-from tests.fakes import HELLO, VOCABULARY
+from tests.fakes import HELLO, VOCABULARY, FakeClock
 
 OTHER = replace(HELLO, name="d1")
-
-
-class Clock:
-    """A time that passes when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class House:
     """Drafters under test, some requests, and the far ends of the channels."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.drafters = Drafters(HELLO, self.clock)
         self.requests = {number: make_request(number) for number in range(2)}
 
