@@ -16,6 +16,8 @@ from ssd_serve.cluster.listener import Listener, connect_socket
 from ssd_serve.errors import ProtocolError, RankLostError
 
 _LENGTH = struct.Struct("<Q")
+_JOINING = struct.Struct("<BQ")
+"""Which rank, and how much memory its device has free."""
 _MOST_BYTES = 1 << 32
 """Of a message: no batch is larger."""
 _JOIN_S = 120.0
@@ -90,15 +92,17 @@ class _Wire:
 
 
 class Leader:
-    """Rank 0's side of the connections to ranks 1, 2, ..."""
+    """Rank 0's side of the connections to ranks 1, 2, ...; `least_free`: bytes that each of them has free."""
 
-    def __init__(self, wires: list[_Wire]) -> None:
+    def __init__(self, wires: list[_Wire], least_free: int) -> None:
         self._wires = wires
+        self.least_free = least_free
 
     @classmethod
     def meet(cls, listener: Listener, ranks: int, timeout_s: float = _JOIN_S) -> "Leader":
         """Wait until all others have connected."""
         found: dict[int, _Wire] = {}
+        free: list[int] = []
         deadline = time.monotonic() + timeout_s
         with ExitStack() as stack:
             while len(found) < ranks - 1:
@@ -109,12 +113,14 @@ class Leader:
                 if connection is None:
                     continue
                 wire = stack.enter_context(closing(_Wire(connection)))
-                name = wire.receive()
-                if name is None or len(name) != 1 or not 0 < name[0] < ranks or name[0] in found:
+                said = wire.receive()
+                rank, memory = _JOINING.unpack(said) if said and len(said) == _JOINING.size else (0, 0)
+                if not 0 < rank < ranks or rank in found:
                     raise ProtocolError("a process that is no rank of this target has connected to it")
-                found[name[0]] = wire
+                found[rank] = wire
+                free.append(memory)
             stack.pop_all()
-        return cls([found[rank] for rank in sorted(found)])
+        return cls([found[rank] for rank in sorted(found)], min(free))
 
     def tell(self, message: bytes) -> None:
         """Send to all others. Raises `RankLostError`."""
@@ -141,10 +147,11 @@ class Follower:
         self._wire = wire
 
     @classmethod
-    def connect(cls, path: Path, rank: int, timeout_s: float = _JOIN_S) -> "Follower":
-        """Connect to rank 0, once it listens. Raises `EngineDeadError`."""
+    def connect(cls, path: Path, rank: int, free: int, timeout_s: float = _JOIN_S) -> "Follower":
+        """Connect to rank 0, once it listens; `free` bytes are free on this rank's device. Raises
+        `EngineDeadError`."""
         wire = _Wire(connect_socket(str(path), timeout_s))
-        wire.send(bytes((rank,)))
+        wire.send(_JOINING.pack(rank, free))
         return cls(wire)
 
     def say_ready(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
+from ssd_serve.errors import CaptureError, in_a_line
+
 T = TypeVar("T")
 
 MOST_ROWS = 256
@@ -30,10 +32,15 @@ class Recording:
 class Recorder(Protocol):
     """Records what is started on one device."""
 
-    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
-        """Run `work` to warm up, then record it; its result is good after every replay, until the next.
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Run `work` as it is, as often as it takes until nothing more is compiled or chosen. Raises what it
+        raises."""
+        ...
 
-        Raises RuntimeError where something in it cannot be recorded.
+    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
+        """Record `work`, which was warmed up; its result is good after every replay, until the next.
+
+        Raises `CaptureError` where something in it cannot be recorded.
         """
         ...
 
@@ -49,22 +56,36 @@ class GraphRecorder:
         self._device = device
         self._cuda = cast(Any, torch.cuda)  # torch does not type its graphs
         self._pool: Any = None
+        # One for all: memory of a pool is used again only on the stream that had it.
+        self._stream: Any = None
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """See `Recorder.warm_up`."""
+        cuda = self._cuda
+        with cuda.device(self._device):
+            self._stream = self._stream or cuda.Stream()
+            self._stream.wait_stream(cuda.current_stream())
+            with cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    work()
+            cuda.current_stream().wait_stream(self._stream)
+            cuda.synchronize()
 
     def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
         """See `Recorder.record`."""
         cuda = self._cuda
         with cuda.device(self._device):
-            stream = cuda.Stream()
-            stream.wait_stream(cuda.current_stream())
-            with cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    work()
-            cuda.current_stream().wait_stream(stream)
-            cuda.synchronize()
-            before = cuda.memory_reserved()
+            current, before = cuda.current_stream(), cuda.memory_reserved()
             graph = cuda.CUDAGraph()
-            with cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                result = work()
+            try:
+                with cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    result = work()
+            except Exception as error:
+                # A capture that failed leaves its stream current.
+                cuda.set_stream(current)
+                raise CaptureError(in_a_line(error)) from error
             self._pool = graph.pool()
             return Recording(graph.replay, max(0, cuda.memory_reserved() - before)), result
 

@@ -180,6 +180,7 @@ def load_model(
         cache = KVCache(layout, slots + _PADDING_SLOTS if graphs else slots, place)
     wish = replace(wish or AttentionWish(), invariant=batch_invariant, measured=parallel.size == 1)
     chosen = attention_for(wish, cache, config.heads, native, log)
+    group.meet()
     if not any(group.agree(chosen.name == name) for name in NAMES):
         raise UserError(
             "the ranks of the target have chosen different tree attention, for one does not work on all of "

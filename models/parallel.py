@@ -64,6 +64,15 @@ class Group(Protocol):
         """Whether all ranks say yes."""
         ...
 
+    def meet(self) -> None:
+        """Return when all ranks are here, however long they take: they load at different speeds."""
+        ...
+
+    def quiesce(self) -> None:
+        """Return when nobody looks at what earlier calls have put into a GPU's queue. While work is recorded
+        nobody may: ROCm then ends the process."""
+        ...
+
 
 class Alone:
     """`Group` of a model that one rank holds."""
@@ -84,6 +93,12 @@ class Alone:
     def agree(self, yes: bool) -> bool:
         """Nobody contradicts."""
         return yes
+
+    def meet(self) -> None:
+        """Nobody else comes."""
+
+    def quiesce(self) -> None:
+        """Nobody else looks."""
 
 
 def rank_config(config: DecoderConfig, parallel: Parallel) -> DecoderConfig:

@@ -25,6 +25,9 @@ class LeadingModel(WrappedModel):
 
 
 def follow(model: Model, hear: Callable[[], bytearray | None]) -> None:
-    """Run the forwards of rank 0 with another rank's share, until `hear` says that there will be none."""
+    """Run the forwards of rank 0 with another rank's share, until `hear` says that there will be none.
+
+    Each is waited for: who only listened would not notice that its GPU has failed.
+    """
     while (message := hear()) is not None:
-        model.forward(unpack(message))
+        model.forward(unpack(message)).completion.wait()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ssd_serve.errors import CaptureError
 from ssd_serve.kernels.attention import Recordable
 from ssd_serve.kernels.batch import Batch, padded
 from ssd_serve.kernels.graphs import MOST_ROWS, Recorder, Recording, recorded_rows
@@ -134,8 +135,11 @@ class RecordedDecoder:
             self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # a rank's share, or all
             return features
 
+        # Ranks add their sums here: one that fails is lost to the others, and does not try anything else.
+        self._recorder.warm_up(work)
+        self._group.quiesce()
         try:
             recording, features = self._recorder.record(work)
-        except RuntimeError as error:
+        except CaptureError as error:
             return None, str(error)
         return _Forward(recording, features), ""

@@ -17,19 +17,27 @@ from ssd_serve.models.parallel import Parallel
 
 PATIENCE_S = 30.0
 """Ranks do the same work at the same time: one that comes this much later than the others hangs."""
+_LOADING = timedelta(days=1)
+"""However long: whoever started the ranks ends all of them when one dies."""
 
 
 class TorchGroup:
     """`Group` over a process group. `ordered`: sums are added in the order of the ranks, so that they do not
     depend on how many rows there are, at the price of moving more numbers."""
 
-    def __init__(self, processes: Any, parallel: Parallel, device: str, *, ordered: bool = False) -> None:
+    def __init__(
+        self, processes: Any, store: Any, parallel: Parallel, device: str, *, ordered: bool = False
+    ) -> None:
         self._processes = processes
+        self._store = store
         self._parallel = parallel
         self._device = device
         self._ordered = ordered
-        self._to_first = dist.GatherOptions()
+        # On the stream of the forward: one of their own would be forked and joined for every sum.
+        self._sum, self._to_first = dist.AllreduceOptions(), dist.GatherOptions()
+        self._sum.asyncOp = self._to_first.asyncOp = False
         self._to_first.rootRank = 0
+        self._meetings = 0
 
     @property
     def parallel(self) -> Parallel:
@@ -40,7 +48,7 @@ class TorchGroup:
         """See `Group`."""
         rows = rows.contiguous()
         if not self._ordered:
-            self._wait(lambda: self._processes.allreduce([rows]))
+            self._wait(lambda: self._processes.allreduce([rows], self._sum))
             return rows
         shares = [torch.empty_like(rows) for _ in range(self._parallel.size)]
         self._wait(lambda: self._processes.allgather([shares], [rows]))
@@ -66,13 +74,27 @@ class TorchGroup:
     def agree(self, yes: bool) -> bool:
         """See `Group`."""
         votes = torch.tensor([float(yes)], device=self._device)
-        self._wait(lambda: self._processes.allreduce([votes]))
+        self._wait(lambda: self._processes.allreduce([votes], self._sum))
         return votes.item() == self._parallel.size
+
+    def meet(self) -> None:
+        """See `Group`. Through the store: sums have no such patience."""
+        names = [f"met/{self._meetings}/{rank}" for rank in range(self._parallel.size)]
+        self._meetings += 1
+        self._store.set(names[self._parallel.rank], "")
+        self._store.wait(names, _LOADING)
+
+    def quiesce(self) -> None:
+        """See `Group`. NCCL's watchdog asks for the end of every sum that was not recorded."""
+        if self._device != "cpu":
+            self._processes._wait_for_pending_works()
 
     def _wait(self, start: Callable[[], Any]) -> None:
         """Until the result is there, on a GPU: until later work of its queue will find it."""
         try:
-            start().wait()
+            work = start()
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise RankLostError(
                 f"rank {self._parallel.rank} of the target lost another: {str(error).splitlines()[0]}"
@@ -98,7 +120,7 @@ def join_group(
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise RankLostError(f"the ranks of the target did not meet: {reason}") from error
-    return TorchGroup(processes, parallel, device, ordered=ordered)
+    return TorchGroup(processes, meeting, parallel, device, ordered=ordered)
 
 
 def _gloo(store: Any, parallel: Parallel, _device: str, patience: timedelta) -> Any:

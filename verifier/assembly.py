@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cluster.ranks import Leader
 from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
@@ -82,7 +83,8 @@ def assemble_verifier(
     device = settings.target_device or "cpu"
     path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
     sizes = model_sizes(path, device=device, dtype=settings.dtype, ranks=settings.tensor_parallel)
-    slots = outside.found("slots", int, lambda: _slots(settings, sizes, device))
+    leader = None if ranks is None else ranks.meet()
+    slots = outside.found("slots", int, lambda: _slots(settings, sizes, device, leader))
     say(f"loading the target {model_name(path)} on {device}")
     log = log or get_logger("verifier")
     native, differences = native_library(settings, log), DifferenceLog(log)
@@ -93,7 +95,7 @@ def assemble_verifier(
             settings, path, device, slots, native, log, differences, batch_invariant=invariant, group=group
         )
 
-    model = share(Alone()) if ranks is None else ranks.load(path, slots, share)
+    model = share(Alone()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
     emulated = None
     if settings.emulate:
         table = device_table(settings.emulate)
@@ -223,15 +225,16 @@ def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
     )
 
 
-def _slots(settings: Settings, sizes: ModelSizes, device: str) -> int:
+def _slots(settings: Settings, sizes: ModelSizes, device: str, leader: Leader | None) -> int:
     """KV slots: what the settings name, else a share of the free memory, never more than all requests
-    need. A rank's cache holds its heads of all of them."""
+    need. A rank's cache holds its heads of all of them, so that the rank with the least memory decides."""
     ranks = settings.tensor_parallel
     context = min(settings.context or sizes.config.context, sizes.config.context)
     if settings.kv_memory_mb is not None:
         budget = (settings.kv_memory_mb << 20) // ranks
     else:
         free = available_memory(torch_device(device))
+        free = free if leader is None else min(free, leader.least_free)
         free = (free // ranks if torch_device(device) == "cpu" else free) - sizes.resident_bytes
         budget = int(_KV_SHARE * max(0, free))
     slots = min(budget // sizes.kv_bytes_per_slot, (settings.max_running + 1) * (context + 64))

@@ -18,6 +18,7 @@ from ssd_serve.logs import get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served, torch_device
+from ssd_serve.models.memory import available_memory
 from ssd_serve.models.parallel import Group, Parallel
 from ssd_serve.models.ranks import LeadingModel, follow
 from ssd_serve.models.torch_group import TorchGroup, join_group
@@ -41,10 +42,14 @@ class LeadingRank:
         files.store.unlink(missing_ok=True)
         self._listener = Listener.unix(files.socket)
 
-    def load(self, path: Path, slots: int, share: Callable[[Group], Model]) -> Model:
-        """The whole model, when all ranks have loaded; `share` loads this one's."""
+    def meet(self) -> Leader:
+        """The other ranks, when all have come."""
         leader = Leader.meet(self._listener, self._settings.tensor_parallel)
         self._listener.close()
+        return leader
+
+    def load(self, leader: Leader, path: Path, slots: int, share: Callable[[Group], Model]) -> Model:
+        """The whole model, when all ranks have loaded; `share` loads this one's."""
         leader.tell(msgspec.json.encode(Beginning(str(path), slots)))
         model = share(_join(self._settings, 0, self._files))
         leader.await_ready()
@@ -56,7 +61,8 @@ def run(settings: Settings, rank: int, files: RankFiles) -> None:
     name = f"rank-{rank}"
     settings = of_rank(settings, rank)
     log = get_logger(name, settings.log_level, settings.log_format)
-    link = Follower.connect(files.socket, rank)
+    free = available_memory(torch_device(settings.target_device or "cpu"))
+    link = Follower.connect(files.socket, rank, free)
     message = link.hear()
     if message is None:
         return

@@ -87,6 +87,14 @@ class RankLostError(EngineDeadError):
     """Another rank of the target has died, or has not come in time: this one can do nothing without it."""
 
 
+class DeviceHangError(EngineDeadError):
+    """A GPU does not come to the end of what it was given."""
+
+
+class CaptureError(SsdError):
+    """Work of a GPU that cannot be recorded. Nothing of it has run."""
+
+
 class ProtocolError(SsdError):
     """A peer process sent a message that does not fit the protocol."""
 

@@ -19,7 +19,9 @@ def met(tmp_path: Path, ranks: int) -> Generator[tuple[Leader, list[Follower]]]:
     files = RankFiles(tmp_path)
     with closing(Listener.unix(files.socket)) as listener, ExitStack() as stack:
         # The order of arrival is not that of the ranks.
-        followers = {rank: Follower.connect(files.socket, rank) for rank in reversed(range(1, ranks))}
+        followers = {
+            rank: Follower.connect(files.socket, rank, rank * 1000) for rank in reversed(range(1, ranks))
+        }
         for follower in followers.values():
             stack.callback(follower.close)
         leader = stack.enter_context(closing(Leader.meet(listener, ranks)))
@@ -46,6 +48,11 @@ def test_every_rank_hears_every_message_whole_and_in_order(tmp_path: Path) -> No
     assert len(heard) == 3
 
 
+def test_rank_0_knows_how_much_memory_the_poorest_has(tmp_path: Path) -> None:
+    with met(tmp_path, 4) as (leader, _):
+        assert leader.least_free == 1000
+
+
 def test_rank_0_waits_until_all_are_ready(tmp_path: Path) -> None:
     with met(tmp_path, 3) as (leader, followers):
         followers[1].say_ready()
@@ -67,7 +74,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     files = RankFiles(tmp_path)
     with (
         closing(Listener.unix(files.socket)) as listener,
-        closing(Follower.connect(files.socket, 2)),
+        closing(Follower.connect(files.socket, 2, 0)),
         pytest.raises(RankLostError, match="rank 1, 3 of the target did not come"),
     ):
         Leader.meet(listener, 4, timeout_s=0.3)
@@ -77,7 +84,7 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
     files = RankFiles(tmp_path)
     with (
         closing(Listener.unix(files.socket)) as listener,
-        closing(Follower.connect(files.socket, 9)),
+        closing(Follower.connect(files.socket, 9, 0)),
         pytest.raises(ProtocolError, match="no rank of this target"),
     ):
         Leader.meet(listener, 3, timeout_s=1.0)

@@ -91,6 +91,21 @@ def test_two_ranks_give_the_texts_of_one_and_end_tidily(
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Path) -> None:
+    """Their heads share one key-value head."""
+    wide = write_pair(tmp_path / "pair", heads=8)
+    with serving(wide, tmp_path / "one", "ar", 1) as (_, url, _):
+        expected = texts(url)
+    with serving(wide, tmp_path / "eight", "ssd", 8) as (process, url, log):
+        running = workers(process)
+        assert set(running) == {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 8))}
+        assert texts(url) == expected
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0, log.read_text()
+        assert not psutil.wait_procs(list(running.values()), timeout=10.0)[1]
+
+
 @pytest.mark.parametrize(
     ("victim", "how"),
     [

@@ -9,17 +9,19 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
 END = "<end>"
+HEAD = 16
 
 
-def write_pair(folder: Path) -> tuple[Path, Path]:
-    """Write `target` and `draft` below the folder. The draft is the target with a little noise."""
+def write_pair(folder: Path, heads: int = 2) -> tuple[Path, Path]:
+    """Write `target` and `draft` below the folder. The draft is the target with a little noise. Their `heads`
+    share one key-value head."""
     target, draft = folder / "target", folder / "draft"
-    write_model(target, seed=1, noise=0.0)
-    write_model(draft, seed=1, noise=0.004)
+    write_model(target, seed=1, noise=0.0, heads=heads)
+    write_model(draft, seed=1, noise=0.004, heads=heads)
     return target, draft
 
 
-def write_model(folder: Path, seed: int, noise: float) -> None:
+def write_model(folder: Path, seed: int, noise: float, heads: int = 2) -> None:
     """A Llama checkpoint of one layer in the Hugging Face layout."""
     folder.mkdir(parents=True)
     tokenizer = byte_tokenizer()
@@ -32,8 +34,9 @@ def write_model(folder: Path, seed: int, noise: float) -> None:
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": 1,
-        "num_attention_heads": 2,
+        "num_attention_heads": heads,
         "num_key_value_heads": 1,
+        "head_dim": HEAD,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -42,7 +45,7 @@ def write_model(folder: Path, seed: int, noise: float) -> None:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_weights(hidden, vocabulary, seed, noise), folder / "model.safetensors")
+    save_file(random_weights(hidden, heads * HEAD, vocabulary, seed, noise), folder / "model.safetensors")
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -54,15 +57,17 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def random_weights(hidden: int, vocabulary: int, seed: int, noise: float) -> dict[str, torch.Tensor]:
+def random_weights(
+    hidden: int, attention: int, vocabulary: int, seed: int, noise: float
+) -> dict[str, torch.Tensor]:
     """Weights whose logits are spread enough for sampling to be interesting."""
     shapes = {
         "model.embed_tokens.weight": (vocabulary, hidden),
         "lm_head.weight": (vocabulary, hidden),
-        "model.layers.0.self_attn.q_proj.weight": (hidden, hidden),
-        "model.layers.0.self_attn.k_proj.weight": (hidden // 2, hidden),
-        "model.layers.0.self_attn.v_proj.weight": (hidden // 2, hidden),
-        "model.layers.0.self_attn.o_proj.weight": (hidden, hidden),
+        "model.layers.0.self_attn.q_proj.weight": (attention, hidden),
+        "model.layers.0.self_attn.k_proj.weight": (HEAD, hidden),
+        "model.layers.0.self_attn.v_proj.weight": (HEAD, hidden),
+        "model.layers.0.self_attn.o_proj.weight": (hidden, attention),
         "model.layers.0.mlp.gate_proj.weight": (2 * hidden, hidden),
         "model.layers.0.mlp.up_proj.weight": (2 * hidden, hidden),
         "model.layers.0.mlp.down_proj.weight": (hidden, 2 * hidden),

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
+from ssd_serve.errors import CaptureError
 from ssd_serve.kernels.graphs import Recording
 
 T = TypeVar("T")
@@ -61,12 +62,15 @@ class Tape:
         """Whether what is started just now is recorded."""
         return self._steps is not None
 
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """See `Recorder.warm_up`."""
+        work()
+
     def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
         """See `Recorder.record`."""
         if self.refuses:
-            raise RuntimeError(self.refuses)
+            raise CaptureError(self.refuses)
         self.runs += 1
-        work()
         steps: list[Step] = []
         self._steps = steps
         try:

@@ -13,7 +13,7 @@ from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
-from ssd_serve.models.parallel import Parallel
+from ssd_serve.models.parallel import Alone, Parallel
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
 from tests.pretended_device import DEVICE, pretended_device
@@ -72,19 +72,18 @@ def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
                 torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
 
 
-class HalfAlone:
+class HalfAlone(Alone):
     """Rank 0 of two, whose other half gives nothing."""
 
-    parallel = Parallel(0, 2)
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(0, 2)
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
     def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:
         return torch.nn.functional.pad(share, (0, whole - share.shape[1]))
-
-    def agree(self, yes: bool) -> bool:
-        return yes
 
 
 def test_a_rank_computes_its_share_on_its_device_and_the_host_waits_for_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A model on several ranks computes what it does on one, for every architecture and kind of batch."""
 
 import random
+import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -201,6 +202,18 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(tmp_path: Path) -> None:
     assert in_ranks(tmp_path / "store", 2, work, patience_s=0.5) == ["lost", "stays away"]
     with pytest.raises(RankLostError, match="did not meet"):
         join_group(tmp_path / "other", Parallel(0, 2), "cpu", patience_s=0.5)
+
+
+def test_ranks_that_load_at_different_speeds_meet_in_spite_of_that(tmp_path: Path) -> None:
+    def work(group: Group) -> bool:
+        time.sleep(1.5 * group.parallel.rank)
+        group.meet()
+        first = group.agree(True)
+        group.quiesce()
+        group.meet()
+        return first
+
+    assert in_ranks(tmp_path / "store", 2, work, patience_s=0.5) == [True, True]
 
 
 def test_the_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.batch import Batch, build_batch
-from ssd_serve.kernels.graphs import MOST_ROWS, recorded_rows
+from ssd_serve.kernels.graphs import MOST_ROWS, Recording, recorded_rows
 from ssd_serve.kernels.rows import TorchRows
 from ssd_serve.kernels.triton.attention import TritonAttention
 from ssd_serve.kernels.unrolled import UnrolledAttention
@@ -27,6 +27,7 @@ from tests.models import checkpoints
 from tests.models.tape import Tape, recording_kernels
 
 SLOTS = 96
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,58 @@ def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
     pair.compare(batch_of(3, (1, 4), (0, 1)))
     assert (pair.tape.runs, pair.tape.replays) == (1, 3)
     assert (pair.recorded.recordings, pair.recorded.recorded_bytes > 0) == (1, True)
+
+
+class Diary(Tape, Alone):
+    """A recorder and a group that write down what happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.happened: list[str] = []
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        self.happened.append("warm-up")
+        super().warm_up(work)
+
+    def quiesce(self) -> None:
+        self.happened.append("quiet")
+
+    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
+        self.happened.append("recording")
+        return super().record(work)
+
+    def agree(self, yes: bool) -> bool:
+        self.happened.append("vote")
+        return yes
+
+
+def test_nobody_looks_at_earlier_sums_while_ranks_record(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, attention = decoder(folder, triton_attention)
+    diary = Diary()
+    with recording_kernels(diary, monkeypatch):
+        RecordedDecoder(second, attention, diary, padding_slot=SLOTS, group=diary).forward(
+            batch_of(1, (9, 3))
+        )
+    assert diary.happened == ["warm-up", "quiet", "recording", "vote"]
+
+
+class Failing(Tape):
+    """The device has no memory left."""
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> None:
+    """The others are in the middle of that forward: a vote would be added to their sums."""
+    second, attention = decoder(folder, triton_attention)
+    diary = Diary()
+    recorded = RecordedDecoder(second, attention, Failing(), padding_slot=SLOTS, group=diary)
+    with pytest.raises(torch.OutOfMemoryError):
+        recorded.forward(batch_of(1, (9, 3)))
+    assert diary.happened == []
 
 
 class Contradicted(Alone):

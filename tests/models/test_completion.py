@@ -1,0 +1,20 @@
+"""Waiting for a GPU: it ends when the GPU is ready, and when that hangs."""
+
+import time
+
+import pytest
+
+from ssd_serve.errors import DeviceHangError
+from ssd_serve.models.completion import wait_until
+
+
+def test_it_ends_when_the_device_is_ready_and_takes_little_of_a_core() -> None:
+    begun, computed = time.perf_counter(), time.thread_time()
+    ended = wait_until(lambda: time.perf_counter() > begun + 0.3)
+    assert 0.3 < ended - begun < 5.0
+    assert time.thread_time() - computed < 0.2
+
+
+def test_a_device_that_hangs_is_an_error() -> None:
+    with pytest.raises(DeviceHangError, match=r"not ended a forward within 0 s: it seems to hang"):
+        wait_until(lambda: False, patience_s=0.05)
