@@ -9,7 +9,7 @@ from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.placement import Placement
-from ssd_serve.devices import Machine, this_machine
+from ssd_serve.devices import Machine, gpu_driver_loaded, this_machine
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
@@ -74,10 +74,17 @@ def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "r
     return "ray" if machine.gpus > 1 and importlib.util.find_spec("ray") is not None else "local"
 
 
+def misses_gpus(settings: Settings, machine: Machine, driver_loaded: bool) -> bool:
+    """Whether cores compute although nobody has asked for that, and there is a GPU."""
+    return driver_loaded and not machine.gpus and not (settings.target_device or "").startswith("cpu")
+
+
 @contextmanager
 def start_engine(settings: Settings, log: Logger) -> Generator[RunningEngine]:
     """Start an engine for the length of a `with` block."""
     machine = this_machine()
+    if misses_gpus(settings, machine, gpu_driver_loaded()):
+        log.warning("torch can use no GPU, though a driver is loaded: cores compute; `ssd doctor` says why")
     if chosen_launcher(settings, machine) == "local":
         with local_engine(settings, log, machine=machine) as engine:
             yield engine

@@ -107,9 +107,12 @@ def _joining(settings: Settings) -> dict[str, object]:
 
 
 def _starting(stack: contextlib.ExitStack) -> dict[str, object]:
+    machine = this_machine()
     options: dict[str, object] = {
         "address": "local",
-        "num_cpus": len(this_machine().cores),
+        "num_cpus": len(machine.cores),
+        # Of AMD's Ray knows only with a package that ROCm does not install for every Python.
+        "num_gpus": machine.gpus,
         "include_dashboard": False,
         "object_store_memory": _OBJECT_BYTES,
         "_system_config": dict(_NOTHING_AHEAD),  # Ray writes into it

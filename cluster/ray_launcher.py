@@ -22,6 +22,7 @@ from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, ray_place
 from ssd_serve.cluster.ray_workers import LONGEST_SILENCE_S, Crew, PingWatch, told
 from ssd_serve.cluster.supervised import SupervisedEngine
 from ssd_serve.cluster.supervisor import Supervisor
+from ssd_serve.devices import this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
@@ -113,7 +114,7 @@ def ray_engine(
     """Start an engine for the length of a `with` block, in the cluster that is named or one of its own. For
     `place_s` seconds it waits for devices that others use."""
     with ray_cluster(settings) as cluster:
-        decision = ray_place(settings, cluster.nodes)
+        decision = ray_place(settings, cluster.nodes, this_machine().gpus)
         group = cluster.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
         try:
             await_room(group, decision.bundles, place_s, log)

@@ -35,6 +35,6 @@ ENV PATH=/opt/ssd/bin:$PATH \
 VOLUME /cache
 EXPOSE 8000
 USER 10001
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m CMD ["python3", "/opt/healthcheck.py"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60m CMD ["python3", "/opt/healthcheck.py"]
 ENTRYPOINT ["python3", "-m", "ssd_serve"]
 CMD ["serve"]

@@ -13,6 +13,8 @@ COPY deploy/rocm_packages.py deploy/
 RUN mkdir -p src/ssd_serve && touch README.md LICENSE src/ssd_serve/__init__.py \
     && PIP_NO_CACHE_DIR=1 ./setup_rocm.sh --image \
     && python3 -m pip install --no-cache-dir -c constraints.txt 'ray[serve]>=2.60' \
+    # With it Ray sees GPUs and their kinds by itself; ROCm has it, but not in every Python.
+    && (python3 -c 'import amdsmi' || python3 -m pip install --no-cache-dir /opt/rocm/share/amd_smi) \
     && python3 -c 'import sys, torch; sys.exit(None if torch.version.hip else "this torch is not for ROCm")'
 COPY . .
 COPY deploy/healthcheck.py /opt/healthcheck.py
@@ -29,6 +31,6 @@ ENV SSD_HOST=0.0.0.0 \
 VOLUME /cache
 EXPOSE 8000
 USER 10001
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m CMD ["python3", "/opt/healthcheck.py"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60m CMD ["python3", "/opt/healthcheck.py"]
 ENTRYPOINT ["python3", "-m", "ssd_serve"]
 CMD ["serve"]

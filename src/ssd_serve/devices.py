@@ -15,6 +15,7 @@ from typing import Literal
 from ssd_serve.errors import SettingsError
 
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
@@ -121,9 +122,14 @@ def _available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+def gpu_driver_loaded() -> bool:
+    """Whether there is a GPU, be it one that torch can use or not."""
+    return any(path.exists() for path in _DRIVERS)
+
+
 def _count_gpus() -> int:
     """Ask torch only where a GPU driver is loaded: importing it takes seconds."""
-    if not (Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()):
+    if not gpu_driver_loaded():
         return 0
     answer = subprocess.run(
         [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=120, check=False

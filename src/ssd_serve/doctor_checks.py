@@ -185,7 +185,10 @@ def _ray() -> Check:
     kinds = f" ({', '.join(seen.kinds)})" if seen.kinds else ""
     found = f"{version}, sees {seen.cores} cores and {seen.gpus} GPUs{kinds}"
     if seen.gpus < gpus:
-        advice = f"torch sees {gpus}: unset variables such as ROCR_VISIBLE_DEVICES, or name them to Ray"
+        advice = (
+            f"torch sees {gpus}. A Ray that ssd starts is told so; start others with --num-gpus={gpus}, or "
+            "pip install /opt/rocm/share/amd_smi"
+        )
         return Check("ray", State.NOTE, found, advice)
     return Check("ray", State.OK, found)
 

@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from ssd_serve.cluster.engines import chosen_launcher
+from ssd_serve.cluster.engines import chosen_launcher, misses_gpus
 from ssd_serve.cluster.ray_cluster import ray_cluster
 from ssd_serve.devices import Machine
 from ssd_serve.errors import SettingsError
@@ -44,6 +44,15 @@ def test_what_is_named_is_taken() -> None:
 def test_several_gpus_without_ray_are_for_the_local_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
     assert chosen(Settings(), 8) == "local"
+
+
+def test_a_gpu_that_torch_cannot_use_is_missed_unless_cores_are_named() -> None:
+    """As with a torch for CPUs on a machine with GPUs."""
+    without, with_one = Machine((0, 1), 0), Machine((0, 1), 1)
+    assert misses_gpus(Settings(), without, driver_loaded=True)
+    assert not misses_gpus(Settings(target_device="cpu:0"), without, driver_loaded=True)
+    assert not misses_gpus(Settings(), with_one, driver_loaded=True)
+    assert not misses_gpus(Settings(), without, driver_loaded=False)
 
 
 def test_rays_own_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

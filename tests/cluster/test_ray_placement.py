@@ -42,6 +42,13 @@ def test_a_target_that_fits_no_node_is_a_clear_error() -> None:
         ray_place(Settings(mode=Mode.AR, tensor_parallel=2, target_device="cpu"), cores(1, 1))
 
 
+def test_gpus_that_ray_does_not_know_of_are_not_replaced_by_cores() -> None:
+    with pytest.raises(SettingsError, match=r"torch can use 8 here: start its nodes .* --num-gpus=8"):
+        ray_place(Settings(), cores(64), gpus_here=8)
+    assert shapes(ray_place(Settings(target_device="cpu:0-1"), cores(64), gpus_here=8)) == [(2, 0), (1, 0)]
+    assert shapes(ray_place(Settings(mode=Mode.AR), [gpus("a", 8)], gpus_here=8)) == [(1, 1)]
+
+
 def test_no_room_beside_the_target() -> None:
     settings = Settings(mode=Mode.SSD, target_device="cpu:0-1", drafters=2)
     with pytest.raises(SettingsError, match="room for 1 of 2 drafters, which need 1 CPU each"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,12 @@ def read_yaml(name: str) -> Any:
 def services() -> dict[str, Any]:
     found: dict[str, Any] = read_yaml("compose.yaml")["services"]
     return found
+
+
+def deploying(service: dict[str, Any]) -> list[str]:
+    """The command that a service `ray-serve-*` gives again and again."""
+    (loop,) = service["command"]
+    return shlex.split(loop.removeprefix("while ").partition(";")[0])
 
 
 def environment(service: Mapping[str, Any]) -> dict[str, str]:

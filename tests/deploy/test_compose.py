@@ -1,6 +1,7 @@
 """compose.yaml keeps to the specification, and what it names exists."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from ssd_serve.resolving import resolve, variable_name
 from ssd_serve.settings import Settings
-from tests.deploy.files import DEPLOY, KINDS, by_default, environment, read_yaml, services
+from tests.deploy.files import DEPLOY, KINDS, by_default, deploying, environment, read_yaml, services
 
 OURS = [f"{name}-{kind}" for name in ("ssd", "target") for kind in KINDS]
 """Servers."""
@@ -112,7 +113,7 @@ def own_devices(service: dict[str, Any]) -> set[str]:
     if "deploy" in service:
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         return set(device["device_ids"])
-    return set(service["environment"]["HIP_VISIBLE_DEVICES"].split(","))
+    return set(by_default(service["environment"]["HIP_VISIBLE_DEVICES"]).split(","))
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -130,7 +131,7 @@ def test_a_ray_node_keeps_to_its_ports_and_asks_for_the_token(name: str) -> None
     assert node["environment"]["RAY_AUTH_TOKEN"] is None
     assert options.get("--dashboard-host", "127.0.0.1") == "127.0.0.1"
     other = services()[name.replace("worker", "head")]
-    assert set(node["command"][4:]) <= set(other["command"]) or name.startswith("ray-head")
+    assert set(node["command"][3:]) <= set(other["command"]) or name.startswith("ray-head")
 
 
 @pytest.mark.parametrize("part", ["head", "worker", "serve"])
@@ -138,8 +139,21 @@ def test_nodes_with_gpus_run_what_nodes_without_run(part: str) -> None:
     """The tests start the latter."""
     alone, *others = (services()[f"ray-{part}-{kind}"] for kind in KINDS)
     for other in others:
-        for field in ("entrypoint", "command", "healthcheck", "network_mode"):
+        for field in ("command", "healthcheck", "network_mode"):
             assert other[field] == alone[field]
+        words = [word for word in other["entrypoint"] if not word.startswith("--num-gpus=")]
+        assert words == alone["entrypoint"]
+
+
+@pytest.mark.parametrize("kind", ["rocm", "cuda"])
+def test_replicas_on_a_ray_cluster_do_not_share_named_devices(kind: str) -> None:
+    for part in ("head", "worker"):
+        given = services()[f"ray-{part}-{kind}"]["environment"]
+        assert (given["SSD_LAUNCHER"], given["SSD_TARGET_DEVICE"], given["SSD_DRAFT_DEVICE"]) == (
+            "${SSD_LAUNCHER:-ray}",
+            "",
+            "",
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,12 +162,15 @@ def test_the_head_is_told_what_serve_yaml_says(kind: str) -> None:
     source, target, mode = service["volumes"][0].split(":")
     assert (DEPLOY / source).is_file()
     assert mode == "ro"
-    assert service["command"][-1] == target
+    (loop,) = service["command"]
+    words = deploying(service)
+    assert loop == f"while {shlex.join(words)}; do sleep 60; done"
+    assert words[-1] == target
     assert service["depends_on"] == {f"ray-head-{kind}": {"condition": "service_healthy"}}
     head = {
         word.partition("=")[0]: word.partition("=")[2] for word in services()[f"ray-head-{kind}"]["command"]
     }
-    assert service["command"][2] == f"http://{head['--dashboard-host']}:{head['--dashboard-port']}"
+    assert words[3] == f"http://{head['--dashboard-host']}:{head['--dashboard-port']}"
 
 
 def test_variables_of_compose_alone_do_not_look_like_settings() -> None:

@@ -23,7 +23,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deploy.files import ROOT, by_default, environment, read_yaml, services
+from tests.deploy.files import ROOT, by_default, deploying, environment, read_yaml, services
 from tests.end_to_end.test_serve import await_health, free_port
 
 pytestmark = pytest.mark.slow
@@ -50,14 +50,13 @@ class Fleet:
         application = serving["applications"][0]
         application["args"] = {**SETTINGS, **settings}
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 1}
+        application["deployments"][0]["autoscaling_config"]["min_replicas"] = 2
         self.config.write_text(yaml.safe_dump(serving), encoding="utf-8")
-        service = services()["ray-serve-cpu"]
         here = {
             "http://127.0.0.1:8265": f"http://127.0.0.1:{self.ports['--dashboard-port']}",
             "/opt/serve.yaml": str(self.config),
         }
-        words: list[str] = [*service["entrypoint"], *service["command"]]
-        command = [here.get(word, word) for word in words]
+        command = [here.get(word, word) for word in deploying(services()["ray-serve-cpu"])]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
     def healthy(self) -> bool:
@@ -203,6 +202,18 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
     assert len(counts) == 2
     assert min(counts.values()) > 0
     assert fleet.drafters() == [1.0, 1.0]
+
+
+def test_the_same_config_again_changes_nothing(fleet: Fleet) -> None:
+    """The service tells it every minute."""
+    until(lambda: both_are_there(fleet))
+    before, expected = set(fleet.answered()), fleet.stream(400)
+    with ThreadPoolExecutor(1) as client:
+        streaming = client.submit(fleet.stream, 400)
+        fleet.tell(mode="ssd")
+        assert streaming.result() == expected
+    time.sleep(2.0)
+    assert set(fleet.answered()) == before
 
 
 def test_a_dead_engine_comes_back_inside_its_replica_and_its_stream_goes_on(fleet: Fleet) -> None:

@@ -77,7 +77,7 @@ def test_the_check_can_fail(key: str, value: object) -> None:
 def test_the_number_of_replicas_has_limits(config: Any) -> None:
     scaling = config["applications"][0]["deployments"][0]["autoscaling_config"]
     # Ray's schema takes any dictionary there.
-    assert AutoscalingConfig.model_validate(scaling).min_replicas >= 2
+    assert AutoscalingConfig.model_validate(scaling).min_replicas >= 1
     with pytest.raises(ValidationError, match="max_replicas"):
         AutoscalingConfig.model_validate({**scaling, "min_replicas": scaling["max_replicas"] + 1})
     settings = replica_settings(config["applications"][0]["args"])
@@ -141,6 +141,12 @@ def test_pods_run_without_root_and_with_what_they_mount() -> None:
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
         assert volumes["cache"]["persistentVolumeClaim"]["claimName"] in claims
+
+
+def test_services_of_the_namespace_are_not_taken_for_settings() -> None:
+    """Kubernetes would set SSD_SERVE_SVC_PORT for the service of a RayService with this name."""
+    assert manifest()["RayService"]["metadata"]["name"] == "ssd"
+    assert [pod["spec"]["enableServiceLinks"] for pod in groups()] == [False, False]
 
 
 def test_secrets_are_named_and_not_written_down() -> None:
