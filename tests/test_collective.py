@@ -1,10 +1,11 @@
-"""A sum in a group of one process: right, wrong, failing and hanging libraries are told apart."""
+"""A sum over ranks, each a process: right, wrong, failing and hanging libraries are told apart."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from ssd_serve.collective import all_reduce, failure, main
+from ssd_serve.collective import failure, main, sums
 
 
 def program(text: str) -> tuple[str, ...]:
@@ -12,17 +13,26 @@ def program(text: str) -> tuple[str, ...]:
     return (sys.executable, "-c", text)
 
 
-def test_the_library_for_cpus_sums() -> None:
-    assert failure("gloo", "cpu") == ""
-    assert all_reduce("gloo", "cpu")  # and here: a group that was left behind would be in the way
+def test_ranks_on_cpus_sum(tmp_path: Path) -> None:
+    assert failure(["cpu", "cpu", "cpu"]) == ""
+    assert failure(["cpu"]) == ""
+    assert sums("cpu", 0, 1, tmp_path / "one")
+    assert sums("cpu", 0, 1, tmp_path / "other")  # a group that was left behind would be in the way
 
 
-def test_a_library_that_is_not_there_is_told_by_its_own_words() -> None:
-    assert "nothing" in failure("nothing", "cpu").lower()
+def test_a_device_that_is_not_there_is_told_by_the_librarys_own_words() -> None:
+    assert "cuda" in failure(["cuda:0"]).lower()
 
 
 def test_a_library_that_hangs_is_ended() -> None:
-    assert failure("gloo", "cpu", 0.5, program("import time; time.sleep(60)")) == "no answer within 0.5 s"
+    hanging = program("import time; time.sleep(60)")
+    assert failure(["cpu", "cpu"], timeout_s=0.5, program=hanging) == "no answer within 0.5 s"
+
+
+def test_a_rank_that_does_not_come_is_noticed() -> None:
+    other = "sys.exit('gone' if sys.argv[3] == '1' else main(sys.argv[1:]))"
+    text = f"import sys; from ssd_serve.collective import main; {other}"
+    assert failure(["cpu", "cpu"], timeout_s=5.0, program=program(text)) == "no answer within 5 s"
 
 
 @pytest.mark.parametrize(
@@ -34,12 +44,12 @@ def test_a_library_that_hangs_is_ended() -> None:
     ],
 )
 def test_a_library_that_fails_is_told_in_a_line(text: str, words: str) -> None:
-    assert failure("gloo", "cpu", program=program(text)) == words
+    assert failure(["cpu"], program=program(text)) == words
 
 
 def test_a_wrong_sum_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ssd_serve.collective.all_reduce", lambda backend, device: False)
-    assert main(["gloo", "cpu"]) == 1
+    monkeypatch.setattr("ssd_serve.collective.sums", lambda *_: False)
+    assert main(["--rank", "cpu", "0", "1", "store"]) == 1
     assert "wrong" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,11 +182,12 @@ def test_what_ray_sees_is_told(
 
 def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with them, one model on one GPU serves."""
-    tried: list[tuple[str, str]] = []
-    wrong = ["", "no answer within 90 s"]
+    tried: list[tuple[int, bool]] = []
+    wrong = ["", "", "no answer within 90 s", "", "it ended with code -6"]
 
-    def failure(backend: str, device: str) -> str:
-        tried.append((backend, device))
+    def failure(devices: Sequence[str], *, recorded: bool = False) -> str:
+        assert devices[0] == "cuda:0"
+        tried.append((len(devices), recorded))
         return wrong.pop(0)
 
     assert [*doctor_checks.collectives()] == []
@@ -196,12 +198,18 @@ def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.setattr(doctor_checks, "failure", failure)
-    assert found([*doctor_checks.collectives()], "NCCL") == Check("NCCL", State.OK, "2.27.3, sums on cuda:0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    right = Check("NCCL", State.OK, "2.27.3, sums on cuda:0, also recorded")
+    assert found([*doctor_checks.collectives()], "NCCL") == right
     monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 9)
     failed = found([*doctor_checks.collectives()], "RCCL")
     assert failed.state is State.NOTE
     assert "no answer" in failed.found
-    assert tried == [("nccl", "cuda:0")] * 2
+    unrecorded = found([*doctor_checks.collectives()], "RCCL")
+    assert "sums on cuda:0 to cuda:7, but not when recorded: it ended with code -6" in unrecorded.found
+    assert "SSD_GRAPHS=false" in unrecorded.advice
+    assert tried == [(1, False), (1, True), (8, False), (8, False), (8, True)]
 
 
 def test_a_driver_that_does_not_tell_its_version_is_a_driver(files: Files) -> None:

@@ -1,52 +1,100 @@
-"""Whether the library by which GPUs talk to each other works here: one sum in a group of one process.
+"""Whether GPUs can add up numbers together here, as ranks of a target do, and whether that can be recorded.
 
-Such a library can hang where no exception ends it, so it is tried in a process of its own, which may be
-ended. Has not run on a GPU. Knows torch's process groups; not models, and not which devices serve.
+The library for it (NCCL, RCCL) can hang or end a process where no exception tells, so each rank is tried in
+one of its own, which may be ended. Between GPUs this has not run yet. Knows groups of ranks; not models, and
+not which devices serve.
 """
 
 import sys
+import tempfile
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any, cast
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from ssd_serve.trying import tried
+from ssd_serve.errors import CaptureError
+from ssd_serve.trying import Tried, tried
 
 _TIMEOUT_S = 90.0
 _PROGRAM = (sys.executable, "-m", "ssd_serve.collective")
+_RECORDED, _RANK = "--recorded", "--rank"
+_REPLAYS = 3
 
 
 def failure(
-    backend: str, device: str, timeout_s: float = _TIMEOUT_S, program: Sequence[str] = _PROGRAM
+    devices: Sequence[str],
+    *,
+    recorded: bool = False,
+    timeout_s: float = _TIMEOUT_S,
+    program: Sequence[str] = _PROGRAM,
 ) -> str:
-    """What is wrong with `backend` (torch's name of it) on `device` (torch's too); empty when nothing is."""
-    return tried((*program, backend, device), timeout_s).failure
+    """What is wrong with sums over a rank on each of these `devices` (torch's names), or with recordings of
+    them; empty when nothing is."""
+    return next((each.failure for each in _ranks(devices, recorded, timeout_s, program) if each.failure), "")
 
 
-def all_reduce(backend: str, device: str) -> bool:
-    """Whether the sum over a group of one is what was put in. Raises whatever the library raises."""
+def _ranks(devices: Sequence[str], recorded: bool, timeout_s: float, program: Sequence[str]) -> list[Tried]:
+    """What came of each."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ssd-collective-") as folder,
+        ThreadPoolExecutor(len(devices)) as ranks,
+    ):
+        shared = [str(len(devices)), str(Path(folder) / "store"), *([_RECORDED] if recorded else [])]
+        commands = [[*program, _RANK, device, str(rank), *shared] for rank, device in enumerate(devices)]
+        return list(ranks.map(lambda command: tried(command, timeout_s), commands))
+
+
+def sums(device: str, rank: int, size: int, store: Path, recorded: bool = False) -> bool:
+    """Whether one rank gets the sum over all of them. Raises whatever the library raises."""
     import torch
     import torch.distributed as dist
 
-    place = torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    patience = timedelta(seconds=_TIMEOUT_S)
-    store = cast(Any, dist).HashStore()  # torch does not say that it exports it
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=patience)
+    from ssd_serve.models.parallel import Parallel
+    from ssd_serve.models.torch_group import join_group
+
+    group = join_group(store, Parallel(rank, size), device)
     try:
-        numbers = torch.arange(4, dtype=torch.float32, device=place)
-        dist.all_reduce(numbers)
-        return numbers.tolist() == [0.0, 1.0, 2.0, 3.0]
+        numbers = torch.empty(4, device=device)
+
+        def work() -> torch.Tensor:
+            return group.add(numbers.copy_(torch.arange(4, device=device)).add_(rank))
+
+        expected = [float(size * number + sum(range(size))) for number in range(4)]
+        if not recorded:
+            return bool(work().tolist() == expected)
+        from ssd_serve.kernels.graphs import GraphRecorder
+
+        recorder = GraphRecorder(torch.device(device))
+        recorder.warm_up(work)
+        group.quiesce()
+        recording, total = recorder.record(work)
+        for _ in range(_REPLAYS):
+            total.zero_()
+            recording.replay()
+            if total.tolist() != expected:
+                return False
+        return True
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`BACKEND DEVICE`; 1 for a wrong sum."""
-    if all_reduce(*arguments):
-        return 0
-    print("the sum is wrong", file=sys.stderr)
-    return 1
+    """`[--recorded] DEVICE...`: a rank on each. 1 where something is wrong; with what the library printed."""
+    recorded, rest = _RECORDED in arguments, [each for each in arguments if each != _RECORDED]
+    if rest[:1] == [_RANK]:
+        device, rank, size, store = rest[1:]
+        try:
+            if sums(device, int(rank), int(size), Path(store), recorded):
+                return 0
+        except CaptureError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print("the sum is wrong", file=sys.stderr)
+        return 1
+    found = _ranks(rest or ["cuda:0"], recorded, _TIMEOUT_S, _PROGRAM)
+    for number, each in enumerate(found):
+        print(each.printed + f"rank {number}: {each.failure or 'right'}")
+    return int(any(each.failure for each in found))
 
 
 if __name__ == "__main__":

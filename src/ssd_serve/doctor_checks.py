@@ -19,6 +19,7 @@ from ssd_serve.devices import parse_device, this_machine
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.build import NativeError, build
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.parallel import MOST_RANKS
 from ssd_serve.settings import Settings
 
 _ARCHITECTURES = ("gfx942", "gfx950")
@@ -202,7 +203,7 @@ def _version(package: str) -> str:
 
 
 def collectives() -> Iterator[Check]:
-    """The library by which GPUs talk to each other, and whether it sums on the first one."""
+    """The library by which GPUs talk to each other: whether they sum, and whether that can be recorded."""
     if not torch.cuda.is_available():
         return
     name = "RCCL" if torch.version.hip else "NCCL"
@@ -210,10 +211,19 @@ def collectives() -> Iterator[Check]:
         yield Check(name, State.NOTE, "torch was built without it", "one model on one GPU works without")
         return
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    wrong = failure("nccl", "cuda:0")
+    devices = [f"cuda:{index}" for index in range(min(MOST_RANKS, torch.cuda.device_count()))]
+    where = devices[0] if len(devices) == 1 else f"{devices[0]} to {devices[-1]}"
+    again = "NCCL_DEBUG=INFO python -m ssd_serve.collective"
+    wrong = failure(devices)
     if wrong:
-        again = "NCCL_DEBUG=INFO python -m ssd_serve.collective nccl cuda:0"
-        advice = f"one model on one GPU works without; `{again}` shows where it stops"
-        yield Check(name, State.NOTE, f"{version}, but a sum on cuda:0 fails: {wrong}", advice)
+        advice = f"one model on one GPU works without; `{again} {' '.join(devices)}` shows where it stops"
+        yield Check(name, State.NOTE, f"{version}, but a sum on {where} fails: {wrong}", advice)
+        return
+    wrong = failure(devices, recorded=True)
+    if wrong:
+        advice = (
+            f"set SSD_GRAPHS=false for ranks; `{again} --recorded {' '.join(devices)}` shows where it stops"
+        )
+        yield Check(name, State.NOTE, f"{version}, sums on {where}, but not when recorded: {wrong}", advice)
     else:
-        yield Check(name, State.OK, f"{version}, sums on cuda:0")
+        yield Check(name, State.OK, f"{version}, sums on {where}, also recorded")

@@ -38,9 +38,10 @@ def tried(program: Sequence[str], timeout_s: float, variables: Mapping[str, str]
         printed, said = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
+        printed = ""
         with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it even now
-            process.communicate(timeout=_GRACE_S)
-        return Tried(f"no answer within {timeout_s:g} s")
+            printed, _ = process.communicate(timeout=_GRACE_S)
+        return Tried(f"no answer within {timeout_s:g} s", printed)
     if process.returncode == 0:
         return Tried("", printed)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
