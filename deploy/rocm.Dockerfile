@@ -3,7 +3,7 @@
 # The project has neither built this image nor run on such a GPU; `ssd doctor` in a container tells what works.
 
 # The image that constraints-rocm.txt is written for.
-FROM rocm/pytorch:rocm7.2_ubuntu24.04_py3.12_pytorch_release_2.9.1
+FROM rocm/pytorch:rocm7.2.2_ubuntu24.04_py3.12_pytorch_release_2.9.1
 
 RUN useradd --uid 10001 --create-home ssd && install -d -o ssd -g ssd /cache
 WORKDIR /opt/ssd-serve
