@@ -188,8 +188,8 @@ def test_the_combination_is_exact_and_agrees_with_the_other_constraints() -> Non
     }
     text = (ROOT / "constraints-rocm.txt").read_text(encoding="utf-8")
     named = dict(re.findall(r"^# (image|python|rocm): (\S+)$", text, re.MULTILINE))
-    image = f"rocm{named['rocm']}_ubuntu24.04_py{named['python']}_pytorch_release_{rocm['torch'][7:]}"
-    assert named["image"] == f"rocm/pytorch:{image}"
+    release = rf"rocm{named['rocm']}\.\d+_ubuntu24.04_py{named['python']}_pytorch_release_{rocm['torch'][7:]}"
+    assert re.fullmatch(f"rocm/pytorch:{release}", named["image"])
     assert f"{rocm['torch']} -f $WHEELS/rocm-rel-{named['rocm']}/" in SCRIPT.read_text(encoding="utf-8")
 
 
