@@ -21,7 +21,7 @@ from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
 from ssd_serve.cluster.pulse import start_pulse
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.devices import parse_device, pin
-from ssd_serve.errors import ProtocolError, SsdError
+from ssd_serve.errors import DeviceHangError, ProtocolError, SsdError
 from ssd_serve.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
@@ -86,9 +86,13 @@ def run_drafter(name: str, drafter_socket: str) -> int:
 
 
 def leave_worker(name: str, error: SsdError) -> int:
-    """Say why the worker cannot go on, in one sentence; returns the exit code."""
+    """Say why the worker cannot go on, in one sentence; returns the exit code. Not with a GPU that hangs: its
+    driver would wait for it when the interpreter ends, so that the process ends here."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"ssd: {name}: {error}\n")
+        sys.stderr.flush()
+    if isinstance(error, DeviceHangError):
+        os._exit(error.exit_code)
     return error.exit_code
 
 
