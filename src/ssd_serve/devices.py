@@ -96,11 +96,13 @@ def check_device(device: Device, machine: Machine, setting: str) -> None:
 
 
 def pin(device: Device) -> None:
-    """Bind the calling process to the device's cores and give torch as many threads."""
+    """Bind the calling process to the device's cores and give torch as many threads. Beside a GPU its share
+    of all cores, for there is a process for each."""
     import torch
 
     if device.kind == "cuda":
         torch.cuda.set_device(device.torch_name)
+        torch.set_num_threads(max(1, len(_available_cores()) // torch.cuda.device_count()))
         return
     if device.indices and hasattr(os, "sched_setaffinity"):
         try:
