@@ -75,8 +75,9 @@ def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "r
 
 
 def misses_gpus(settings: Settings, machine: Machine, driver_loaded: bool) -> bool:
-    """Whether cores compute although nobody has asked for that, and there is a GPU."""
-    return driver_loaded and not machine.gpus and not (settings.target_device or "").startswith("cpu")
+    """Whether cores of this machine compute although nobody has named them, and there is a GPU."""
+    named = settings.target_device or settings.ray_address
+    return driver_loaded and not machine.gpus and named is None
 
 
 @contextmanager

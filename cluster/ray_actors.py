@@ -23,8 +23,9 @@ from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.process import ORPHANED
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.cluster.ray_placement import actors_device
+from ssd_serve.cluster.worker import leave_worker
 from ssd_serve.devices import parse_device, pin
-from ssd_serve.errors import PermissionProblemError, SsdError
+from ssd_serve.errors import DeviceHangError, PermissionProblemError, SsdError
 from ssd_serve.logs import get_logger
 from ssd_serve.resolving import visible_gpus
 from ssd_serve.settings import Settings
@@ -108,6 +109,8 @@ class RoleActor:
             if self._error is not None:
                 raise self._error
             return End(self._run(addresses))
+        except DeviceHangError as error:
+            return End(leave_worker(self._order.name, error))  # which ends this process
         except SsdError as error:
             return End(error.exit_code, str(error))
 

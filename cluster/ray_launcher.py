@@ -114,7 +114,9 @@ def ray_engine(
     """Start an engine for the length of a `with` block, in the cluster that is named or one of its own. For
     `place_s` seconds it waits for devices that others use."""
     with ray_cluster(settings) as cluster:
-        decision = ray_place(settings, cluster.nodes, this_machine().gpus)
+        nodes = cluster.nodes
+        unknown = 0 if any(node.gpus for node in nodes) else this_machine().gpus
+        decision = ray_place(settings, nodes, unknown)
         group = cluster.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
         try:
             await_room(group, decision.bundles, place_s, log)

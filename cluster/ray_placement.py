@@ -86,7 +86,7 @@ def ray_place(settings: Settings, nodes: Sequence[RayNode], gpus_here: int = 0) 
     Raises `SettingsError` where no node holds all ranks of the target, the cluster not all drafters beside
     it, or where Ray does not know of any GPU although there are some.
     """
-    named_cores = (settings.target_device or "").startswith("cpu")
+    named_cores = settings.target_device is not None and parse_device(settings.target_device).kind == "cpu"
     if gpus_here and not named_cores and not any(node.gpus for node in nodes):
         raise SettingsError(
             f"Ray knows of no GPU, and torch can use {gpus_here} here: start its nodes with `ray start "

@@ -69,7 +69,6 @@ class GraphRecorder:
                 for _ in range(_WARM_UPS):
                     work()
             cuda.current_stream().wait_stream(self._stream)
-            cuda.synchronize()
 
     def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
         """See `Recorder.record`."""

@@ -47,7 +47,7 @@ class Completion(Protocol):
         ...
 
     def wait(self) -> float:
-        """Wait until it is; returns when it was, as `time.perf_counter` counts."""
+        """Wait until it is; returns when it was, as `time.perf_counter` counts. Raises `DeviceHangError`."""
         ...
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.errors import CaptureError
+from ssd_serve.errors import CaptureError, in_a_line
 from ssd_serve.kernels.attention import Recordable
 from ssd_serve.kernels.batch import Batch, padded
 from ssd_serve.kernels.graphs import MOST_ROWS, Recorder, Recording, recorded_rows
@@ -135,8 +135,14 @@ class RecordedDecoder:
             self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # a rank's share, or all
             return features
 
-        # Ranks add their sums here: one that fails is lost to the others, and does not try anything else.
-        self._recorder.warm_up(work)
+        try:
+            self._recorder.warm_up(work)
+        except RuntimeError as error:
+            # The others wait in a sum of this forward, and would take a vote for its numbers.
+            if self._group.parallel.size > 1:
+                raise
+            return None, in_a_line(error)
+        completion(self._device).wait()
         self._group.quiesce()
         try:
             recording, features = self._recorder.record(work)

@@ -34,8 +34,10 @@ class TorchGroup:
         self._device = device
         self._ordered = ordered
         # On the stream of the forward: one of their own would be forked and joined for every sum.
-        self._sum, self._to_first = dist.AllreduceOptions(), dist.GatherOptions()
-        self._sum.asyncOp = self._to_first.asyncOp = False
+        typed = cast(Any, dist).distributed_c10d  # torch does not type all of them
+        self._sum, self._everywhere = typed.AllreduceOptions(), typed.AllgatherOptions()
+        self._to_first = typed.GatherOptions()
+        self._sum.asyncOp = self._everywhere.asyncOp = self._to_first.asyncOp = False
         self._to_first.rootRank = 0
         self._meetings = 0
 
@@ -51,7 +53,7 @@ class TorchGroup:
             self._wait(lambda: self._processes.allreduce([rows], self._sum))
             return rows
         shares = [torch.empty_like(rows) for _ in range(self._parallel.size)]
-        self._wait(lambda: self._processes.allgather([shares], [rows]))
+        self._wait(lambda: self._processes.allgather([shares], [rows], self._everywhere))
         total = shares[0]
         for share in shares[1:]:
             total += share

@@ -32,7 +32,7 @@ def test_a_library_that_hangs_is_ended() -> None:
 def test_a_rank_that_does_not_come_is_noticed() -> None:
     other = "sys.exit('gone' if sys.argv[3] == '1' else main(sys.argv[1:]))"
     text = f"import sys; from ssd_serve.collective import main; {other}"
-    assert failure(["cpu", "cpu"], timeout_s=5.0, program=program(text)) == "no answer within 5 s"
+    assert failure(["cpu", "cpu"], timeout_s=10.0, program=program(text)) == "gone"
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,18 @@ def test_a_library_that_fails_is_told_in_a_line(text: str, words: str) -> None:
     assert failure(["cpu"], program=program(text)) == words
 
 
-def test_a_wrong_sum_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("ssd_serve.collective.sums", lambda *_: False)
-    assert main(["--rank", "cpu", "0", "1", "store"]) == 1
-    assert "wrong" in capsys.readouterr().err
+def test_a_wrong_sum_is_a_failure() -> None:
+    text = "import sys; from ssd_serve import collective; collective.sums = lambda *_: False; "
+    assert failure(["cpu"], program=program(text + "collective.main(sys.argv[1:])")) == "the sum is wrong"
+
+
+def test_what_cannot_be_recorded_is_a_failure() -> None:
+    """As on CPUs."""
+    assert failure(["cpu"], recorded=True) != ""
+
+
+def test_the_command_that_doctor_names_tells_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cpu", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["rank 0: right", "rank 1: right"]
+    assert main(["--recorded", "cpu"]) == 1
+    assert capsys.readouterr().out.startswith("rank 0: ")

@@ -16,6 +16,7 @@ from ssd_serve.doctor_commands import add_doctor, add_report
 from ssd_serve.draft_commands import add_draft
 from ssd_serve.errors import (
     CheckpointError,
+    DeviceHangError,
     EngineDeadError,
     HubError,
     MemoryShortError,
@@ -46,6 +47,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (PairMismatchError.exit_code, "draft and target cannot work together"),
     (EngineDeadError.exit_code, "the verifier process died"),
     (ProtocolError.exit_code, "a process received a message that does not fit the protocol"),
+    (DeviceHangError.exit_code, "a GPU did not end a forward in time"),
     (INTERRUPTED, "interrupted with Ctrl-C"),
     (TERMINATED, "ended by SIGTERM before the HTTP server ran"),
 )

@@ -5,10 +5,11 @@ one of its own, which may be ended. Between GPUs this has not run yet. Knows gro
 not which devices serve.
 """
 
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ssd_serve.errors import CaptureError
@@ -29,53 +30,52 @@ def failure(
 ) -> str:
     """What is wrong with sums over a rank on each of these `devices` (torch's names), or with recordings of
     them; empty when nothing is."""
-    return next((each.failure for each in _ranks(devices, recorded, timeout_s, program) if each.failure), "")
+    ended = _ranks(devices, recorded, timeout_s, program)
+    return next((outcome.failure for _, outcome in ended if outcome.failure), "")
 
 
-def _ranks(devices: Sequence[str], recorded: bool, timeout_s: float, program: Sequence[str]) -> list[Tried]:
-    """What came of each."""
+def _ranks(
+    devices: Sequence[str], recorded: bool, timeout_s: float, program: Sequence[str]
+) -> list[tuple[int, Tried]]:
+    """What came of each, in the order in which they ended: the first that fails makes others fail."""
     with (
         tempfile.TemporaryDirectory(prefix="ssd-collective-") as folder,
         ThreadPoolExecutor(len(devices)) as ranks,
     ):
         shared = [str(len(devices)), str(Path(folder) / "store"), *([_RECORDED] if recorded else [])]
         commands = [[*program, _RANK, device, str(rank), *shared] for rank, device in enumerate(devices)]
-        return list(ranks.map(lambda command: tried(command, timeout_s), commands))
+        running = {ranks.submit(tried, command, timeout_s): rank for rank, command in enumerate(commands)}
+        return [(running[ended], ended.result()) for ended in as_completed(running)]
 
 
 def sums(device: str, rank: int, size: int, store: Path, recorded: bool = False) -> bool:
     """Whether one rank gets the sum over all of them. Raises whatever the library raises."""
     import torch
-    import torch.distributed as dist
 
     from ssd_serve.models.parallel import Parallel
     from ssd_serve.models.torch_group import join_group
 
     group = join_group(store, Parallel(rank, size), device)
-    try:
-        numbers = torch.empty(4, device=device)
+    numbers = torch.empty(4, device=device)
 
-        def work() -> torch.Tensor:
-            return group.add(numbers.copy_(torch.arange(4, device=device)).add_(rank))
+    def work() -> torch.Tensor:
+        return group.add(numbers.copy_(torch.arange(4, device=device)).add_(rank))
 
-        expected = [float(size * number + sum(range(size))) for number in range(4)]
-        if not recorded:
-            return bool(work().tolist() == expected)
-        from ssd_serve.kernels.graphs import GraphRecorder
+    expected = [float(size * number + sum(range(size))) for number in range(4)]
+    if not recorded:
+        return bool(work().tolist() == expected)
+    from ssd_serve.kernels.graphs import GraphRecorder
 
-        recorder = GraphRecorder(torch.device(device))
-        recorder.warm_up(work)
-        group.quiesce()
-        recording, total = recorder.record(work)
-        for _ in range(_REPLAYS):
-            total.zero_()
-            recording.replay()
-            if total.tolist() != expected:
-                return False
-        return True
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    recorder = GraphRecorder(torch.device(device))
+    recorder.warm_up(work)
+    group.quiesce()
+    recording, total = recorder.record(work)
+    for _ in range(_REPLAYS):
+        total.zero_()
+        recording.replay()
+        if total.tolist() != expected:
+            return False
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -84,17 +84,16 @@ def main(arguments: Sequence[str]) -> int:
     if rest[:1] == [_RANK]:
         device, rank, size, store = rest[1:]
         try:
-            if sums(device, int(rank), int(size), Path(store), recorded):
-                return 0
+            wrong = "" if sums(device, int(rank), int(size), Path(store), recorded) else "the sum is wrong"
         except CaptureError as error:
-            print(error, file=sys.stderr)
-            return 1
-        print("the sum is wrong", file=sys.stderr)
-        return 1
-    found = _ranks(rest or ["cuda:0"], recorded, _TIMEOUT_S, _PROGRAM)
-    for number, each in enumerate(found):
-        print(each.printed + f"rank {number}: {each.failure or 'right'}")
-    return int(any(each.failure for each in found))
+            wrong = str(error)
+        print(wrong, file=sys.stderr, flush=True)
+        # The library would wait for its recordings to be forgotten.
+        os._exit(int(bool(wrong)))
+    ended = sorted(_ranks(rest or ["cuda:0"], recorded, _TIMEOUT_S, _PROGRAM), key=lambda each: each[0])
+    for number, outcome in ended:
+        print(outcome.printed + f"rank {number}: {outcome.failure or 'right'}")
+    return int(any(outcome.failure for _, outcome in ended))
 
 
 if __name__ == "__main__":

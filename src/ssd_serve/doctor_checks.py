@@ -187,8 +187,8 @@ def _ray() -> Check:
     found = f"{version}, sees {seen.cores} cores and {seen.gpus} GPUs{kinds}"
     if seen.gpus < gpus:
         advice = (
-            f"torch sees {gpus}. A Ray that ssd starts is told so; start others with --num-gpus={gpus}, or "
-            "pip install /opt/rocm/share/amd_smi"
+            f"torch sees {gpus}. A Ray that ssd starts is told so; start others with --num-gpus={gpus}"
+            + (", or pip install /opt/rocm/share/amd_smi" if torch.version.hip else "")
         )
         return Check("ray", State.NOTE, found, advice)
     return Check("ray", State.OK, found)

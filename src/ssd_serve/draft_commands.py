@@ -14,8 +14,9 @@ import setproctitle
 
 from ssd_serve.cluster.listener import check_address
 from ssd_serve.cluster.placement import of_drafter
+from ssd_serve.cluster.worker import leave_worker
 from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
-from ssd_serve.errors import SettingsError
+from ssd_serve.errors import DeviceHangError, SettingsError
 from ssd_serve.flags import Commands, add_settings_flags, given_flags
 from ssd_serve.resolving import resolve
 from ssd_serve.settings import Mode, Settings
@@ -59,7 +60,10 @@ def _run(args: argparse.Namespace) -> int:
     name = args.name or f"drafter-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     setproctitle.setproctitle(f"ssd: {name}")  # flags may hold keys
     # While servers are updated one after the other, those of another version refuse it.
-    return run(settings, name, args.connect, patient=True, alive_file=args.alive_file)
+    try:
+        return run(settings, name, args.connect, patient=True, alive_file=args.alive_file)
+    except DeviceHangError as error:
+        return leave_worker(name, error)
 
 
 def _check_alive_file(path: Path) -> None:

@@ -90,6 +90,8 @@ class RankLostError(EngineDeadError):
 class DeviceHangError(EngineDeadError):
     """A GPU does not come to the end of what it was given."""
 
+    exit_code = 72
+
 
 class CaptureError(SsdError):
     """Work of a GPU that cannot be recorded. Nothing of it has run."""

@@ -25,9 +25,11 @@ def services() -> dict[str, Any]:
 
 
 def deploying(service: dict[str, Any]) -> list[str]:
-    """The command that a service `ray-serve-*` gives again and again."""
-    (loop,) = service["command"]
-    return shlex.split(loop.removeprefix("while ").partition(";")[0])
+    """The command by which a service `ray-serve-*` tells Serve its config."""
+    (script,) = service["command"]
+    found = re.search(r"tell\(\) \{ (.*); \}", script)
+    assert found
+    return shlex.split(found[1])
 
 
 def environment(service: Mapping[str, Any]) -> dict[str, str]:

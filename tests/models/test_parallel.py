@@ -18,7 +18,7 @@ from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import load_config
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model, model_sizes
-from ssd_serve.models.parallel import Group, Parallel, rank_config
+from ssd_serve.models.parallel import Alone, Group, Parallel, rank_config
 from ssd_serve.models.torch_group import join_group
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
@@ -214,6 +214,26 @@ def test_ranks_that_load_at_different_speeds_meet_in_spite_of_that(tmp_path: Pat
         return first
 
     assert in_ranks(tmp_path / "store", 2, work, patience_s=0.5) == [True, True]
+
+
+class Meeting(Alone):
+    """Writes down in which order ranks meet and vote."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+
+    def meet(self) -> None:
+        self.happened.append("met")
+
+    def agree(self, yes: bool) -> bool:
+        self.happened.append("voted")
+        return yes
+
+
+def test_ranks_that_load_meet_before_anything_that_has_to_be_quick(tmp_path: Path) -> None:
+    folder, group = checkpoints.save(checkpoints.make("llama"), tmp_path), Meeting()
+    load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None, group=group)
+    assert group.happened[:2] == ["met", "voted"]
 
 
 def test_the_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:

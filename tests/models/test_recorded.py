@@ -166,6 +166,14 @@ def test_nobody_looks_at_earlier_sums_while_ranks_record(
     assert diary.happened == ["warm-up", "quiet", "recording", "vote"]
 
 
+class OfTwo(Diary):
+    """Another rank waits."""
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(0, 2)
+
+
 class Failing(Tape):
     """The device has no memory left."""
 
@@ -176,11 +184,19 @@ class Failing(Tape):
 def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> None:
     """The others are in the middle of that forward: a vote would be added to their sums."""
     second, attention = decoder(folder, triton_attention)
-    diary = Diary()
+    diary = OfTwo()
     recorded = RecordedDecoder(second, attention, Failing(), padding_slot=SLOTS, group=diary)
     with pytest.raises(torch.OutOfMemoryError):
         recorded.forward(batch_of(1, (9, 3)))
     assert diary.happened == []
+
+
+def test_a_forward_that_fails_when_padded_runs_unpadded_where_nobody_else_waits(folder: Path) -> None:
+    plain, _ = decoder(folder, triton_attention)
+    second, attention = decoder(folder, triton_attention)
+    recorded = RecordedDecoder(second, attention, Failing(), padding_slot=SLOTS)
+    batch = batch_of(1, (9, 3))
+    torch.testing.assert_close(recorded.forward(batch).logits, plain.forward(batch).logits)
 
 
 class Contradicted(Alone):
