@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tests.end_to_end.test_serve import await_health, free_port
 
 pytestmark = pytest.mark.slow
 # As slow as a large model, so that a stream lasts while something happens.
-SETTINGS = {"emulate": "mi300x-70b-1b", "native_kernels": False, "dtype": "fp32"}
+SETTINGS = {"emulate": "mi300x-70b-1b", "native_kernels": False, "dtype": "fp32", "drain_seconds": 5}
 WISH = {"prompt": "def f(", "seed": 3, "temperature": 0.8}
 FLAGS = ["--seed", "3", "--temperature", "0.8", "--max-tokens", "32", "--json"]
 
@@ -51,13 +51,31 @@ class Fleet:
         application["args"] = {**SETTINGS, **settings}
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 1}
         application["deployments"][0]["autoscaling_config"]["min_replicas"] = 2
+        application["deployments"][0]["health_check_timeout_s"] = 3.0
         self.config.write_text(yaml.safe_dump(serving), encoding="utf-8")
-        here = {
-            "http://127.0.0.1:8265": f"http://127.0.0.1:{self.ports['--dashboard-port']}",
-            "/opt/serve.yaml": str(self.config),
-        }
-        command = [here.get(word, word) for word in deploying(services()["ray-serve-cpu"])]
+        command = [self._here(word) for word in deploying(services()["ray-serve-cpu"])]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
+
+    @contextmanager
+    def told_again(self) -> Generator[None]:
+        """The whole service `ray-serve-cpu` runs, and looks every second."""
+        service = services()["ray-serve-cpu"]
+        (script,) = service["command"]
+        command = [*service["entrypoint"], self._here(script).replace("sleep 60", "sleep 1")]
+        process = subprocess.Popen(command, env=self.environment, start_new_session=True)
+        try:
+            yield
+        finally:
+            kill(process)
+
+    def forget(self) -> None:
+        """What the head does when it is started again."""
+        command = ["serve", "shutdown", "--yes", "--address", self._here("http://127.0.0.1:8265")]
+        subprocess.run(command, env=self.environment, check=True, capture_output=True)
+
+    def _here(self, text: str) -> str:
+        text = text.replace("http://127.0.0.1:8265", f"http://127.0.0.1:{self.ports['--dashboard-port']}")
+        return text.replace("/opt/serve.yaml", str(self.config))
 
     def healthy(self) -> bool:
         """What the healthcheck of the service says."""
@@ -205,7 +223,7 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
 
 
 def test_the_same_config_again_changes_nothing(fleet: Fleet) -> None:
-    """The service tells it every minute."""
+    """As when the service that tells it is started again."""
     until(lambda: both_are_there(fleet))
     before, expected = set(fleet.answered()), fleet.stream(400)
     with ThreadPoolExecutor(1) as client:
@@ -241,6 +259,21 @@ def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, ge
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
     assert len(set(fleet.answered()) - before) == 1
+
+
+def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
+    """It hangs with all its connections open."""
+    until(lambda: both_are_there(fleet))
+    before = set(fleet.answered())
+    engine = fleet.verifiers()[0]
+    replica = engine.parent()
+    assert replica is not None
+    replica.suspend()
+    # One that was on its way to it goes to the other when it is given up.
+    assert {fleet.stream() for _ in range(4)} == {generated}
+    until(lambda: both_are_there(fleet))
+    assert len(set(fleet.answered()) - before) == 1
+    assert engine.wait(10) is None
 
 
 def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet) -> None:
@@ -282,3 +315,11 @@ def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet) -> None:
         assert fleet.healthy()
     finally:
         kill(worker)
+
+
+def test_a_head_that_has_forgotten_everything_is_told_again(fleet: Fleet, generated: str) -> None:
+    fleet.tell(mode="ssd")
+    fleet.forget()
+    with fleet.told_again():
+        await_health(fleet.url, 150.0)
+        assert fleet.stream() == generated
