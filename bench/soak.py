@@ -111,7 +111,7 @@ def run_soak(settings: Settings, plan: Plan, say: Say) -> dict[str, object]:
 def soaked(settings: Settings) -> Settings:
     """With small caches, which are full after the warm-up: memory that is touched for the first time would
     look like a leak. In fp32, where texts are the same in any batch."""
-    changes: dict[str, object] = {"draft_kv_memory_mb": min(settings.draft_kv_memory_mb, _KV_MB)}
+    changes: dict[str, object] = {"draft_kv_memory_mb": min(settings.draft_kv_memory_mb or _KV_MB, _KV_MB)}
     if settings.kv_memory_mb is None:
         changes["kv_memory_mb"] = _KV_MB
     if settings.dtype == "auto":

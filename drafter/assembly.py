@@ -16,10 +16,13 @@ from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_served, model_sizes
+from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
+from ssd_serve.models.memory import available_memory
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
 from ssd_serve.settings import Settings
+
+_ON_CORES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +34,22 @@ class Assembled:
     emulated: EmulatedModel | None
 
 
+def _kv_bytes(settings: Settings, sizes: ModelSizes, device: str) -> int:
+    """What the settings name. A GPU may have a target too, which takes a larger share."""
+    if settings.draft_kv_memory_mb is not None:
+        return settings.draft_kv_memory_mb << 20
+    place = torch_device(device)
+    return _ON_CORES if place == "cpu" else (available_memory(place) - sizes.resident_bytes) // 10
+
+
 def assemble_drafter(settings: Settings, name: str, device: str, native: NativeLibrary | None) -> Assembled:
     """Load the draft model on `device` and measure its step."""
     if settings.draft_model is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
     path = resolve_model(settings.draft_model, "draft", token=settings.hf_token)
     sizes = model_sizes(path, device=device, dtype=settings.dtype)
-    slots = max(1024, (settings.draft_kv_memory_mb << 20) // sizes.kv_bytes_per_slot)
     most = settings.max_running * (settings.context or sizes.config.context) + settings.tree_nodes
-    slots = min(slots, most)
+    slots = min(most, max(1024, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
     log = get_logger(name, settings.log_level, settings.log_format)
     model: Model = load_served(settings, path, device, slots, native, log)
     emulated = None

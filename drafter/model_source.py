@@ -163,11 +163,12 @@ class ModelSource:
                 groups.append((self._requests[request], group, [indices[place] for place in group.order]))
         found: list[Candidates | None] = [None] * len(picks)
         if groups:
-            result = self._model.forward(build_batch([group.rows for _, group, _ in groups]))
-            self._keep(groups)
             wanted = [index for _, _, indices in groups for index in indices]
             choices = self._choices([picks[index] for index in wanted])
-            self._noise.lines(choices.spans)  # while the device computes
+            # Before the forward: on ROCm a copy to the device waits for what was started there.
+            self._noise.lines(choices.spans)
+            result = self._model.forward(build_batch([group.rows for _, group, _ in groups]))
+            self._keep(groups)
             result.completion.wait()
             ranked = self._rank(result.logits, choices, [scales[index] for index in wanted])
             for index, candidates in zip(wanted, ranked, strict=True):

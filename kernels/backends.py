@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 NAMES = ("native", "flashinfer", "triton", "sdpa")
-DEVICE_SCRATCH_BYTES = 512 << 20
-"""Most memory of a GPU that any backend takes beside the cache, and what recorded forwards share."""
+DEVICE_SCRATCH_BYTES = 1536 << 20
+"""Of a GPU's memory: what a backend takes beside the cache, what recorded forwards share, and the logits of a
+large batch while tokens are chosen from them."""
 _SPLIT_PAGES = 512
 """Where FlashInfer splits contexts so that results do not depend on the batch."""
 

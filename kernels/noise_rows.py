@@ -40,7 +40,10 @@ def _filler(device: torch.device, native: NativeLibrary | None) -> Filler | None
         return None
     from ssd_serve.kernels.triton.noise import TritonNoise
 
-    return _trusted(TritonNoise(), device)
+    try:
+        return _trusted(TritonNoise(), device)
+    except Exception:  # such as no C compiler, which tree attention tells of; torch makes the same rows
+        return None
 
 
 def _trusted(filler: Filler, device: torch.device) -> Filler | None:

@@ -89,11 +89,13 @@ class RecordedDecoder:
         forward = None if shape is None else self._recorded(inputs, shape)
         if forward is None:
             return self._decoder.forward(batch)
+        # Before the replay: the host would wait for it, on ROCm whether the copy is to block or not.
+        wanted = None
+        if len(batch.rows_wanted) < batch.rows:
+            wanted = torch.from_numpy(batch.rows_wanted).to(self._device)
         forward.recording.replay()
         logits = self._logits[: batch.rows]
-        if len(batch.rows_wanted) < batch.rows:
-            # Not blocking: the host would wait for the forward.
-            wanted = torch.from_numpy(batch.rows_wanted).to(self._device, non_blocking=True)
+        if wanted is not None:
             logits = logits.index_select(0, wanted)
         features = {name: values[: batch.rows] for name, values in forward.features.items()}
         return ForwardResult(logits, features, completion(self._device))

@@ -132,11 +132,11 @@ class Rounds:
         """Start the forward of all rows."""
         batch = build_batch([_rows(each) for each in work])
         started = self._clock()
-        result = self._model.forward(batch)
-        # What the choices need besides the logits is made while the device is busy.
+        # Before the forward: on ROCm a copy to the device, however small, waits for what was started there.
         sampling = [rows for each in work for rows in self._sampling_rows(each)]
         if self._native is None:
             self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
+        result = self._model.forward(batch)
         return Flight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: Flight) -> list[Walk]:

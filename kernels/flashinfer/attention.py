@@ -29,6 +29,7 @@ from ssd_serve.kernels.flashinfer.tables import (
     make_tables,
     rows_of,
 )
+from ssd_serve.kernels.flashinfer.workspace import processors_of, workspace_for
 
 
 class _Key(NamedTuple):
@@ -70,9 +71,9 @@ class FlashInferAttention:
     so many slots, so that a row's result does not depend on the rest of the batch; upstream's package alone
     offers it (UserError). Pages then have one slot: where a prefix lies would show in a row's result.
 
-    Allocates `workspace_bytes` once and 8 MiB, and 8 MiB of pinned memory, for each wrapper: up to three for
-    each kind of layer. Forwards can be recorded, unless splits are fixed: what that takes is told in
-    `recorded.py`, where a page is one slot.
+    Allocates `workspace_bytes` once (what `workspace_for` says, where none are named) and 8 MiB, and 8 MiB of
+    pinned memory, for each wrapper: up to three for each kind of layer. Forwards can be recorded, unless
+    splits are fixed: what that takes is told in `recorded.py`, where a page is one slot.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class FlashInferAttention:
         heads: int,
         package: Package,
         *,
-        workspace_bytes: int = 128 << 20,
+        workspace_bytes: int | None = None,
         split_pages: int | None = None,
         page_size: int = 1,
     ) -> None:
@@ -98,6 +99,8 @@ class FlashInferAttention:
         self._pages = [cache.pages(layer, self._page_size) for layer in layers]
         self._device = cache.keys(0).device
         # Wrappers run one after the other and keep nothing in it.
+        if workspace_bytes is None:
+            workspace_bytes = workspace_for(self._kinds, heads, processors_of(self._device))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self._device)
         self._wrappers: dict[_Key, Wrapper] = {}
         self._recorded = RecordedWrappers(cache, heads, package, self._workspace)

@@ -31,7 +31,7 @@ def fastest_page_size(
     log: Logger | None = None,
     *,
     clock: Clock | None = None,
-    workspace_bytes: int = 128 << 20,
+    workspace_bytes: int | None = None,
 ) -> int:
     """The size whose attention takes least time for a forward of long requests, the smaller one of equals.
 

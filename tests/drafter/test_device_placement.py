@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter import assembly
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels import backends
 from ssd_serve.kernels.backends import AttentionWish
 from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import Open, SamplingParameters
+from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_model
@@ -68,3 +71,21 @@ def test_a_drafter_is_put_together_on_its_device(folder: Path) -> None:
             (growth,) = core.step()
             grown.append(growth.tokens)
     assert grown[0] == grown[1]
+
+
+def test_its_kv_cache_follows_the_memory_of_its_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def load(_settings: Settings, _path: Path, _device: str, slots: int, *_: object) -> Model:
+        asked.append(slots)
+        raise CheckpointError("seen")
+
+    monkeypatch.setattr(assembly, "load_served", load)
+    settings = Settings(draft=str(folder), dtype="fp32", context=500_000)
+    named = settings.model_copy(update={"draft_kv_memory_mb": 64})
+    for wish, device, memory in ((named, "cpu", 0), (settings, "cpu", 0), (settings, DEVICE, 10 << 30)):
+        with pytest.raises(CheckpointError), pretended_device(memory) if memory else nullcontext():
+            assemble_drafter(wish, "drafter", device, None)
+    assert asked[1] == 4 * asked[0]
+    # A tenth of what the weights leave.
+    assert 3.9 < asked[2] / asked[1] < 4.0

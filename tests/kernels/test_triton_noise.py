@@ -1,14 +1,20 @@
 """The noise of GPUs under Triton's interpreter: numpy's integers, and its logarithms to the last bit but for
 very few."""
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.kernels.noise import Float32Array, log_exponential
+from ssd_serve.kernels.noise_rows import NoiseRows
+from ssd_serve.kernels.triton import noise
 from ssd_serve.kernels.triton.noise import TritonNoise
 from tests.kernels.test_native_noise import WORD_32, WORD_64, steps_apart
+from tests.pretended_device import DEVICE, pretended_device
 
 
 def rows(seeds: list[int], positions: list[int], vocabulary: int, stream: int = 0) -> Float32Array:
@@ -32,3 +38,18 @@ def test_many_rows_differ_from_numpys_in_hardly_any_last_bit() -> None:
     apart = steps_apart(rows(seeds, positions, vocabulary), log_exponential(seeds, positions, vocabulary))
     assert apart.max() <= 1
     assert np.count_nonzero(apart) <= 1
+
+
+class NoCompiler:
+    """As Triton where no C compiler is installed."""
+
+    def fill(self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+
+def test_without_a_compiler_torch_makes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = NoiseRows(64, 8).rows([3, 4], [5, 6])
+    monkeypatch.setattr(noise, "TritonNoise", NoCompiler)
+    with pretended_device():
+        found = NoiseRows(64, 8, DEVICE).rows([3, 4], [5, 6]).cpu()
+    assert steps_apart(found.numpy(), expected.numpy()).max() <= 1
