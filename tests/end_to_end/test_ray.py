@@ -4,6 +4,8 @@ lost. Texts are those of the local launcher."""
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -222,6 +224,25 @@ def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, sett
         assert {shown for _, shown in found} == {None}
         joined.ray.util.remove_placement_group(group)
     cluster.take_away(parts, whole)
+
+
+OF_ITS_OWN = """
+from ssd_serve.cluster import ray_cluster as module
+from ssd_serve.devices import Machine
+from ssd_serve.settings import Settings
+
+module.this_machine = lambda: Machine((0,), 3)
+with module.ray_cluster(Settings(launcher="ray")) as cluster:
+    print([node.gpus for node in cluster.nodes])
+"""
+
+
+def test_a_ray_of_its_own_is_told_of_the_gpus_that_torch_can_use() -> None:
+    """Of AMD's it may not know by itself."""
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", OF_ITS_OWN]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=90)
+    assert done.stdout.splitlines()[-1] == "[3.0]"
 
 
 def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster, settings: Settings) -> None:

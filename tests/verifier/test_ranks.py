@@ -1,0 +1,26 @@
+"""A target on several ranks, put together from settings: its KV cache has to fit the rank with the least
+memory."""
+
+import pytest
+
+from ssd_serve.cluster.ranks import Leader
+from ssd_serve.errors import MemoryShortError
+from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.verifier.assembly import assemble_verifier
+from ssd_serve.verifier.ranks import LeadingRank
+
+
+class Met(LeadingRank):
+    """Rank 0, whose others have said how much is free on their devices."""
+
+    def __init__(self, least_free: int) -> None:
+        self._least_free = least_free
+
+    def meet(self) -> Leader:
+        return Leader([], self._least_free)
+
+
+def test_the_poorest_rank_decides_how_many_slots_there_are() -> None:
+    settings = Settings(target=EMBEDDED, mode=Mode.AR, tensor_parallel=2)
+    with pytest.raises(MemoryShortError, match="tokens of KV cache, too few for one request"):
+        assemble_verifier(settings, print, ranks=Met(100 << 20))
