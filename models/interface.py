@@ -77,6 +77,8 @@ class ForwardResult:
     logits: torch.Tensor  # [wanted, vocabulary], float32
     features: Mapping[str, torch.Tensor] = field(default_factory=dict)
     completion: Completion = field(default_factory=Done)
+    prepared: bool = False
+    """Whether it was recorded first, so that its time says nothing of later ones like it."""
 
 
 class Model(Protocol):

@@ -6,7 +6,7 @@ failed. Knows the decoder's two halves, not requests.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,6 +55,8 @@ class RecordedDecoder:
         # One for all recordings: each would keep its own.
         self._logits = torch.zeros((MOST_ROWS, decoder.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
+        self._tried = 0
+        """How many recordings were begun."""
         self._failed = False
 
     @property
@@ -86,9 +88,11 @@ class RecordedDecoder:
             return self._decoder.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
         shape = None if inputs.plan is None else self._recordable.recorded_as(inputs.plan)
+        before = self._tried
         forward = None if shape is None else self._recorded(inputs, shape)
+        prepared = self._tried > before
         if forward is None:
-            return self._decoder.forward(batch)
+            return replace(self._decoder.forward(batch), prepared=prepared)
         # Before the replay: the host would wait for it, on ROCm whether the copy is to block or not.
         wanted = None
         if len(batch.rows_wanted) < batch.rows:
@@ -98,7 +102,7 @@ class RecordedDecoder:
         if wanted is not None:
             logits = logits.index_select(0, wanted)
         features = {name: values[: batch.rows] for name, values in forward.features.items()}
-        return ForwardResult(logits, features, completion(self._device))
+        return ForwardResult(logits, features, completion(self._device), prepared)
 
     def _inputs(self, batch: Batch) -> Inputs:
         """The batch in fixed memory, all logits wanted; without a plan where it cannot be recorded."""
@@ -113,6 +117,7 @@ class RecordedDecoder:
         found = self._forwards.get(key)
         if found is not None or len(self._forwards) >= MOST_RECORDINGS:
             return found
+        self._tried += 1
         forward, reason = self._record(inputs)
         # Ranks pad their batches alike or not at all: what one of them cannot record, none replays.
         if not self._group.agree(forward is not None) or forward is None:

@@ -250,6 +250,8 @@ class Engine:
         decoding = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
         if decoding:
             self.watch.judge(self.drafters.working)
+        if flight.result.prepared:
+            return  # what it took is not what the next one takes
         slots = sum(len(walk.work.part.slots) for walk in walks)
         self.decider.learn(
             Round(

@@ -185,7 +185,7 @@ class RecordingChannel:
 
 
 class RecordedModel(WrappedModel):
-    """A model of whose forwards it is noted when they are over."""
+    """A model of whose forwards it is noted what their times are good for, and when they are over."""
 
     def __init__(self, model: Model, tape: TapeWriter) -> None:
         super().__init__(model)
@@ -194,6 +194,7 @@ class RecordedModel(WrappedModel):
     def forward(self, batch: Batch) -> ForwardResult:
         """See `Model.forward`."""
         result = self._model.forward(batch)
+        self._tape.note(Kind.PREPARED, result.prepared)
         return replace(result, completion=_RecordedEnd(result.completion, self._tape))
 
 

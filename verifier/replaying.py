@@ -221,7 +221,7 @@ class _ReplayedChannel:
 
 
 class _ReplayedModel(WrappedModel):
-    """The real model; when its forwards were over is on the tape."""
+    """The real model; what its forwards' times are good for, and when they were over, is on the tape."""
 
     def __init__(self, model: Model, replay: Replay) -> None:
         super().__init__(model)
@@ -230,7 +230,8 @@ class _ReplayedModel(WrappedModel):
     def forward(self, batch: Batch) -> ForwardResult:
         """See `Model.forward`."""
         result = self._model.forward(batch)
-        return replace(result, completion=_ReplayedEnd(result.completion, self._replay))
+        prepared = bool(self._replay.take(Kind.PREPARED)[1])
+        return replace(result, completion=_ReplayedEnd(result.completion, self._replay), prepared=prepared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import msgspec
 from ssd_serve.errors import PermissionProblemError, RecordingError
 from ssd_serve.messages import Message
 
-FORMAT = 1
+FORMAT = 2
 TAPE, HEADER = "tape.msgpack", "header.json"
 MOST_PAGE_BYTES = 1 << 30
 
@@ -51,6 +51,8 @@ class Kind(IntEnum):
     """What a round decided: a `RoundTold` in `said`."""
     FULL = 12
     """The recording has reached its limit."""
+    PREPARED = 13
+    """Whether a forward was recorded first, as GPUs record them."""
     SUBMIT = 20
     ABORT = 21
     FINISH = 22

@@ -218,6 +218,14 @@ def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> N
     assert (tape.runs, tape.replays, recorded.recordings) == (1, 0, 0)
 
 
+def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
+    said = [pair.recorded.forward(batch_of(seed, (9, 3))).prepared for seed in (1, 2, 3)]
+    assert said == [True, False, False]
+    pair.tape.refuses = "no"
+    said = [pair.recorded.forward(batch_of(seed, (9, 9))).prepared for seed in (4, 5)]
+    assert said == [True, False]
+
+
 def test_every_shape_has_its_own_recording(pair: Pair) -> None:
     pair.compare(batch_of(4, (9, 1)))
     pair.compare(batch_of(5, (9, 9)))

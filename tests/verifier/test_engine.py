@@ -1,5 +1,6 @@
 """The engine's promises to its front end: refusals, ends, bounds, aborts."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 from ssd_serve.cluster.memory_channel import memory_pair
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
     Committed,
     Finished,
@@ -18,8 +20,10 @@ from ssd_serve.messages import (
     Submit,
     VerifierReport,
 )
+from ssd_serve.models.interface import ForwardResult
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import Steps
+from tests import fakes
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -38,6 +42,27 @@ def plain() -> Engine:
 
 def finished(reports: Sequence[VerifierReport]) -> list[Finished]:
     return [report for report in reports if isinstance(report, Finished)]
+
+
+class Preparing(FakeModel):
+    """Every forward is recorded first."""
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        return dataclasses.replace(super().forward(batch), prepared=True)
+
+
+@pytest.mark.parametrize(("kind", "learns"), [(FakeModel, True), (Preparing, False)])
+def test_forwards_that_were_recorded_first_teach_nothing_about_time(
+    kind: type[FakeModel], learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fakes, "FakeModel", kind)
+    engine, _ = make_engine(Case(drafter="none", slots=4096))
+    learnt: list[object] = []
+    monkeypatch.setattr(engine.decider, "learn", learnt.append)
+    engine.submit(Submit(1, (1, 2), GREEDY, 0))
+    while engine.busy:
+        engine.step()
+    assert bool(learnt) == learns
 
 
 @pytest.mark.parametrize(
