@@ -217,7 +217,11 @@ def load_model(
         features=features,
         group=group,
     )
-    if not graphs or place == "cpu" or not isinstance(chosen.backend, Recordable):
+    if not graphs or place == "cpu":
+        return decoder
+    if not isinstance(chosen.backend, Recordable):
+        if log is not None:
+            log.info("forwards are not recorded: this tree attention cannot be", attention=chosen.name)
         return decoder
     recorder = GraphRecorder(torch.device(place))
     return RecordedDecoder(decoder, chosen.backend, recorder, padding_slot=slots, group=group, log=log)
