@@ -110,7 +110,7 @@ def test_a_sampled_round_stays_on_the_gpu_until_tokens_are_read(gpu: str) -> Non
 
 
 def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:
-    grow(assemble_drafter(Settings(draft=EMBEDDED), "drafter", gpu, None).core)
+    grow(assemble_drafter(Settings(draft=EMBEDDED, draft_kv_memory_mb=64), "drafter", gpu, None).core)
 
 
 def grow(core: DrafterCore) -> None:
