@@ -3,9 +3,9 @@
 import signal
 
 from ssd_serve.cluster.comeback import USER_ERRORS
-from ssd_serve.errors import EngineDeadError, ProtocolError
+from ssd_serve.errors import DeviceHangError, EngineDeadError, ProtocolError
 
-_TELLING = (*USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code)
+_TELLING = (*USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code, DeviceHangError.exit_code)
 
 
 class WorkerDiedError(EngineDeadError):

@@ -23,7 +23,6 @@ from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.process import ORPHANED
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.cluster.ray_placement import actors_device
-from ssd_serve.cluster.worker import leave_worker
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import DeviceHangError, PermissionProblemError, SsdError
 from ssd_serve.logs import get_logger
@@ -32,6 +31,7 @@ from ssd_serve.settings import Settings
 
 LOOPBACK = "127.0.0.1"
 _TRACE_BYTES = 4000
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,9 @@ class RoleActor:
                 raise self._error
             return End(self._run(addresses))
         except DeviceHangError as error:
-            return End(leave_worker(self._order.name, error))  # which ends this process
+            # Ray would end this process with its interpreter, whose driver waits for that GPU.
+            threading.Timer(_LAST_WORDS_S, os._exit, (error.exit_code,)).start()
+            return End(error.exit_code, str(error))
         except SsdError as error:
             return End(error.exit_code, str(error))
 

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass
 
 from ssd_serve.cache.slots import SlotPool
+from ssd_serve.devices import parse_device
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
@@ -22,7 +23,7 @@ from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
 from ssd_serve.settings import Settings
 
-_ON_CORES = 256 << 20
+_USUAL = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,13 @@ class Assembled:
 
 
 def _kv_bytes(settings: Settings, sizes: ModelSizes, device: str) -> int:
-    """What the settings name. A GPU may have a target too, which takes a larger share."""
+    """Bytes: what the settings name, or a share of a GPU that has no target, which would be loading now."""
     if settings.draft_kv_memory_mb is not None:
         return settings.draft_kv_memory_mb << 20
-    place = torch_device(device)
-    return _ON_CORES if place == "cpu" else (available_memory(place) - sizes.resident_bytes) // 10
+    own, target = parse_device(device), parse_device(settings.target_device or "cpu")
+    if own.kind == "cpu" or (target.kind == "cuda" and set(own.indices) & set(target.indices)):
+        return _USUAL
+    return (available_memory(torch_device(device)) - sizes.resident_bytes) // 10
 
 
 def assemble_drafter(settings: Settings, name: str, device: str, native: NativeLibrary | None) -> Assembled:

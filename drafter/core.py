@@ -75,6 +75,11 @@ class DrafterCore:
         self._paused = False
 
     @property
+    def prepared(self) -> bool:
+        """Whether the last step's time says nothing of later ones: it was recorded first."""
+        return self._source.prepared
+
+    @property
     def requests(self) -> Collection[int]:
         """The open requests."""
         return self._requests.keys()
@@ -126,7 +131,7 @@ class DrafterCore:
                 expanded = self._append(self._requests[request], node, candidates)
                 if expanded is not None:
                     grown.setdefault(request, []).append(expanded)
-        if self._widths is not None:
+        if self._widths is not None and not self.prepared:
             self._widths.observe(len(picked), time.perf_counter() - started)
         return [self._growth(request, new) for request, new in grown.items()]
 

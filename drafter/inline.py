@@ -94,8 +94,9 @@ class InlineChannel(ChannelWithin):
         if growth:
             self.steps += 1
             seconds = time.perf_counter() - started
-            self._step_s += (_BLEND if self._step_s else 1.0) * (
-                min(seconds, 4 * self._step_s or seconds) - self._step_s
-            )
+            if not self._core.prepared:
+                self._step_s += (_BLEND if self._step_s else 1.0) * (
+                    min(seconds, 4 * self._step_s or seconds) - self._step_s
+                )
             self._inbox.append(Heartbeat(step_ms=1e3 * self._step_s, nodes=self._core.nodes))
         return bool(growth)

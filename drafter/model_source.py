@@ -123,6 +123,12 @@ class ModelSource:
         self._noise = noise
         self._fan_out = fan_out
         self._requests: OrderedDict[int, _Held] = OrderedDict()
+        self._prepared = False
+
+    @property
+    def prepared(self) -> bool:
+        """See `DraftSource.prepared`."""
+        return self._prepared
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         """See `DraftSource.open`."""
@@ -170,6 +176,7 @@ class ModelSource:
             result = self._model.forward(build_batch([group.rows for _, group, _ in groups]))
             self._keep(groups)
             result.completion.wait()
+            self._prepared = result.prepared
             ranked = self._rank(result.logits, choices, [scales[index] for index in wanted])
             for index, candidates in zip(wanted, ranked, strict=True):
                 found[index] = candidates

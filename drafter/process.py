@@ -93,7 +93,8 @@ class Loop:
         growth = self._core.step()
         if growth:
             self._publish(growth)
-            self._step_s += _BLEND * (time.perf_counter() - started - self._step_s)
+            if not self._core.prepared:
+                self._step_s += _BLEND * (time.perf_counter() - started - self._step_s)
         else:
             self._sleep()
         self._beat()

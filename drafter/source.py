@@ -40,6 +40,11 @@ class Candidates:
 class DraftSource(Protocol):
     """`open / commit / expand / close`; re-rooting is part of `commit`."""
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the last step was recorded first, so that its time says nothing of later ones."""
+        ...
+
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         """Begin a request whose committed tokens are `tokens`; the last one is the root."""
         ...

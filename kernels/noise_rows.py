@@ -38,9 +38,9 @@ def _filler(device: torch.device, native: NativeLibrary | None) -> Filler | None
         return None if native is None else _trusted(NativeNoise(native), device)
     if device.type != "cuda" or find_spec("triton") is None:
         return None
-    from ssd_serve.kernels.triton.noise import TritonNoise
-
     try:
+        from ssd_serve.kernels.triton.noise import TritonNoise
+
         return _trusted(TritonNoise(), device)
     except Exception:  # such as no C compiler, which tree attention tells of; torch makes the same rows
         return None

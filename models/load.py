@@ -221,7 +221,7 @@ def load_model(
         return decoder
     if not isinstance(chosen.backend, Recordable):
         if log is not None:
-            log.info("forwards are not recorded: this tree attention cannot be", attention=chosen.name)
+            log.info("forwards are not recorded", attention=chosen.name, checked=bool(wish.check))
         return decoder
     recorder = GraphRecorder(torch.device(place))
     return RecordedDecoder(decoder, chosen.backend, recorder, padding_slot=slots, group=group, log=log)

@@ -148,6 +148,8 @@ class Case:
 class ScriptedSource:
     """A draft source without a model: a node's candidates follow from its name. Remembers what it made."""
 
+    prepared = False
+
     def __init__(self) -> None:
         self.made: dict[int, list[int]] = {}
         self.candidates: list[int] = []

@@ -131,11 +131,11 @@ class Rounds:
     def launch(self, work: Sequence[Work]) -> Flight:
         """Start the forward of all rows."""
         batch = build_batch([_rows(each) for each in work])
-        started = self._clock()
         # Before the forward: on ROCm a copy to the device, however small, waits for what was started there.
         sampling = [rows for each in work for rows in self._sampling_rows(each)]
         if self._native is None:
             self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
+        started = self._clock()
         result = self._model.forward(batch)
         return Flight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 

@@ -151,7 +151,7 @@ class Settings(BaseSettings):
     draft_kv_memory_mb: int | None = Field(
         default=None,
         ge=1,
-        description="memory for a drafter's KV cache in MiB; empty: 256, on a GPU a tenth of what is free",
+        description="memory for a drafter's KV cache in MiB; empty: 256, or a tenth of a GPU of its own",
     )
     max_running: int = Field(default=32, ge=1, le=1024, description="requests that decode at the same time")
     max_waiting: int = Field(default=256, ge=0, description="requests that may queue; more are answered 429")

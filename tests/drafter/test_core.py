@@ -3,6 +3,7 @@
 from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
 from tests.fakes import EOS, VOCABULARY, ScriptedSource
@@ -46,6 +47,27 @@ def test_it_expands_the_most_probable_nodes_of_all_requests() -> None:
     assert len(source.made) == 3  # three roots are more probable than any guess
     core.step()
     assert len(source.made) == 6
+
+
+class Watched(LiveWidth):
+    """Counts what it learns from."""
+
+    learnt = 0
+
+    def observe(self, nodes: int, seconds: float) -> None:
+        self.learnt += 1
+
+
+def test_a_step_that_was_recorded_first_teaches_nothing_about_time() -> None:
+    source, widths = ScriptedSource(), Watched({1: 0.1, 3: 0.1})
+    core = DrafterCore(source, LIMITS, frozenset((EOS,)), "d0", widths=widths)
+    core.handle(opening())
+    source.prepared = True
+    core.step()
+    assert (core.prepared, widths.learnt) == (True, 0)
+    source.prepared = False
+    core.step()
+    assert (core.prepared, widths.learnt) == (False, 1)
 
 
 def test_an_outcome_of_the_wrong_position_asks_for_a_new_beginning() -> None:

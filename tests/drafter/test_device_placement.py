@@ -83,9 +83,16 @@ def test_its_kv_cache_follows_the_memory_of_its_device(folder: Path, monkeypatch
     monkeypatch.setattr(assembly, "load_served", load)
     settings = Settings(draft=str(folder), dtype="fp32", context=500_000)
     named = settings.model_copy(update={"draft_kv_memory_mb": 64})
-    for wish, device, memory in ((named, "cpu", 0), (settings, "cpu", 0), (settings, DEVICE, 10 << 30)):
+    shared = settings.model_copy(update={"target_device": DEVICE})
+    for wish, device, memory in (
+        (named, "cpu", 0),
+        (settings, "cpu", 0),
+        (settings, DEVICE, 10 << 30),
+        (shared, DEVICE, 10 << 30),  # of which a target takes its share at the same time
+    ):
         with pytest.raises(CheckpointError), pretended_device(memory) if memory else nullcontext():
             assemble_drafter(wish, "drafter", device, None)
     assert asked[1] == 4 * asked[0]
     # A tenth of what the weights leave.
     assert 3.9 < asked[2] / asked[1] < 4.0
+    assert asked[3] == asked[1]

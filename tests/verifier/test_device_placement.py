@@ -109,7 +109,7 @@ class Watched(NoiseRows):
         return super().lines(spans)
 
 
-def test_a_device_gets_its_noise_while_it_computes_whatever_the_cpu_has(native: NativeLibrary) -> None:
+def test_a_device_gets_its_noise_with_its_forward_whatever_the_cpu_has(native: NativeLibrary) -> None:
     request = Request(0, SamplingParameters(), 9, 3, [1, 2, 3], frozenset(), None, 64, VOCABULARY)
     noise = Watched()
     flight = Rounds(OnDevice(8), noise, (EOS,), native).launch([Work(Part(request, (0, 1, 2), final=True))])
