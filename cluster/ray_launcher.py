@@ -18,7 +18,7 @@ from ssd_serve.cluster.listener import connect
 from ssd_serve.cluster.placement import resolved
 from ssd_serve.cluster.process import WorkerPlan
 from ssd_serve.cluster.ray_cluster import RayCluster, ray_cluster
-from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, ray_place
+from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, check_gpus_are_known, ray_place
 from ssd_serve.cluster.ray_workers import LONGEST_SILENCE_S, Crew, PingWatch, told
 from ssd_serve.cluster.supervised import SupervisedEngine
 from ssd_serve.cluster.supervisor import Supervisor
@@ -115,8 +115,8 @@ def ray_engine(
     `place_s` seconds it waits for devices that others use."""
     with ray_cluster(settings) as cluster:
         nodes = cluster.nodes
-        unknown = 0 if any(node.gpus for node in nodes) else this_machine().gpus
-        decision = ray_place(settings, nodes, unknown)
+        check_gpus_are_known(settings, nodes, lambda: this_machine().gpus)
+        decision = ray_place(settings, nodes)
         group = cluster.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
         try:
             await_room(group, decision.bundles, place_s, log)

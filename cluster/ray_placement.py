@@ -5,7 +5,7 @@ nodes; each drafter has one of its own. Ray packs them on one node where it can,
 cannot. Knows Ray's names of resources; calls nothing of Ray.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -79,20 +79,29 @@ def node_of(entry: Mapping[str, object]) -> RayNode:
     return RayNode(str(entry["NodeID"]), found.get("CPU", 0.0), found.get("GPU", 0.0), kinds)
 
 
-def ray_place(settings: Settings, nodes: Sequence[RayNode], gpus_here: int = 0) -> RayPlacement:
-    """Devices as set by the user, and for what is not set: GPUs where the cluster has enough, else cores.
+def check_gpus_are_known(settings: Settings, nodes: Sequence[RayNode], gpus_here: Callable[[], int]) -> None:
+    """Raise `SettingsError` where cores would take the place of GPUs of which Ray does not know.
 
-    `nodes`: those that are alive, with all that they have; `gpus_here`: how many torch can use on this one.
-    Raises `SettingsError` where no node holds all ranks of the target, the cluster not all drafters beside
-    it, or where Ray does not know of any GPU although there are some.
+    `gpus_here`: how many torch can use on this node; asked only where it matters, for that takes seconds.
     """
     named_cores = settings.target_device is not None and parse_device(settings.target_device).kind == "cpu"
-    if gpus_here and not named_cores and not any(node.gpus for node in nodes):
+    if named_cores or any(node.gpus for node in nodes):
+        return
+    gpus = gpus_here()
+    if gpus:
         raise SettingsError(
-            f"Ray knows of no GPU, and torch can use {gpus_here} here: start its nodes with `ray start "
-            f"--num-gpus={gpus_here}` (it finds AMD's itself with `pip install /opt/rocm/share/amd_smi`), or "
+            f"Ray knows of no GPU, and torch can use {gpus} here: start its nodes with `ray start "
+            f"--num-gpus={gpus}` (it finds AMD's itself with `pip install /opt/rocm/share/amd_smi`), or "
             "set SSD_TARGET_DEVICE=cpu"
         )
+
+
+def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
+    """Devices as set by the user, and for what is not set: GPUs where the cluster has enough, else cores.
+
+    `nodes`: those that are alive, with all that they have. Raises `SettingsError` where no node holds all
+    ranks of the target, or the cluster not all drafters beside it.
+    """
     ranks = settings.tensor_parallel
     target = _named(settings.target_device, "SSD_TARGET_DEVICE", ranks) or _largest(settings, nodes)
     mode = chosen_mode(

@@ -168,6 +168,7 @@ class ModelSource:
             if group is not None:
                 groups.append((self._requests[request], group, [indices[place] for place in group.order]))
         found: list[Candidates | None] = [None] * len(picks)
+        self._prepared = False
         if groups:
             wanted = [index for _, _, indices in groups for index in indices]
             choices = self._choices([picks[index] for index in wanted])

@@ -55,8 +55,6 @@ class RecordedDecoder:
         # One for all recordings: each would keep its own.
         self._logits = torch.zeros((MOST_ROWS, decoder.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
-        self._tried = 0
-        """How many recordings were begun."""
         self._failed = False
 
     @property
@@ -88,9 +86,7 @@ class RecordedDecoder:
             return self._decoder.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
         shape = None if inputs.plan is None else self._recordable.recorded_as(inputs.plan)
-        before = self._tried
-        forward = None if shape is None else self._recorded(inputs, shape)
-        prepared = self._tried > before
+        forward, prepared = (None, False) if shape is None else self._recorded(inputs, shape)
         if forward is None:
             return replace(self._decoder.forward(batch), prepared=prepared)
         # Before the replay: the host would wait for it, on ROCm whether the copy is to block or not.
@@ -111,13 +107,13 @@ class RecordedDecoder:
         positions.copy_(torch.from_numpy(batch.positions))
         return Inputs(tokens, positions, self._recordable.plan_fixed(batch))
 
-    def _recorded(self, inputs: Inputs, shape: Hashable) -> _Forward | None:
-        """The recording for forwards like this one, made now if there is none; None: there can be none."""
+    def _recorded(self, inputs: Inputs, shape: Hashable) -> tuple[_Forward | None, bool]:
+        """The recording for forwards like this one, made now if there is none (None: there can be none), and
+        whether that was tried now."""
         key = len(inputs.tokens), shape
         found = self._forwards.get(key)
         if found is not None or len(self._forwards) >= MOST_RECORDINGS:
-            return found
-        self._tried += 1
+            return found, False
         forward, reason = self._record(inputs)
         # Ranks pad their batches alike or not at all: what one of them cannot record, none replays.
         if not self._group.agree(forward is not None) or forward is None:
@@ -127,12 +123,12 @@ class RecordedDecoder:
                     "forwards are not recorded: kernels are launched one by one, which is slower",
                     reason=reason or "another rank cannot record them",
                 )
-            return None
+            return None, True
         self._forwards[key] = forward
         if self._log is not None:
             mib = self.recorded_bytes >> 20
             self._log.info("forward recorded", rows=key[0], recordings=len(self._forwards), mib=mib)
-        return forward
+        return forward, True
 
     def _record(self, inputs: Inputs) -> tuple[_Forward | None, str]:
         """A recording, or why there can be none."""

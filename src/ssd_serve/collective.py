@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from ssd_serve.errors import CaptureError
+from ssd_serve.errors import in_a_line
 from ssd_serve.trying import Tried, tried
 
 _TIMEOUT_S = 90.0
@@ -85,10 +85,10 @@ def main(arguments: Sequence[str]) -> int:
         device, rank, size, store = rest[1:]
         try:
             wrong = "" if sums(device, int(rank), int(size), Path(store), recorded) else "the sum is wrong"
-        except CaptureError as error:
-            wrong = str(error)
+        except Exception as error:
+            wrong = in_a_line(error)
         print(wrong, file=sys.stderr, flush=True)
-        # The library would wait for its recordings to be forgotten.
+        # The library would wait for its recordings to be forgotten, or for ranks that do not come.
         os._exit(int(bool(wrong)))
     ended = sorted(_ranks(rest or ["cuda:0"], recorded, _TIMEOUT_S, _PROGRAM), key=lambda each: each[0])
     for number, outcome in ended:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from ssd_serve.cluster.ray_placement import RayNode, RayPlacement, actors_device, node_of, ray_place
+from ssd_serve.cluster.ray_placement import (
+    RayNode,
+    RayPlacement,
+    actors_device,
+    check_gpus_are_known,
+    node_of,
+    ray_place,
+)
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Mode, Settings
 
@@ -44,9 +51,14 @@ def test_a_target_that_fits_no_node_is_a_clear_error() -> None:
 
 def test_gpus_that_ray_does_not_know_of_are_not_replaced_by_cores() -> None:
     with pytest.raises(SettingsError, match=r"torch can use 8 here: start its nodes .* --num-gpus=8"):
-        ray_place(Settings(), cores(64), gpus_here=8)
-    assert shapes(ray_place(Settings(target_device="cpu:0-1"), cores(64), gpus_here=8)) == [(2, 0), (1, 0)]
-    assert shapes(ray_place(Settings(mode=Mode.AR), [gpus("a", 8)], gpus_here=8)) == [(1, 1)]
+        check_gpus_are_known(Settings(), cores(64), lambda: 8)
+    check_gpus_are_known(Settings(), cores(64), lambda: 0)
+    named = Settings(target_device="cpu:0-1")
+    check_gpus_are_known(named, cores(64), lambda: 8)
+    assert shapes(ray_place(named, cores(64))) == [(2, 0), (1, 0)]
+    plain = Settings(mode=Mode.AR)
+    check_gpus_are_known(plain, [gpus("a", 8)], lambda: 8)
+    assert shapes(ray_place(plain, [gpus("a", 8)])) == [(1, 1)]
 
 
 def test_no_room_beside_the_target() -> None:

@@ -252,12 +252,17 @@ def test_a_dead_engine_comes_back_inside_its_replica_and_its_stream_goes_on(flee
     assert set(fleet.answered()) == before
 
 
-def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
-    until(lambda: both_are_there(fleet))
-    before = set(fleet.answered())
+def an_engine_and_its_replica(fleet: Fleet) -> tuple[psutil.Process, psutil.Process]:
     engine = fleet.verifiers()[0]
     replica = engine.parent()
     assert replica is not None
+    return engine, replica
+
+
+def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
+    until(lambda: both_are_there(fleet))
+    before = set(fleet.answered())
+    engine, replica = an_engine_and_its_replica(fleet)
     replica.kill()
     # Its processes go with it.
     assert engine.wait(10) is None
@@ -270,9 +275,7 @@ def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet,
     """It hangs with all its connections open."""
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
-    engine = fleet.verifiers()[0]
-    replica = engine.parent()
-    assert replica is not None
+    engine, replica = an_engine_and_its_replica(fleet)
     replica.suspend()
     # One that was on its way to it goes to the other when it is given up.
     assert {fleet.stream() for _ in range(4)} == {generated}
