@@ -1,0 +1,35 @@
+"""The harness itself: it sees harm that is done, and none where there is none."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.hostile.victim import Victim
+
+
+def test_an_idle_attacker_harms_nobody(victim: Victim) -> None:
+    with victim.unharmed() as harm, victim.connect():
+        time.sleep(0.5)
+    assert harm.answers >= 1
+
+
+def test_a_frozen_server_is_seen(victim: Victim) -> None:
+    with pytest.raises(AssertionError), victim.unharmed(longest_gap_s=0.5):  # noqa: PT012
+        time.sleep(0.3)
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        time.sleep(0.8)
+        os.kill(victim.process.pid, signal.SIGCONT)
+
+
+def test_a_leaked_connection_is_seen(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.hostile.victim._COMES_BACK_S", 0.5)
+    attackers = []
+    try:
+        with pytest.raises(AssertionError), victim.unharmed():
+            attackers += [victim.connect() for _ in range(8)]
+            time.sleep(0.3)
+    finally:
+        for attacker in attackers:
+            attacker.close()
