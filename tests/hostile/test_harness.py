@@ -27,7 +27,7 @@ def test_a_leaked_connection_is_seen(victim: Victim, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tests.hostile.victim._COMES_BACK_S", 0.5)
     attackers = []
     try:
-        with pytest.raises(AssertionError), victim.unharmed():
+        with pytest.raises(AssertionError), victim.unharmed():  # noqa: PT012
             attackers += [victim.connect() for _ in range(8)]
             time.sleep(0.3)
     finally:

@@ -1,11 +1,11 @@
 """A real `ssd serve` to attack, and what must not change while it is attacked.
 
-    with victim.unharmed() as harm:            # another client streams meanwhile; the start and end are compared
+    with victim.unharmed() as harm:            # another client streams meanwhile
         with victim.connect() as attacker: ... # any bytes, over a real socket
     harm.longest_gap_s                         # the longest time that the other client got nothing
 
-At the end of `unharmed` the other client must have had whole, equal answers without a long gap, every process must be
-the one that it was, and memory and descriptors must have come back.
+At the end of `unharmed` the other client must have had whole, equal answers without a long gap, every process
+must be the one that it was, and memory and descriptors must have come back.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ WISH: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What all processes of a server hold together; `descriptors` are those of the front end and the target."""
+    """What a server's processes hold together; `descriptors`: those of the front end and the target."""
 
     memory_mb: float
     descriptors: int
@@ -184,7 +184,7 @@ class Victim:
         self._comes_back(before, kept_mb, same_processes)
 
     def _text(self) -> str:
-        answer = httpx.post(f"{self.url}/v1/completions", json=WISH, headers=dict(self.headers), timeout=120.0)
+        answer = self.post("/v1/completions", WISH)
         assert answer.status_code == 200, answer.text
         text: str = answer.json()["choices"][0]["text"]
         return text
