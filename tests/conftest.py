@@ -1,6 +1,7 @@
 """What every test shares: a fixed hypothesis profile, and one torch thread a test process."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -23,6 +24,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Triton reads it when it is imported: kernels for GPUs run in its interpreter.
 os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What attackers did to others: the longest time that another client got nothing."""
+    told: list[tuple[float, str]] = []
+    for report in terminalreporter.stats.get("passed", []):
+        gaps = re.findall(r"^longest gap ([0-9.]+) s", report.capstdout, re.MULTILINE)
+        told += [(float(gap), report.nodeid) for gap in gaps]
+    if told:
+        gap, name = max(told)
+        terminalreporter.write_line(
+            f"{len(told)} attacks; longest gap of another client: {gap:.3f} s, {name}"
+        )
 
 
 @pytest.fixture(autouse=True)
