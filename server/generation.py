@@ -62,7 +62,8 @@ class Piece:
 class Output:
     """Everything of one choice, added up."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list[str])
+    """Joined once: adding up strings would copy a long answer again with each piece."""
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     offsets: list[int] = field(default_factory=list[int])
@@ -70,9 +71,14 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     """Of the prompt's tokens from the second on, where they were asked for."""
 
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
     def add(self, piece: Piece) -> None:
         """Append one piece."""
-        self.text += piece.text
+        self.texts.append(piece.text)
         self.tokens.extend(piece.tokens)
         self.logprobs.extend(piece.logprobs)
         self.offsets.extend(piece.offsets)

@@ -8,6 +8,7 @@ from ssd_serve.server.errors import bad_request
 from ssd_serve.server.prompts import check_vocabulary, encode
 from ssd_serve.server.protocol import GenerationRequest
 from ssd_serve.server.service import Service
+from ssd_serve.server.stops import StopStrings
 from ssd_serve.server.text import TextRules
 
 Value = TypeVar("Value")
@@ -115,7 +116,7 @@ def text_rules(request: GenerationRequest, eos_ids: Collection[int]) -> TextRule
     if not request.ignore_eos:
         ending.update(eos_ids)
     return TextRules(
-        stops=(stops,) if isinstance(stops, str) else tuple(stops),
+        stops=StopStrings((stops,) if isinstance(stops, str) else tuple(stops)),
         include_stop=given(request.include_stop_str_in_output, False),
         min_tokens=given(request.min_tokens, 0),
         ending_tokens=frozenset(ending),

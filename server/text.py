@@ -4,8 +4,10 @@ Tokens are handled singly and never by message, so that text, usage and finish r
 tokens were grouped on their way here. Knows nothing about HTTP or the engine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from ssd_serve.server.stops import StopScanner, StopStrings
 
 
 class Detokenizer(Protocol):
@@ -20,58 +22,11 @@ class Detokenizer(Protocol):
         ...
 
 
-class StopScanner:
-    """Finds the first stop string in a growing text, and holds back what might become one.
-
-    The stop string that is complete first wins; of two that end together, the longer one.
-    """
-
-    def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
-        self._stops = stops
-        self._include = include_stop
-        self._held = ""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return what may be shown now and the stop string that was completed, if any."""
-        buffer = self._held + text
-        found = self._first_match(buffer)
-        if found is not None:
-            start, stop = found
-            self._held = ""
-            return buffer[: start + len(stop)] if self._include else buffer[:start], stop
-        keep = self._possible_beginning(buffer)
-        self._held = buffer[len(buffer) - keep :]
-        return buffer[: len(buffer) - keep], None
-
-    def release(self) -> str:
-        """Give up what is held back: the text ends here, or is not to be searched."""
-        held, self._held = self._held, ""
-        return held
-
-    def _first_match(self, buffer: str) -> tuple[int, str] | None:
-        matches = [(buffer.find(stop), stop) for stop in self._stops]
-        complete = [(start + len(stop), start, stop) for start, stop in matches if start >= 0]
-        if not complete:
-            return None
-        _, start, stop = min(complete)
-        return start, stop
-
-    def _possible_beginning(self, buffer: str) -> int:
-        """Length of the longest end of the buffer that is a proper beginning of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if buffer.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
-
-
 @dataclass(frozen=True, slots=True)
 class TextRules:
     """What a request wants of its text."""
 
-    stops: tuple[str, ...] = ()
+    stops: StopStrings = field(default_factory=StopStrings)
     include_stop: bool = False
     min_tokens: int = 0
     """Stop strings are not looked for among the first `min_tokens` tokens."""
@@ -132,9 +87,7 @@ class TextAssembler:
 
     def _search(self, new: str) -> str:
         self.length += len(new)
-        if not self._rules.stops:
-            return new
-        if self.tokens <= self._rules.min_tokens:
+        if not self._rules.stops.strings or self.tokens <= self._rules.min_tokens:
             return new
         text, self.stopped_by = self._scanner.feed(new)
         return text

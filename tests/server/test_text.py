@@ -1,8 +1,4 @@
-"""From tokens to text: stop strings at any split, held back beginnings, characters of several bytes.
-
-The reference reads the whole text at once, a character at a time: the first stop string that is complete
-ends it. However tokens are grouped, the result must be the same.
-"""
+"""From tokens to text: stop strings among tokens, held back beginnings, characters of several bytes."""
 
 from collections.abc import Sequence
 
@@ -10,52 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.models.detokenize import DetokenizeStream
-from ssd_serve.server.text import StopScanner, TextAssembler, TextRules
+from ssd_serve.server.stops import StopStrings
+from ssd_serve.server.text import TextAssembler, TextRules
 from tests.server.fakes import END, ByteDetokenizer
+from tests.server.stops_reference import reference
 
 TEXTS = st.text(alphabet="abé🙂", max_size=30)
 STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=4), max_size=4).map(tuple)
 
 
-def reference(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            stop = max(found, key=len)
-            return text[: end if include else end - len(stop)], stop
-    return text, None
-
-
-@given(st.lists(TEXTS, max_size=8), STOPS, st.booleans())
-def test_any_split_of_a_text_gives_the_same(parts: list[str], stops: tuple[str, ...], include: bool) -> None:
-    scanner = StopScanner(stops, include)
-    shown, stopped = "", None
-    for part in parts:
-        text, stopped = scanner.feed(part)
-        shown += text
-        if stopped is not None:
-            break
-    else:
-        shown += scanner.release()
-    assert (shown, stopped) == reference("".join(parts), stops, include)
-
-
-@given(TEXTS, STOPS)
-def test_what_was_shown_is_never_taken_back(text: str, stops: tuple[str, ...]) -> None:
-    final, _ = reference(text, stops, include=False)
-    scanner = StopScanner(stops, include_stop=False)
-    shown = ""
-    for character in text:
-        new, stopped = scanner.feed(character)
-        shown += new
-        assert final.startswith(shown)
-        if stopped is not None:
-            break
-
-
 @given(TEXTS, STOPS, st.booleans())
 def test_bytes_of_characters_arrive_singly(text: str, stops: tuple[str, ...], include: bool) -> None:
-    rules = TextRules(stops=stops, include_stop=include)
+    rules = TextRules(stops=StopStrings(stops), include_stop=include)
     assembler = TextAssembler(ByteDetokenizer(skip_special_tokens=True), rules)
     shown = ""
     for byte in text.encode():
@@ -76,18 +38,13 @@ def assembler(**rules: object) -> TextAssembler:
 
 
 def test_a_held_back_beginning_is_shown_at_the_end() -> None:
-    text = assembler(stops=("stop",))
+    text = assembler(stops=StopStrings(("stop",)))
     assert [text.push(byte) for byte in b"a sto"] == ["a", " ", "", "", ""]
     assert text.finish() == "sto"
 
 
-def test_the_first_stop_string_to_be_complete_wins_and_the_longer_of_a_tie() -> None:
-    assert StopScanner(("abc", "b"), include_stop=False).feed("xabc") == ("xa", "b")
-    assert StopScanner(("c", "abc"), include_stop=False).feed("xabc") == ("x", "abc")
-
-
 def test_stop_strings_among_the_first_min_tokens_do_not_count() -> None:
-    text = assembler(stops=("a",), min_tokens=2)
+    text = assembler(stops=StopStrings(("a",)), min_tokens=2)
     assert "".join(text.push(byte) for byte in b"aab") == "aab"
     assert text.push(ord("a")) == ""
     assert text.stopped_by == "a"
@@ -103,7 +60,7 @@ def test_an_end_token_is_held_until_the_engine_says_that_it_ended_the_text() -> 
 
 
 def test_a_stop_string_inside_a_held_token_leaves_the_next_one_uncounted() -> None:
-    text = assembler(stops=("end",))
+    text = assembler(stops=StopStrings(("end",)))
     text.push(END)
     assert text.push(ord("x")) == "<"
     assert (text.stopped_by, text.tokens) == ("end", 1)
