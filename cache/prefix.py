@@ -1,10 +1,12 @@
 """Prefix reuse: a radix tree from token ids to the KV slots that hold them. Torch-free.
 
-Ownership. A slot in the tree belongs to the tree, which alone frees it. `match` lends a path: it stays locked
-until `unlock`, and the borrower never frees its slots; locks are counted. `share` puts what a request has
-committed so far into the tree while the request goes on reading it. `insert` takes a request's committed
-slots over, borrowed ones included: afterwards the caller owns none of them. Only committed tokens may enter.
-Tokens are compared exactly; there are no hashes to collide.
+Ownership. A slot in the tree belongs to the tree, which alone frees it. A handle stands at the end of a
+prefix and locks the path to it; `follow` lends what is cached behind it, and the borrower never frees those
+slots. `share` puts what a request has committed so far into the tree while the request goes on reading it.
+`insert` does so for the last time: afterwards the caller owns none of the slots. Only committed tokens may
+enter. Tokens are compared exactly; there are no hashes to collide.
+
+Each step goes on where the handle stands: what a long prompt costs does not grow with what is read of it.
 
 Eviction takes the least recently used leaves first, from their ends, never a locked one. A node above a
 locked node is locked too, so everything that is not locked can be evicted.
@@ -16,6 +18,9 @@ import heapq
 from collections.abc import Sequence
 
 from ssd_serve.cache.slots import SlotError, SlotPool
+
+_BLOCK = 4096
+"""Tokens that are compared at once."""
 
 
 class PrefixNode:
@@ -33,13 +38,16 @@ class PrefixNode:
 
 
 class PrefixHandle:
-    """A lock on a matched path, given back once by `PrefixCache.unlock`."""
+    """A lock on the path to a node, given back once by `PrefixCache.insert` or `unlock`."""
 
-    __slots__ = ("length", "node")
+    __slots__ = ("length", "node", "own")
 
-    def __init__(self, node: PrefixNode, length: int) -> None:
+    def __init__(self, node: PrefixNode) -> None:
         self.node: PrefixNode | None = node
-        self.length = length
+        self.length = 0
+        """Tokens on the path."""
+        self.own: list[int] = []
+        """Slots of the holder in whose place others are cached."""
 
 
 class PrefixCache:
@@ -80,74 +88,73 @@ class PrefixCache:
 
         At least one token is left for the caller to compute.
         """
-        node, slots = self._descend(list(tokens[:-1]))
-        return slots, self._lock(node, len(slots))
+        handle = self.begin()
+        return self.follow(handle, tokens, len(tokens) - 1), handle
 
-    def _lock(self, node: PrefixNode, length: int) -> PrefixHandle:
-        step: PrefixNode | None = node
-        while step is not None:
-            if step.locks == 0:
-                self._locked += len(step.tokens)
-            step.locks += 1
-            step = step.parent
-        return PrefixHandle(node, length)
+    def begin(self) -> PrefixHandle:
+        """A handle on the empty prefix."""
+        self._root.locks += 1
+        return PrefixHandle(self._root)
+
+    def follow(self, handle: PrefixHandle, text: Sequence[int], end: int, least: int = 1) -> list[int]:
+        """Move a handle on along a text that begins with its prefix, up to position `end`, as far as it is
+        cached; returns the slots of those tokens. Fewer than `least` are not taken."""
+        path, last = _ahead(_held(handle), text, handle.length, end)
+        if sum(len(node.tokens) for node in path[:-1]) + last < max(least, 1):
+            return []
+        return self._advance(handle, path, last)
 
     def unlock(self, handle: PrefixHandle) -> None:
-        """Give a matched path back; a second time is an error."""
-        if handle.node is None:
-            raise SlotError("this prefix was unlocked already")
-        step: PrefixNode | None = handle.node
+        """Give a path back; a second time is an error."""
+        step: PrefixNode | None = _held(handle)
         handle.node = None
+        used = 0
         while step is not None:
+            used = step.used = max(step.used, used)  # whoever used a node used all above it
             step.locks -= 1
             if step.locks == 0:
                 self._locked -= len(step.tokens)
                 self._offer(step)
             step = step.parent
 
-    def share(self, tokens: Sequence[int], slots: Sequence[int], handle: PrefixHandle | None) -> PrefixHandle:
-        """Let others use a committed prefix that its request goes on reading; `slots` from position 0.
+    def share(self, handle: PrefixHandle, tokens: Sequence[int], slots: Sequence[int]) -> None:
+        """Let others use what its request has committed behind a handle and goes on reading.
 
-        Takes over the slots of those tokens that are not cached yet, and returns the lock on all of them,
-        which replaces `handle` on a part of them. Where a token was cached under another slot, the request's
-        own stays its own, to be given up by `insert` in the end: no slot of the request changes.
+        Takes over the slots of those tokens that are not cached yet, and moves the handle behind all of them.
+        Where a token was cached under another slot, the request's own stays its own, to be given up by
+        `insert` in the end: no slot of the request changes.
         """
         if len(tokens) != len(slots):
             raise SlotError(f"{len(tokens)} tokens cannot stand in {len(slots)} slots")
-        if handle is not None and handle.length > len(tokens):
-            raise SlotError(f"{handle.length} tokens are locked, more than the {len(tokens)} to share")
-        wanted, given = list(tokens), list(slots)
-        node, cached = self._descend(wanted)
-        new = given[len(cached) :]
-        if not self._pool.in_use(new) or any(map(self._owned.__getitem__, new)):
+        path, last = _ahead(_held(handle), tokens, 0, len(tokens))
+        cached = sum(len(node.tokens) for node in path[:-1]) + last
+        kept = (slot for node in path for slot in node.slots)
+        own = [mine for mine, other in zip(slots[:cached], kept, strict=False) if mine != other]
+        new = list(slots[cached:])
+        if not self._pool.in_use([*own, *new]) or any(map(self._owned.__getitem__, (*own, *new))):
             raise SlotError("a slot to share is listed twice, or is not the caller's to give")
+        self._advance(handle, path, last)
+        handle.own += own
         if new:
-            node = self._grow(node, wanted[len(cached) :], new)
-        locked = self._lock(node, len(wanted))
-        if handle is not None:
-            self.unlock(handle)
-        return locked
+            self._grow(handle, list(tokens[cached:]), new)
 
-    def insert(self, tokens: Sequence[int], slots: Sequence[int]) -> int:
-        """Take over the slots of a committed prefix, all from position 0; returns the number of duplicates.
+    def insert(self, tokens: Sequence[int], slots: Sequence[int], handle: PrefixHandle | None = None) -> int:
+        """Take over the slots of what was committed behind a handle, or of a whole prefix, and give the
+        handle back; returns the number of duplicates.
 
-        Slots that `match` lent or `share` took (still locked) are passed along with the caller's own. Where
-        a token was cached under another slot, the cached one stays and the caller's is freed. The caller must
-        be done with all of them.
+        Where a token was cached under another slot, the cached one stays and the caller's is freed. The
+        caller must be done with all of them.
         """
-        if len(tokens) != len(slots):
-            raise SlotError(f"{len(tokens)} tokens cannot stand in {len(slots)} slots")
-        wanted, given = list(tokens), list(slots)
-        node, cached = self._descend(wanted)
-        length = len(cached)
-        duplicates = [mine for mine, kept in zip(given, cached, strict=False) if mine != kept]
-        own = duplicates + given[length:]
-        if not self._pool.in_use(own) or any(map(self._owned.__getitem__, own)):
-            raise SlotError("a slot to insert is listed twice, or is not the caller's to give")
-        self._pool.free(duplicates)
-        if length < len(wanted):
-            self._grow(node, wanted[length:], given[length:])
-        return len(duplicates)
+        held = self.begin() if handle is None else handle
+        try:
+            self.share(held, tokens, slots)
+        except SlotError:
+            if handle is None:
+                self.unlock(held)
+            raise
+        self._pool.free(held.own)
+        self.unlock(held)
+        return len(held.own)
 
     def evict(self, count: int) -> int:
         """Free `count` slots, or as many as are not locked; returns how many were freed."""
@@ -159,23 +166,22 @@ class PrefixCache:
             freed += self._trim(node, count - freed)
         return freed
 
-    def _descend(self, wanted: list[int]) -> tuple[PrefixNode, list[int]]:
-        """The node that ends the longest cached prefix, split there if need be, and the prefix's slots."""
+    def _advance(self, handle: PrefixHandle, path: list[PrefixNode], last: int) -> list[int]:
+        """Lock these nodes, of the last of them `last` tokens, for a handle above them; returns their
+        slots."""
         self._time += 1
-        node, slots = self._root, list[int]()
-        while len(slots) < len(wanted):
-            child = node.children.get(wanted[len(slots)])
-            if child is None:
-                break
-            common = common_length(child.tokens, wanted, len(slots))
-            if common < len(child.tokens):
-                child = self._split(child, common)
-            child.used = self._time
-            slots.extend(child.slots)
-            node = child
-        if node.locks == 0 and node is not self._root:
-            self._offer(node)
-        return node, slots
+        slots: list[int] = []
+        if path and last < len(path[-1].tokens):
+            path[-1] = self._split(path[-1], last)
+        for node in path:
+            if node.locks == 0:
+                self._locked += len(node.tokens)
+            node.locks += 1
+            node.used = self._time
+            slots.extend(node.slots)
+            handle.node = node
+        handle.length += len(slots)
+        return slots
 
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Cut a node in two and return the new upper part; the node, and its handles, become the lower."""
@@ -188,17 +194,23 @@ class PrefixCache:
         self._nodes += 1
         return upper
 
-    def _grow(self, parent: PrefixNode, tokens: list[int], slots: list[int]) -> PrefixNode:
-        """Add a leaf."""
-        node = PrefixNode(tokens, slots, parent)
+    def _grow(self, handle: PrefixHandle, tokens: list[int], slots: list[int]) -> None:
+        """Add tokens behind a handle: to its node where nobody else would notice, or as a leaf below it."""
+        node = _held(handle)
+        if node.locks == 1 and not node.children and node.parent is not None:
+            node.tokens += tokens
+            node.slots += slots
+        else:
+            parent, node = node, PrefixNode(tokens, slots, node)
+            parent.children[tokens[0]] = handle.node = node
+            node.locks = 1
+            self._nodes += 1
         node.used = self._time
-        parent.children[tokens[0]] = node
         for slot in slots:
             self._owned[slot] = 1
         self._size += len(tokens)
-        self._nodes += 1
-        self._offer(node)
-        return node
+        self._locked += len(tokens)
+        handle.length += len(tokens)
 
     def _trim(self, leaf: PrefixNode, most: int) -> int:
         """Free up to `most` slots from the end of an unlocked leaf, which goes when it is empty."""
@@ -222,7 +234,7 @@ class PrefixCache:
 
     def _offer(self, node: PrefixNode) -> None:
         """Remember that a node may be evictable now."""
-        if node.children or node.locks or node is self._root:
+        if node.children or node.locks or node.parent is None:
             return
         self._pushed += 1  # breaks ties: nodes have no order
         heapq.heappush(self._leaves, (node.used, self._pushed, node))
@@ -236,12 +248,32 @@ class PrefixCache:
             heapq.heapify(self._leaves)
 
 
-def common_length(edge: list[int], wanted: list[int], start: int = 0) -> int:
-    """Length of the common prefix of `edge` and `wanted[start:]`."""
-    end = min(len(edge), len(wanted) - start)
-    if edge[:end] == wanted[start : start + end]:
-        return end
-    low = 0
-    while edge[low] == wanted[start + low]:
-        low += 1
-    return low
+def _held(handle: PrefixHandle) -> PrefixNode:
+    if handle.node is None:
+        raise SlotError("this prefix was unlocked already")
+    return handle.node
+
+
+def _ahead(node: PrefixNode, text: Sequence[int], start: int, end: int) -> tuple[list[PrefixNode], int]:
+    """The nodes below `node` that hold `text[start:end]`, as far as they do, and how many tokens of the
+    last."""
+    path: list[PrefixNode] = []
+    common = 0
+    while start < end and (child := node.children.get(text[start])) is not None:
+        common = common_length(child.tokens, text, start, end)
+        path.append(child)
+        if common < len(child.tokens):
+            break
+        start += common
+        node = child
+    return path, common
+
+
+def common_length(edge: Sequence[int], text: Sequence[int], start: int, end: int) -> int:
+    """Length of the common prefix of `edge` and `text[start:end]`."""
+    length = min(len(edge), end - start)
+    for low in range(0, length, _BLOCK):
+        high = min(low + _BLOCK, length)
+        if list(edge[low:high]) != list(text[start + low : start + high]):
+            return next(at for at in range(low, high) if edge[at] != text[start + at])
+    return max(length, 0)

@@ -43,3 +43,7 @@ class SlotTable:
         slots: list[int] = self._array[: self._length].tolist()
         self._length = 0
         return slots
+
+    def clear(self) -> None:
+        """Empty the table."""
+        self._length = 0

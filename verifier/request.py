@@ -5,7 +5,7 @@ Knows no scheduling, no text and no tensors.
 
 from dataclasses import dataclass, field
 
-from ssd_serve.cache.prefix import PrefixHandle
+from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.kernels.processors import TokenCounts
@@ -39,6 +39,17 @@ class Request:
     figures: Figures = field(default_factory=Figures)
     scored: int = 0
     """Tokens of the prompt, from the second on, whose log-probabilities were told."""
+    _common: dict[int, int] = field(default_factory=dict[int, int])
+    """How much of the texts of others, by number, is known to be that of this one."""
+
+    def common_length(self, other: "Request", end: int) -> int:
+        """How far the first `end` tokens of this text and another's are the same. Neither changes but by
+        growing, so that no token is compared twice."""
+        known = self._common.get(other.number, 0)
+        if known < end and other.tokens[known] == self.tokens[known]:
+            known += common_length(other.tokens[known:end], self.tokens, known, end)
+            self._common[other.number] = known
+        return known
 
     @property
     def unscored(self) -> range:

@@ -5,16 +5,22 @@ running request needs; memory is reclaimed from the prefix cache first and by pr
 last.
 
 A prompt is offered to the prefix cache chunk by chunk while it is read. A request that would read the same
-tokens beside it waits for them instead: choices of one prompt read it once.
+tokens beside it waits for them instead: choices of one prompt read it once. What was looked up once is not
+looked at again: work in a round does not grow with the length of prompts.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssd_serve.cache.prefix import PrefixCache, common_length
+from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.verifier.request import Request
+
+_LOOKED_UP = 1 << 18
+"""Tokens of waiting requests that are looked up in a round; of one request always all."""
+_A_ROUND = 1 << 13
+"""A request that found no memory is looked at again after a round for so many of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = 0
         self._limits = limits
+        self._refused: Request | None = None
+        """The waiting request that memory was last too short for, and rounds until it is looked at again."""
+        self._rounds_left = 0
 
     @property
     def prefill_chunk(self) -> int:
@@ -68,20 +77,34 @@ class Scheduler:
 
         What running requests have read of their prompts since the last call is offered to them.
         """
-        self._share_prompts()
+        for request in self.running:
+            self._share(request)
         admitted: list[Request] = []
-        while self.waiting and len(self.running) < self._limits.max_running:
+        looked_up = 0
+        while self.waiting and len(self.running) < self._limits.max_running and looked_up < _LOOKED_UP:
             request = self.waiting[0]
-            self._borrow(request)
+            if self._rests(request):
+                break
+            looked_up += len(request.tokens)
+            found = self._borrow(request)
             reserved = sum(each.pending for each in self.running) + len(self.running)
             if self._reclaimable() < request.pending + reserved + 1 and self.running:
                 self._give_up(request)
+                self._refused, self._rounds_left = request, len(request.tokens) // _A_ROUND
                 break
             self.waiting.popleft()
-            self._count(request, len(request.tokens), len(request.slots))
+            self._count(request, len(request.tokens), found)
             self.running.append(request)
             admitted.append(request)
         return admitted
+
+    def _rests(self, request: Request) -> bool:
+        """Whether it is too early to look again at a request that memory was too short for."""
+        if request is not self._refused or not self.running or self._rounds_left <= 0:
+            self._refused = None
+            return False
+        self._rounds_left -= 1
+        return True
 
     @property
     def decoding(self) -> int:
@@ -156,26 +179,28 @@ class Scheduler:
 
     def _give_up(self, request: Request) -> None:
         """Hand the committed slots to the prefix cache, or back to the pool."""
-        committed = len(request.slots)
-        slots = request.slots.take()
         if self.prefix is None:
-            self.pool.free(slots)
+            self.pool.free(request.slots.take())
             return
-        if committed:
-            self.prefix.insert(request.tokens[:committed], slots)
-        if request.handle is not None:
-            self.prefix.unlock(request.handle)
-        request.handle = None
+        handle, request.handle = request.handle, None
+        known, committed = handle.length if handle else 0, len(request.slots)
+        slots: list[int] = request.slots.view()[known:].tolist()
+        request.slots.clear()
+        if handle is not None or slots:
+            self.prefix.insert(request.tokens[known:committed], slots, handle)
 
-    def _share_prompts(self) -> None:
-        """Offer the prompt tokens that running requests have committed to all others."""
+    def _share(self, request: Request) -> None:
+        """Offer to all others what a request has read of its prompt, or of a text once more."""
         if self.prefix is None:
             return
-        for request in self.running:
-            count = min(len(request.slots), request.prompt_length)
-            if count > (request.handle.length if request.handle else 0):
-                slots: list[int] = request.slots.view()[:count].tolist()
-                request.handle = self.prefix.share(request.tokens[:count], slots, request.handle)
+        read = len(request.slots)
+        count = min(read, request.prompt_length) if request.decoding else read
+        known = request.handle.length if request.handle else 0
+        if count > known:
+            if request.handle is None:
+                request.handle = self.prefix.begin()
+            slots: list[int] = request.slots.view()[known:count].tolist()
+            self.prefix.share(request.handle, request.tokens[known:count], slots)
 
     def _may_borrow(self, request: Request) -> bool:
         """Whether cached tokens spare this request anything: one whose prompt is scored needs every row."""
@@ -185,15 +210,12 @@ class Scheduler:
         """Use what is cached beyond what the request has read itself; returns how many tokens that spares."""
         if self.prefix is None or not self._may_borrow(request):
             return 0
-        slots, handle = self.prefix.match(request.tokens)
-        found = slots[len(request.slots) :]
-        if len(found) < self._limits.worth_reusing:
-            self.prefix.unlock(handle)
-            return 0
+        self._share(request)
+        if request.handle is None:
+            request.handle = self.prefix.begin()
+        end = len(request.tokens) - 1
+        found = self.prefix.follow(request.handle, request.tokens, end, self._limits.worth_reusing)
         request.slots.extend(found)
-        if request.handle is not None:
-            self.prefix.unlock(request.handle)
-        request.handle = handle
         return len(found)
 
     def _count(self, request: Request, asked: int, found: int) -> None:
@@ -212,7 +234,7 @@ class Scheduler:
             other = part.request
             end = min(len(other.slots) + len(part.slots), other.prompt_length, len(request.tokens) - 1)
             if end > most:
-                most = max(most, common_length(other.tokens[:end], request.tokens))
+                most = max(most, request.common_length(other, end))
         return most - read
 
     def _reclaimable(self) -> int:

@@ -1,6 +1,7 @@
 """The prefix cache: after any sequence of operations, whoever holds a slot finds there what was written."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -72,49 +73,59 @@ class PrefixMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.running))
         request.tokens = request.tokens + more
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def borrow_more(self, data: st.DataObject) -> None:
-        """Go on with what others have read meanwhile."""
+    def _draw_caught_up(self, data: st.DataObject) -> Running:
+        """A request all of whose slots are behind its handle."""
         request = data.draw(st.sampled_from(self.running))
-        slots, handle = self.cache.match(request.tokens)
-        if len(slots) > len(request.slots):
-            request.slots += slots[len(request.slots) :]
-            request.handle, handle = handle, request.handle
-        self.cache.unlock(handle)
+        self._share(request, len(request.slots))
+        return request
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), least=st.integers(0, 3))
+    def follow(self, data: st.DataObject, least: int) -> None:
+        """Go on with what others have read meanwhile: as much as a look from the beginning finds."""
+        request = self._draw_caught_up(data)
+        end = data.draw(st.integers(request.handle.length, len(request.tokens)))
+        known = request.handle.length
+        cached = len(self._cached(request.tokens[:end]))
+        found = self.cache.follow(request.handle, request.tokens, end, least)
+        assert len(found) == (cached - known if cached - known >= least else 0)
+        assert request.handle.length == known + len(found)
+        request.slots += found
+
+    def _share(self, request: Running, count: int) -> None:
+        known, before = request.handle.length, list(request.slots)
+        tokens = request.tokens[:count]
+        taken = request.slots[len(self._cached(tokens)) : count]
+        size = self.cache.size
+        self.cache.share(request.handle, tokens[known:], request.slots[known:count])
+        assert request.slots == before
+        assert request.own.issuperset(taken)
+        request.own -= set(taken)
+        assert self.cache.size == size + len(taken)
+        assert request.handle.length == len(self._cached(tokens)) == count
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         """Let others read what is committed, or a part of it: the cache takes over what it did not have."""
         request = data.draw(st.sampled_from(self.running))
-        count = data.draw(st.integers(min(request.handle.length, len(request.slots)), len(request.slots)))
-        tokens, before = request.tokens[:count], list(request.slots)
-        taken = request.slots[len(self._cached(tokens)) : count]
-        size = self.cache.size
-        request.handle = self.cache.share(tokens, request.slots[:count], request.handle)
-        assert request.slots == before
-        assert request.own.issuperset(taken)
-        request.own -= set(taken)
-        assert self.cache.size == size + len(taken)
-        assert len(self._cached(tokens)) == count
+        self._share(request, data.draw(st.integers(request.handle.length, len(request.slots))))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), keep=st.booleans())
     def finish(self, data: st.DataObject, keep: bool) -> None:
         request = data.draw(st.sampled_from(self.running))
         self.running.remove(request)
-        tokens = request.tokens[: len(request.slots)]
+        tokens, known = request.tokens[: len(request.slots)], request.handle.length
         if keep:
             size, available = self.cache.size, self.pool.available
-            duplicates = self.cache.insert(tokens, request.slots)
+            duplicates = self.cache.insert(tokens[known:], request.slots[known:], request.handle)
             assert self.cache.size == size + len(request.own) - duplicates
             assert self.pool.available == available + duplicates
+            assert len(self._cached(tokens)) == len(tokens)
         else:
             self.pool.free(sorted(request.own))
-        self.cache.unlock(request.handle)
-        if keep:
-            assert len(self._cached(tokens)) == len(tokens)
+            self.cache.unlock(request.handle)
 
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
@@ -254,24 +265,73 @@ def test_a_shared_prefix_is_read_on_while_others_read_it_too() -> None:
     assert older is not None
     assert mine is not None
     cache.insert([1, 2], older)
-    handle = cache.share([1, 2, 3, 4], mine, None)
+    handle = cache.begin()
+    cache.share(handle, [1, 2, 3], mine[:3])
+    cache.share(handle, [4], mine[3:])
     assert cache.evict(9) == 0
     other, theirs = cache.match([1, 2, 3, 4, 5])
     assert other == older + mine[2:]
-    assert cache.share([1, 2, 3, 4], other, theirs).length == 4  # nothing to take, and nothing lost
+    assert theirs.length == 4
+    cache.share(theirs, [], [])  # nothing to take, and nothing lost
     assert pool.used == 6
-    assert cache.insert([1, 2, 3, 4], mine) == 2
-    cache.unlock(handle)
+    assert cache.insert([], [], handle) == 2
     assert (pool.used, cache.size) == (4, 4)
+    for given in (mine[:2], mine[2:], []):  # freed; the cache's; missing
+        with pytest.raises(SlotError):
+            cache.share(theirs, [7, 8], given)
     with pytest.raises(SlotError):
-        cache.share([7, 8], mine[:2], None)  # freed
-    with pytest.raises(SlotError):
-        cache.share([7, 8], mine[2:], None)  # the cache's
-    with pytest.raises(SlotError):
-        cache.share([7], [], None)
-    _, longer = cache.match([1, 2, 3, 4, 5])
-    with pytest.raises(SlotError):
-        cache.share([1, 2], older, longer)
+        cache.share(handle, [7], [])  # given back
+    assert theirs.length == 4
+    cache.unlock(theirs)
+    assert cache.evict(9) == 4
+
+
+class Text(list[int]):
+    """Counts how many of its tokens are looked at."""
+
+    looked = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.looked += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_a_long_prompt_is_looked_at_once_however_many_chunks_it_is_read_in() -> None:
+    length, chunk = 64_000, 64
+    pool = SlotPool(length)
+    cache = PrefixCache(pool)
+    text = Text(range(length))
+    handle, reader = cache.begin(), cache.begin()
+    for start in range(0, length, chunk):
+        slots = pool.allocate(chunk)
+        assert slots is not None
+        cache.share(handle, text[start : start + chunk], slots)
+        assert cache.follow(reader, text, length - 1) == slots[: length - 1 - start]
+        assert cache.follow(reader, text, length - 1) == []
+    assert text.looked < 6 * length
+
+
+def test_who_reads_alone_makes_one_node() -> None:
+    """A path of a node a chunk would be walked whenever it is given back."""
+    pool = SlotPool(100)
+    cache = PrefixCache(pool)
+    handle = cache.begin()
+    for start in range(0, 100, 10):
+        cache.share(handle, range(start, start + 10), pool.allocate(10) or [])
+    assert cache._nodes == 1  # pyright: ignore[reportPrivateUsage]
+    assert len(cache.match(range(51))[0]) == 50
+
+
+def test_what_is_above_a_long_reader_is_as_new_as_its_end() -> None:
+    cache = filled([1, 2, 3], [5, 5, 5])
+    _, handle = cache.match([1, 2, 3, 0])
+    length(cache, [5, 5, 5])
+    cache.share(handle, [4], cache._pool.allocate(1) or [])  # pyright: ignore[reportPrivateUsage]
+    cache.unlock(handle)
+    assert cache.evict(3) == 3
+    assert length(cache, [5, 5, 5]) == 0
+    assert length(cache, [1, 2, 3, 4]) == 4
 
 
 def test_the_heap_of_leaves_stays_small() -> None:

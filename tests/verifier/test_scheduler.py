@@ -1,11 +1,13 @@
 """The scheduler: admission, chunks, preemption; never an allocation failure, never a lost slot."""
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.verifier.request import Request, accept
@@ -313,3 +315,37 @@ def test_choices_that_share_their_prompt_need_its_memory_once() -> None:
     read_all(scheduler)
     assert len(scheduler.running) == 8
     assert scheduler.preemptions == 0
+
+
+class CountingPrefix(PrefixCache):
+    """Notes how many tokens each look may cover."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        super().__init__(pool)
+        self.looks: list[int] = []
+
+    def follow(self, handle: PrefixHandle, text: Sequence[int], end: int, least: int = 1) -> list[int]:
+        self.looks.append(end - handle.length)
+        return super().follow(handle, text, end, least)
+
+
+def test_a_long_request_that_finds_no_memory_is_not_looked_up_every_round() -> None:
+    scheduler = make_scheduler(slots=70_000, chunk=100)
+    scheduler.prefix = prefix = CountingPrefix(scheduler.pool)
+    first, second = (make_request(number, [1 + number] * 40_000, 9) for number in range(2))
+    for request in (first, second):
+        scheduler.submit(request)
+    for _ in range(30):
+        scheduler.admit()
+        for part in scheduler.plan()[0]:
+            commit(scheduler, part, [], 0, 1)
+    assert prefix.looks.count(39_999) <= 1 + 30 // 4
+    scheduler.remove(first)
+    assert scheduler.admit() == [second], "when nobody runs there is nothing to wait for"
+
+
+def test_long_requests_are_looked_up_over_several_rounds() -> None:
+    scheduler = make_scheduler(slots=1_000_000, max_running=8)
+    for number in range(4):
+        scheduler.submit(make_request(number, [1 + number] * 140_000, 9))
+    assert [len(scheduler.admit()) for _ in range(3)] == [2, 2, 0]
