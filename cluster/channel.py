@@ -4,10 +4,12 @@
 one thread. It knows frames and bytes, not what the messages mean, and not who is at the other end.
 """
 
+import contextlib
 import select
 import socket
 import time
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ssd_serve.cluster.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
 from ssd_serve.errors import ProtocolError
@@ -15,8 +17,19 @@ from ssd_serve.messages import Message
 
 DEFAULT_QUEUE_BYTES = 4 * 1024 * 1024
 _READ_BYTES = 256 * 1024
-_MOST_BYTES_A_DRAIN = 8 * 1024 * 1024
-"""A peer that sends without pause must not keep `receive` from returning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """How much is taken from a peer, and what."""
+
+    frame_bytes: int = MAX_FRAME_BYTES
+    drain_bytes: int = 8 * 1024 * 1024
+    """A peer that sends without pause must not keep `receive` from returning."""
+    kinds: Any = Message
+
+
+TRUSTED = Intake()
 
 
 class Waitable(Protocol):
@@ -89,14 +102,18 @@ class SocketChannel:
         *,
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        intake: Intake = TRUSTED,
     ) -> None:
         connection.setblocking(False)
+        self.peer = _address_of(connection)
+        """The IP address of the other end; empty where it is a process of this machine, on a unix socket."""
         self._socket = connection
         self._queue_bytes = queue_bytes
         self._outgoing = bytearray()
         self._writer = FrameWriter(max_frame_bytes)
-        self._reader = FrameReader(max_frame_bytes)
-        self._chunk = bytearray(_READ_BYTES)
+        self._reader = FrameReader(min(max_frame_bytes, intake.frame_bytes), intake.kinds)
+        self._drain_bytes = intake.drain_bytes
+        self._chunk = bytearray(min(_READ_BYTES, intake.drain_bytes))
         self._ended = False
 
     @property
@@ -159,7 +176,7 @@ class SocketChannel:
     def _read_all(self) -> None:
         """Move everything that is waiting from the kernel into the reader."""
         taken = 0
-        while not self._ended and not self._reader.failed and taken < _MOST_BYTES_A_DRAIN:
+        while not self._ended and not self._reader.failed and taken < self._drain_bytes:
             try:
                 count = self._socket.recv_into(self._chunk)
             except BlockingIOError:
@@ -175,7 +192,7 @@ class SocketChannel:
             if self._reader.failed:
                 # Nothing that arrives from now on counts; the next `receive` says why.
                 self._ended = True
-            if count < _READ_BYTES:
+            if count < len(self._chunk):
                 # A short read means that the kernel's buffer is empty: one system call saved a message.
                 return
 
@@ -204,3 +221,11 @@ class SocketChannel:
         self._ended = True
         self._outgoing.clear()
         self._socket.close()
+
+
+def _address_of(connection: socket.socket) -> str:
+    if connection.family == socket.AF_UNIX:
+        return ""
+    with contextlib.suppress(OSError):  # it has gone again
+        return str(connection.getpeername()[0])
+    return "unknown"

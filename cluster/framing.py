@@ -4,6 +4,7 @@ Pure functions of bytes. Knows no sockets; and nothing of what the messages mean
 """
 
 import struct
+from typing import Any
 
 import msgspec
 
@@ -47,8 +48,9 @@ class FrameReader:
     its framing cannot be trusted again. Messages before that frame are still given out.
     """
 
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, kinds: Any = Message) -> None:
+        """A message of other `kinds` does not decode."""
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
         self._messages: list[Message] = []
@@ -90,6 +92,10 @@ class FrameReader:
             self._messages.append(self._decoder.decode(body))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._error = f"a frame does not decode: {error}"
+        except RecursionError:  # the interpreter's own bound, which also holds for fields that nobody knows
+            self._error = "a frame does not decode: it is nested too deeply"
+        except MemoryError:
+            self._error = "a frame does not decode: it asks for more memory than there is"
         finally:
             body.release()
 

@@ -6,6 +6,7 @@ can be used again. Proves who speaks at the start; encrypts nothing. Knows bytes
 
 import contextlib
 import hmac
+import math
 import secrets
 import select
 import selectors
@@ -13,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from ssd_serve.cluster.scarcity import PAUSE_S, is_scarce
 from ssd_serve.errors import ProtocolError, SettingsError
 
 _MAGIC = b"ssd-tcp1"
@@ -113,18 +115,28 @@ class Gate:
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         self._full = False
+        self._deaf_until = -math.inf
 
     def accept(self) -> socket.socket | None:
         """The next peer that has proved itself, or None."""
         proved = self._next()
-        full = len(self._greetings) >= _MOST_GREETINGS
+        self.attend()
+        return proved
+
+    @property
+    def deaf_s(self) -> float:
+        """Seconds until it listens again, where there was no descriptor for a peer."""
+        return max(0.0, self._deaf_until - time.monotonic())
+
+    def attend(self) -> None:
+        """Listen to new peers if they can be greeted."""
+        full = len(self._greetings) >= _MOST_GREETINGS or self.deaf_s > 0
         if full is not self._full:  # nobody wakes up for those who must wait
             self._full = full
             if full:
                 self._selector.unregister(self._server)
             else:
                 self._selector.register(self._server, selectors.EVENT_READ)
-        return proved
 
     def _next(self) -> socket.socket | None:
         self._greet()
@@ -158,7 +170,11 @@ class Gate:
         while len(self._greetings) < _MOST_GREETINGS:
             try:
                 connection, peer = self._server.accept()
-            except OSError:  # nobody; or one who has gone again, or for whom there is no descriptor
+            except BlockingIOError:
+                return
+            except OSError as error:  # one who has gone again, or for whom there is no descriptor
+                if is_scarce(error):
+                    self._deaf_until = time.monotonic() + PAUSE_S
                 return
             try:
                 tune(connection)

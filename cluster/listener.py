@@ -3,6 +3,7 @@
 An address is a text that fits in a command line: a path, or `tcp://127.0.0.1:4711`. Knows no messages.
 """
 
+import math
 import os
 import select
 import socket
@@ -10,8 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.channel import TRUSTED, Intake, SocketChannel
 from ssd_serve.cluster.handshake import SHORTEST_KEY, Gate, introduce, tune
+from ssd_serve.cluster.scarcity import PAUSE_S, is_scarce
 from ssd_serve.errors import EngineDeadError, PermissionProblemError, SettingsError
 
 _TCP = "tcp://"
@@ -30,6 +32,7 @@ class Listener:
         server.setblocking(False)
         self._socket = server
         self._gate = gate
+        self._deaf_until = -math.inf
         self.address = address
 
     @classmethod
@@ -83,10 +86,10 @@ class Listener:
         """A listener sends nothing."""
         return 0
 
-    def accept(self) -> SocketChannel | None:
+    def accept(self, intake: Intake = TRUSTED) -> SocketChannel | None:
         """The next peer that connected and may speak, or None."""
         connection = self.accept_socket()
-        return None if connection is None else SocketChannel(connection)
+        return None if connection is None else SocketChannel(connection, intake=intake)
 
     def await_peer(self, timeout_s: float) -> SocketChannel | None:
         """The same, waiting for it."""
@@ -105,16 +108,37 @@ class Listener:
             return self._socket.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
             return None
+        except OSError as error:
+            if not is_scarce(error):
+                raise
+            self._deaf_until = time.monotonic() + PAUSE_S
+            return None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `accept` is worth calling; it may still give None."""
-        poller = select.poll()
-        poller.register(self.fileno(), select.POLLIN)
+        deaf_s = min(timeout_s, self._deaf_s)
+        if deaf_s > 0 and (self._poll(deaf_s) or deaf_s == timeout_s):
+            return self._poll(0.0)
+        if self._gate is not None:
+            self._gate.attend()
+        return self._poll(timeout_s - deaf_s)
+
+    def _poll(self, timeout_s: float) -> bool:
+        poller, descriptor = select.poll(), self.fileno()
+        if descriptor >= 0:
+            poller.register(descriptor, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))
 
+    @property
+    def _deaf_s(self) -> float:
+        own = max(0.0, self._deaf_until - time.monotonic())
+        return own if self._gate is None else self._gate.deaf_s
+
     def fileno(self) -> int:
-        """File descriptor to wait on."""
-        return self._socket.fileno() if self._gate is None else self._gate.fileno()
+        """File descriptor to wait on; -1 for a moment where there is none to accept with."""
+        if self._gate is not None:
+            return self._gate.fileno()
+        return -1 if self._deaf_s > 0 else self._socket.fileno()
 
     def close(self) -> None:
         """Stop listening and remove the socket file."""
@@ -149,7 +173,9 @@ def connect_socket(
             if give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"nobody answers at {address}: {error}") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
-            raise EngineDeadError(f"cannot connect to {address}: {error}") from error
+            scarce = isinstance(error, OSError) and is_scarce(error)
+            if not scarce or give_up() or time.monotonic() >= deadline:
+                raise EngineDeadError(f"cannot connect to {address}: {error}") from error
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_RETRY_S)
 

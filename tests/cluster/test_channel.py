@@ -1,20 +1,22 @@
 """Channels over real sockets: nothing blocks, nothing is lost, nonsense closes."""
 
 import os
+import resource
 import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.channel import Intake, SocketChannel
 from ssd_serve.cluster.listener import Listener, connect
 from ssd_serve.cluster.polling import poll
 from ssd_serve.errors import EngineDeadError, ProtocolError, SettingsError
-from ssd_serve.messages import Abort, Growth, Message
+from ssd_serve.messages import Abort, Growth, Heartbeat, Hello, Message, Refusal
 
 Pair = tuple[SocketChannel, SocketChannel]
 
@@ -145,3 +147,61 @@ def test_nobody_there_is_an_error_with_the_address(tmp_path: Path) -> None:
 def test_a_path_that_no_kernel_takes_is_a_settings_error() -> None:
     with pytest.raises(SettingsError, match="SSD_RUN_DIR"):
         Listener.unix("/tmp/" + "x" * 120)
+
+
+@contextmanager
+def no_descriptor_left() -> Generator[None]:
+    """Nothing can be opened: what is free now is beyond the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_peer_for_whom_there_is_no_descriptor_wakes_nobody_up_and_is_accepted_later(tmp_path: Path) -> None:
+    with closing(Listener.unix(tmp_path / "s")) as listener, closing(connect(listener.address)):
+        with no_descriptor_left():
+            assert listener.accept() is None
+            assert listener.fileno() == -1
+            assert not listener.wait(0.0)
+        accepted = listener.await_peer(5.0)
+        assert accepted is not None
+        assert accepted.peer == ""
+        accepted.close()
+
+
+def test_connecting_waits_for_a_descriptor(tmp_path: Path) -> None:
+    tries: list[float] = []
+
+    def give_up() -> bool:
+        tries.append(time.monotonic())
+        if len(tries) == 3:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return False
+
+    with closing(Listener.unix(tmp_path / "s")) as listener:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with no_descriptor_left():
+            connect(listener.address, 20.0, give_up=give_up).close()
+        assert len(tries) == 3
+        with no_descriptor_left(), pytest.raises(EngineDeadError, match="cannot connect"):
+            connect(listener.address, 0.05)
+
+
+def test_no_more_is_taken_at_once_than_a_peer_is_worth() -> None:
+    first, second = socket.socketpair()
+    intake = Intake(frame_bytes=1000, drain_bytes=4096, kinds=Heartbeat | Hello)
+    with closing(SocketChannel(first)) as sender, closing(SocketChannel(second, intake=intake)) as channel:
+        for _ in range(1000):
+            sender.post(Heartbeat())
+        assert sender.flush()
+        heard = [len(channel.receive()) for _ in range(20)]
+        assert sum(heard) == 1000
+        assert max(heard) < 300
+        sender.send(Refusal("x" * 2000))
+        with pytest.raises(ProtocolError, match="larger than the limit of 1000"):
+            channel.receive()

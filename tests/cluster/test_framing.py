@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from ssd_serve.cluster.framing import FrameReader, FrameWriter
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Abort, Committed, Growth, Message, Open, Outcome, SamplingParameters, Submit
+from ssd_serve.messages import (
+    Abort,
+    Committed,
+    Growth,
+    Heartbeat,
+    Message,
+    Open,
+    Outcome,
+    SamplingParameters,
+    Submit,
+)
 
 identifiers = st.integers(0, 2**63 - 1)
 names = st.integers(0, 2**64 - 1)
@@ -83,3 +93,37 @@ def test_a_message_above_the_limit_is_not_sent() -> None:
 def test_a_number_that_msgpack_cannot_hold_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="cannot be encoded"):
         FrameWriter().encode(Abort(2**64))
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+def nested(depth: int) -> bytes:
+    """A Heartbeat with a field that nobody knows, so many lists deep."""
+    return b"\x82\xa4type\xa9Heartbeat\xa7unknown" + b"\x91" * depth + b"\x00"
+
+
+@pytest.mark.parametrize("depth", [1_500, 100_000])
+def test_a_field_that_nobody_knows_may_not_be_deep(depth: int) -> None:
+    reader = FrameReader()
+    reader.feed(framed(nested(10)) + framed(nested(depth)))
+    assert reader.take() == [Heartbeat()]
+    with pytest.raises(ProtocolError, match="nested too deeply"):
+        reader.take()
+
+
+def test_a_list_that_says_to_be_longer_than_memory_ends_the_stream_alone() -> None:
+    reader = FrameReader()
+    reader.feed(framed(b"\x82\xa4type\xa9Committed\xa6tokens\xdd\xff\xff\xff\xff"))
+    with pytest.raises(ProtocolError, match="does not decode"):
+        reader.take()
+
+
+def test_only_the_kinds_that_a_peer_may_send_decode() -> None:
+    reader = FrameReader(kinds=Abort | Heartbeat)
+    writer = FrameWriter()
+    reader.feed(writer.encode(Heartbeat()) + writer.encode(Outcome(1, 1, 1, (1,), 1)))
+    assert reader.take() == [Heartbeat()]
+    with pytest.raises(ProtocolError, match="does not decode"):
+        reader.take()

@@ -210,6 +210,7 @@ def test_one_for_whom_there_is_no_descriptor_ends_nothing(guarded: Guarded) -> N
         resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
         try:
             assert guarded.listener.accept() is None
+            assert not guarded.listener.wait(0.05), "it wakes nobody up"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     server, client = meet(guarded.listener)
