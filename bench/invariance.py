@@ -17,7 +17,7 @@ from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.self_test import Asked, random_batch
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served, torch_device
 from ssd_serve.settings import Settings
@@ -49,7 +49,7 @@ def run_invariance(settings: Settings, plan: Plan, say: Callable[[str], None]) -
     device = settings.target_device or "cpu"
     if torch_device(device) == "cpu":
         torch.set_num_threads(1)
-    path = resolve_model(settings.target, "target", token=settings.hf_token)
+    path = find_model(settings, settings.target, "target")
     native = native_library(settings)
     slots = max(sum(each.prefix + each.rows for each in SHAPES[name]) for name in plan.shapes)
     plain, invariant = (

@@ -25,7 +25,7 @@ from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.devices import Device, this_machine
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.memory import settle_memory
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.hub import find_model, resolve_model
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
@@ -83,7 +83,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
     if plan.ballast and (settings.target != EMBEDDED or settings.draft_model != EMBEDDED or settings.emulate):
         raise UserError("--ballast enlarges the embedded pair: leave out --target, --draft and --emulate")
     trace = read_trace(plan.trace) if plan.trace is not None else []
-    target = resolve_model(settings.target, "target", token=settings.hf_token)
+    target = find_model(settings, settings.target, "target")
     maker = RequestMaker(held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target)))
     setting = "emulated" if settings.emulate else "ballast" if plan.ballast else "real"
     found = Found([], [], [], {})

@@ -72,7 +72,9 @@ class Worker:
 
 
 def _load(folder: str) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, use_safetensors=True
+    ).eval()
     model.generation_config.eos_token_id = None  # every answer has the length that was asked for
     model.generation_config.pad_token_id = 0
     return model

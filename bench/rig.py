@@ -28,7 +28,7 @@ from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.tokenizer import Tokenizer
@@ -83,8 +83,8 @@ class Rig:
 
     def __init__(self, settings: Settings, device: str = "cpu") -> None:
         self.settings = settings
-        target = resolve_model(settings.target, "target", token=settings.hf_token)
-        draft = resolve_model(settings.draft_model or "", "draft", token=settings.hf_token)
+        target = find_model(settings, settings.target, "target")
+        draft = find_model(settings, settings.draft_model or "", "draft")
         self.tokenizer = Tokenizer(target)
         self.native = native_library(settings)
         invariant = settings.batch_invariant

@@ -7,6 +7,7 @@ import math
 import os
 import select
 import socket
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ class Listener:
         text = str(path)
         if len(os.fsencode(text)) > _LONGEST_UNIX_PATH:
             raise SettingsError(f"the socket path {text} is too long; choose a shorter SSD_RUN_DIR")
+        _require_no_file(text)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             Path(text).unlink(missing_ok=True)
@@ -147,6 +149,16 @@ class Listener:
         self._socket.close()
         if not self.address.startswith(_TCP):
             Path(self.address).unlink(missing_ok=True)
+
+
+def _require_no_file(path: str) -> None:
+    """Only a socket may be replaced: a setting that names a file by mistake must not cost that file."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # nothing there, or `bind` says what is wrong
+    if not stat.S_ISSOCK(mode):
+        raise SettingsError(f"{path} is there and is no socket: name another path, or remove it yourself")
 
 
 def connect(

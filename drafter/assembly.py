@@ -10,12 +10,13 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
+from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
 from ssd_serve.models.memory import available_memory
@@ -49,8 +50,8 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
     """Load the draft model on `device` and measure its step."""
     if settings.draft_model is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
-    path = resolve_model(settings.draft_model, "draft", token=settings.hf_token)
-    sizes = model_sizes(path, device=device, dtype=settings.dtype)
+    path = find_model(settings, settings.draft_model, "draft")
+    sizes = model_sizes(path, device=device, dtype=settings.dtype, allow_pickle=settings.allow_pickle)
     most = settings.max_running * (settings.context or sizes.config.context) + settings.tree_nodes
     slots = min(most, max(1024, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
     log = get_logger(name, settings.log_level, settings.log_format)
@@ -83,7 +84,7 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
         context=facts.context,
         name=name,
         instance=secrets.randbits(63),
-        source=settings.draft_model,
+        source=without_revision(settings.draft_model),
         step_ms=1e3 * seconds[widths.width],
     )
     return Assembled(core, hello, emulated)

@@ -1,4 +1,4 @@
-"""Reading weights from a Hugging Face folder: safetensors or `.bin`, whole or sharded.
+"""Reading weights from a Hugging Face folder: safetensors, or `.bin` where allowed; whole or sharded.
 
 Tensors are read by name and by slice, so that a rank reads no more than its own part. Every read name is
 remembered; what was never read is reported. Knows files and names; knows no architecture.
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ssd_serve.errors import CheckpointError
 from ssd_serve.models.config import read_json
+from ssd_serve.models.hub import PICKLES
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -54,7 +55,7 @@ class _TorchShard:
             data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # files older than the zip format cannot be mapped
             data = torch.load(path, map_location="cpu", weights_only=True)
-        self._data = cast(dict[str, torch.Tensor], data)
+        self._data = _plain_tensors(path, data)
 
     def names(self) -> list[str]:
         return list(self._data)
@@ -69,11 +70,28 @@ class _TorchShard:
         return tensor[rows] if columns is None else tensor[rows, columns]
 
 
+def _plain_tensors(path: Path, data: object) -> dict[str, torch.Tensor]:
+    """What a `.bin` file holds, if it is named dense tensors. Others pass torch's unpickler unchecked: the
+    indices of a sparse one may point anywhere."""
+    found = cast(dict[object, object], data) if isinstance(data, dict) else {None: data}
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not _is_dense(value):
+            raise CheckpointError(f"{path} holds something else than dense tensors ({name}); use safetensors")
+    return cast(dict[str, torch.Tensor], found)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    special = tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    return tensor.layout is torch.strided and not special
+
+
 class Checkpoint:
     """All tensors of a model folder, by name. Use as a context manager; tensors read outlive it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+        """`allow_pickle`: weights may be `.bin` files."""
         self._folder = folder
+        self._allow_pickle = allow_pickle
         self._stack = ExitStack()
         self._home: dict[str, _Shard] = {}
         self._read: set[str] = set()
@@ -96,7 +114,12 @@ class Checkpoint:
         try:
             if path.suffix == ".safetensors":
                 return _SafetensorsShard(path, self._stack)
+            if not self._allow_pickle:  # whatever an index calls it
+                raise CheckpointError(f"{path} is not safetensors; {PICKLES}")
             return _TorchShard(path)
+        except CheckpointError:
+            self._stack.close()
+            raise
         except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             self._stack.close()
             raise CheckpointError(

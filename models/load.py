@@ -87,7 +87,9 @@ def torch_device(device: str) -> str:
     return "cpu" if device == "cpu" or device.startswith("cpu:") else device
 
 
-def model_sizes(folder: Path, *, device: str, dtype: str, ranks: int = 1) -> ModelSizes:
+def model_sizes(
+    folder: Path, *, device: str, dtype: str, ranks: int = 1, allow_pickle: bool = False
+) -> ModelSizes:
     """Sizes of a model that is not loaded. Raises `UserError` where that many ranks cannot share it."""
     whole = load_config(folder)
     config = rank_config(whole, Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
@@ -97,18 +99,20 @@ def model_sizes(folder: Path, *, device: str, dtype: str, ranks: int = 1) -> Mod
     shared = config.tied and torch_device(device) != "cpu"
     embedding = 0 if shared else config.vocabulary * config.hidden
     layout = kv_layout(config, attention_dtype(device, kind))
-    matrices = _matrix_bytes(folder, config, device, name, ranks)
+    matrices = _matrix_bytes(folder, config, device, name, ranks, allow_pickle)
     return ModelSizes(whole, matrices, matrices + embedding * kind.itemsize, layout.bytes_per_slot)
 
 
-def _matrix_bytes(folder: Path, config: DecoderConfig, device: str, dtype: str, ranks: int) -> int:
+def _matrix_bytes(
+    folder: Path, config: DecoderConfig, device: str, dtype: str, ranks: int, allow_pickle: bool
+) -> int:
     """Bytes of all of one rank's matrices that one forward of one row reads.
 
     Where the device multiplies fp8, the file says which matrices stay in it.
     """
     numbers = matrix_elements(config)
     if (form := multiplied_format(config.fp8, torch_device(device))) is not None:
-        with Checkpoint(folder) as checkpoint:
+        with Checkpoint(folder, allow_pickle=allow_pickle) as checkpoint:
             checkpoint.require(tensor_names(config))
             saved = MatrixReader(checkpoint, config.fp8).bytes_saved(
                 tensor_names(config), form, _DTYPES[dtype]
@@ -135,6 +139,7 @@ def load_model(
     batch_invariant: bool = False,
     features: tuple[int, ...] = (),
     graphs: bool = False,
+    allow_pickle: bool = False,
     group: Group | None = None,
     progress: Callable[[int, int], None] | None = None,
     log: Logger | None = None,
@@ -145,14 +150,14 @@ def load_model(
     on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `wish` says
     which tree attention; `batch_invariant`: a row's result is the same to the bit in any batch, at some cost;
     `features` names layers whose outputs every forward returns; `graphs` records forwards on GPUs, where the
-    attention can be recorded. `progress` is told how many layers of how many are loaded.
-    Raises `CheckpointError` and `MemoryShortError`.
+    attention can be recorded; `allow_pickle`: weights may be `.bin` files. `progress` is told how many layers
+    of how many are loaded. Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
     native = native if place == "cpu" else None
     group = group or Alone()
     parallel = group.parallel
-    sizes = model_sizes(path, device=device, dtype=dtype, ranks=parallel.size)
+    sizes = model_sizes(path, device=device, dtype=dtype, ranks=parallel.size, allow_pickle=allow_pickle)
     kind = resolve_dtype(dtype, device)
     config = rank_config(sizes.config, parallel)
     # While a matrix is packed its dense copy exists too: as read, and as int8 where it becomes that.
@@ -163,7 +168,7 @@ def load_model(
         need += 2 * largest_matrix(config) * dense
     require_memory(model_name(path), need, available_memory(place))
     layout = replace(kv_layout(config, attention_dtype(device, _DTYPES[kind])), order=layout_order(place))
-    with torch.inference_mode(), Checkpoint(path) as checkpoint:
+    with torch.inference_mode(), Checkpoint(path, allow_pickle=allow_pickle) as checkpoint:
         make = LinearFactory(
             checkpoint,
             parallel=parallel,
@@ -253,6 +258,7 @@ def load_served(
         ),
         batch_invariant=batch_invariant,
         graphs=settings.graphs,
+        allow_pickle=settings.allow_pickle,
         group=group,
         log=log,
     )

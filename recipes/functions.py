@@ -184,7 +184,9 @@ class FunctionSampler:
             ) from error
         self.tokenizer: Any = AutoTokenizer.from_pretrained(target)
         self.tokenizer.pad_token, self.tokenizer.padding_side = self.tokenizer.eos_token, "left"
-        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.float32, use_safetensors=True
+        ).eval()
 
     def measure(
         self, kinds: Mapping[str, Sequence[str]], temperatures: Sequence[float], seed: int

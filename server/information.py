@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ssd_serve import __version__
+from ssd_serve.hub_id import hub_id
 from ssd_serve.server.service import Service
 
 
@@ -50,11 +51,14 @@ class InformationEndpoints:
 
     def _card(self) -> dict[str, object]:
         ready = self.service.engine.ready
+        target = self.service.settings.target
+        found = hub_id(target)
         return {
             "id": self.service.model,
             "object": "model",
             "created": self.service.created,
             "owned_by": "ssd-serve",
-            "root": self.service.settings.target,
+            "root": found.name if found else target,
+            "revision": found.commit if found else None,
             "max_model_len": ready.context if ready else None,
         }

@@ -11,6 +11,7 @@ from pathlib import PurePath
 
 from ssd_serve import __version__
 from ssd_serve.errors import EngineDeadError, OverloadedError
+from ssd_serve.hub_id import hub_id
 from ssd_serve.messages import NOISE_SCHEME, Ready
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
@@ -117,5 +118,5 @@ def model_name(settings: Settings) -> str:
         return settings.served_model_name
     if settings.target == EMBEDDED:
         return "ssd-embedded"
-    is_folder = settings.target.startswith(("/", ".", "~")) or settings.target.count("/") != 1
-    return PurePath(settings.target).name or settings.target if is_folder else settings.target
+    found = hub_id(settings.target)
+    return found.name if found else PurePath(settings.target).name or settings.target

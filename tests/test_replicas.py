@@ -20,6 +20,9 @@ def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch:
         ({"max_running": 0}, "--max-running"),
         ({"port": 9000}, "http_options.port"),
         ({"tls_key": "key.pem"}, "http_options.ssl_keyfile"),
+        ({"api_key": "k"}, "'api_key' is a secret.*SSD_API_KEY"),
+        ({"hf_token": "t"}, "'hf_token' is a secret.*SSD_HF_TOKEN"),
+        ({"cluster_key": "0123456789abcdef"}, "'cluster_key' is a secret.*SSD_CLUSTER_KEY"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_starts(arguments: dict[str, object], words: str) -> None:

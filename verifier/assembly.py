@@ -23,7 +23,7 @@ from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.config import model_name
 from ssd_serve.models.emulated import EmulatedModel, device_table
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
 from ssd_serve.models.memory import available_memory
@@ -81,8 +81,14 @@ def assemble_verifier(
     draft beside it. `outside`: what is heard from there may be recorded, or come from a recording."""
     outside = outside or Outside()
     device = settings.target_device or "cpu"
-    path = resolve_model(settings.target, "target", token=settings.hf_token, report=say)
-    sizes = model_sizes(path, device=device, dtype=settings.dtype, ranks=settings.tensor_parallel)
+    path = find_model(settings, settings.target, "target", report=say)
+    sizes = model_sizes(
+        path,
+        device=device,
+        dtype=settings.dtype,
+        ranks=settings.tensor_parallel,
+        allow_pickle=settings.allow_pickle,
+    )
     leader = None if ranks is None else ranks.meet()
     slots = outside.found("slots", int, lambda: _slots(settings, sizes, device, leader))
     say(f"loading the target {model_name(path)} on {device}")

@@ -14,6 +14,7 @@ from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError, PermissionProblemError
+from ssd_serve.hub_id import without_revision
 from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import (
@@ -31,7 +32,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.recording import Recorder, is_full
+from ssd_serve.verifier.recording import Recorder, is_full, recorded_bytes
 
 _STATUS_S = 1.0
 _CONNECT_S = 120.0
@@ -190,11 +191,19 @@ def _others(settings: Settings, log: Logger) -> list[Listener]:
 
 
 def session_recorder(settings: Settings, log: Logger) -> Recorder | None:
-    """The recorder that is asked for. A disk that earlier recordings have filled ends nothing."""
+    """The recorder that is asked for. A disk that earlier ones have filled ends nothing, and they count:
+    a server that is started again and again fills no disk."""
     if settings.record is None:
         return None
+    left = (settings.record_mb << 20) - recorded_bytes(settings.record)
+    if left <= 0:
+        log.warning(
+            "this session is not recorded: those before it have reached SSD_RECORD_MB; delete old ones",
+            folder=str(settings.record),
+        )
+        return None
     try:
-        return Recorder(settings.record, settings.record_mb << 20, log)
+        return Recorder(settings.record, left, log)
     except PermissionProblemError as error:
         if not is_full(error.__cause__):
             raise
@@ -217,9 +226,10 @@ def _say(server: Channel, log: Logger, text: str) -> None:
 
 
 def _ready(settings: Settings, verifier: Assembled) -> Ready:
+    drafts = ", ".join(map(without_revision, settings.draft_models))
     return Ready(
         target=verifier.facts.name,
-        draft=(", ".join(settings.draft_models) or "others") if settings.mode is not Mode.AR else "",
+        draft=(drafts or "others") if settings.mode is not Mode.AR else "",
         mode=settings.mode.value,
         target_device=settings.target_device or "cpu",
         draft_device=settings.draft_device or settings.drafter_address or "",

@@ -5,6 +5,7 @@ there too, to be compared. The recording holds prompts and outputs: folder 0700,
 cannot go on never ends the session. Knows the engine's seams; replays nothing.
 """
 
+import contextlib
 import errno
 import os
 import platform
@@ -20,7 +21,7 @@ from ssd_serve.errors import PermissionProblemError
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Hello
 from ssd_serve.models.fingerprint import fingerprint
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.settings import SECRETS, Settings
 from ssd_serve.verifier.deciding import Decider
@@ -75,7 +76,7 @@ class Recorder(Outside):
             processor=platform.processor() or platform.machine(),
             settings=settings.model_dump(mode="json", exclude=set(SECRETS)),
             model=facts.name,
-            weights=fingerprint(resolve_model(settings.target, "target", token=settings.hf_token)),
+            weights=fingerprint(find_model(settings, settings.target, "target")),
             tokenizer=hello.tokenizer,
             attention=facts.attention,
             kernels=facts.kernels,
@@ -120,6 +121,15 @@ class Recorder(Outside):
         now = time.perf_counter()
         self._tape.note(Kind.CLOCK, now)
         return now
+
+
+def recorded_bytes(folder: Path) -> int:
+    """Of all sessions in a folder."""
+    total = 0
+    for path in folder.expanduser().glob(f"*/{TAPE}"):
+        with contextlib.suppress(OSError):  # somebody deletes old ones meanwhile
+            total += path.lstat().st_size
+    return total
 
 
 def is_full(error: BaseException | None) -> bool:

@@ -4,18 +4,51 @@ The workers then find the same files at once, and errors and progress are shown 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.hub_id import pinned
+from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.settings import Mode, Settings
 
 
-def find_models(settings: Settings, show: Callable[[str], None]) -> Path:
-    """The target's folder. The draft model is looked for too where the mode may use one."""
+@dataclass(frozen=True, slots=True)
+class FoundModels:
+    """What was found."""
+
+    settings: Settings
+    """Those that asked, with the commit of each hub id: workers take the same files, also when they are
+    started again after the hub has got newer ones, and need neither network nor token for it."""
+    target: Path
+    """The target's folder."""
+
+
+def find_models(
+    settings: Settings, show: Callable[[str], None], warn: Callable[[str], None] = lambda _line: None
+) -> FoundModels:
+    """Look for the target, and where the mode may use one for the draft model too. `show` gets lines of
+    progress, `warn` what a person should know of where a model comes from."""
     show("looking for the models")
     free = int(psutil.virtual_memory().available)
-    for draft in settings.draft_models if settings.mode is not Mode.AR else ():
-        resolve_model(draft, "draft", token=settings.hf_token, free_memory=free, report=show)
-    return resolve_model(settings.target, "target", token=settings.hf_token, free_memory=free, report=show)
+
+    def find(name: str, role: Role) -> Path:
+        return resolve_model(
+            name,
+            role,
+            token=settings.hf_token,
+            allow_pickle=settings.allow_pickle,
+            free_memory=free,
+            report=show,
+            warn=warn,
+            ask_hub=True,
+        )
+
+    update: dict[str, object] = {}
+    if settings.mode is not Mode.AR:
+        drafts = [pinned(name, find(name, "draft")) for name in settings.draft_models]
+        update["draft"] = ",".join(drafts) or None
+    target = find(settings.target, "target")
+    update["target"] = pinned(settings.target, target)
+    return FoundModels(settings.model_copy(update=update), target)

@@ -150,10 +150,11 @@ def run_generate(settings: Settings, wish: Wish, *, as_json: bool) -> int:
         # Lines of the workers would run into the text.
         settings = settings.model_copy(update={"log_level": "warning"})
     line = ProgressLine()
-    tokenizer = Tokenizer(find_models(settings, line.show))
     log = get_logger("generate", settings.log_level, settings.log_format)
+    found = find_models(settings, line.show, log.warning)
+    tokenizer = Tokenizer(found.target)
     line.show("starting")
-    with start_engine(settings, log) as engine:
+    with start_engine(found.settings, log) as engine:
         channel = engine.connect()
         ready = await_ready(engine, channel, line.show)
         line.clear()

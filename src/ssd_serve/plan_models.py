@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import CheckpointError, HubError
+from ssd_serve.hub_id import HubId, hub_id
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.fp8 import FORMATS, can_multiply, native_format
 from ssd_serve.models.checkpoint import Checkpoint
@@ -162,18 +163,18 @@ def _find(name: str, role: Role, token: str | None) -> tuple[str, DecoderConfig,
     known = known_config(name)
     if known is not None:
         return name.lower(), known, None
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if (found := hub_id(name)) is None:
         raise CheckpointError(
             f"{name} is no folder, no hub id such as owner/name, and no name that `ssd plan` knows; it knows "
             f"{', '.join(known_names())}"
         )
-    return name, _from_hub(name, token), None
+    return name, _from_hub(found, token), None
 
 
-def _from_hub(name: str, token: str | None) -> DecoderConfig:
+def _from_hub(name: HubId, token: str | None) -> DecoderConfig:
     """`config.json` alone; a copy in the local cache will do where there is no network."""
     try:
-        path = hf_hub_download(name, "config.json", token=token)
+        path = hf_hub_download(name.name, "config.json", revision=name.revision, token=token)
     except HfHubHTTPError as error:
         raise HubError(
             f"the hub answered {error.response.status_code} for config.json of {name}: the name is wrong, or "

@@ -13,7 +13,7 @@ from ssd_serve.devices import parse_device, pin, this_machine
 from ssd_serve.errors import RecordingError, SettingsError
 from ssd_serve.logs import get_logger
 from ssd_serve.models.fingerprint import fingerprint
-from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.settings import Settings
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
@@ -38,7 +38,7 @@ def run_replay(folder: Path, view: View, target: str | None = None) -> int:
     session = find_session(folder)
     header = read_header(session)
     settings, notes = replay_settings(header, target)
-    path = resolve_model(settings.target, "target", token=settings.hf_token)
+    path = find_model(settings, settings.target, "target")
     if fingerprint(path) != header.weights:
         raise RecordingError(f"{path} is not the recorded {header.model}: name its folder with --target")
     print(f"{session}: {header.model}, mode {header.settings['mode']}, {header.started}")

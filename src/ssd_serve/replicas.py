@@ -24,12 +24,12 @@ from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import get_logger
 from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.resolving import resolve
+from ssd_serve.resolving import resolve, variable_name
 from ssd_serve.serve import ServingClient, ServingTokenizer
 from ssd_serve.server.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import SECRETS, Mode, Settings
 
 DEPLOYMENT = "ssd"
 _PROXYS = {
@@ -98,6 +98,11 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
     for name in arguments:
         if name not in Settings.model_fields:
             raise SettingsError(f"args: '{name}' is not a setting (`ssd settings` lists all)")
+        if name in SECRETS:
+            raise SettingsError(
+                f"args: '{name}' is a secret, and Ray's dashboard shows args to everybody: set "
+                f"{variable_name(name)} in the containers' environment, from a Kubernetes secret"
+            )
         if name in _PROXYS:
             raise SettingsError(f"args: '{name}' is the proxy's: set {_PROXYS[name]} in the Serve config")
     return resolve(arguments)
@@ -164,13 +169,13 @@ class Replica:
             self._parts.close()
 
     def _start_engine(self, rank: int) -> RunningEngine:
-        tokenizer = Tokenizer(find_models(self._settings, lambda text: self._log.debug(text)))
-        self._tokenizer = ServingTokenizer(tokenizer)
+        found = find_models(self._settings, lambda text: self._log.debug(text), self._log.warning)
+        self._tokenizer = ServingTokenizer(Tokenizer(found.target))
         if self._settings.launcher == "ray":
-            return self._parts.enter_context(ray_engine(self._settings, self._log, place_s=_PLACE_S))
+            return self._parts.enter_context(ray_engine(found.settings, self._log, place_s=_PLACE_S))
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
         machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
-        return self._parts.enter_context(local_engine(self._settings, self._log, machine=machine))
+        return self._parts.enter_context(local_engine(found.settings, self._log, machine=machine))
 
     async def _ready(self) -> None:
         while self._client.ready is None:

@@ -104,9 +104,10 @@ def run_serve(settings: Settings) -> int:
                 "anybody who reaches this address may use the model; set SSD_API_KEY", host=settings.host
             )
         with NotYet(sock, tls) as not_yet:
-            tokenizer = ServingTokenizer(Tokenizer(find_models(settings, line.show)))
+            found = find_models(settings, line.show, log.warning)
+            tokenizer = ServingTokenizer(Tokenizer(found.target))
             line.show("starting")
-            with start_engine(settings, log) as engine:
+            with start_engine(found.settings, log) as engine:
                 # After the workers: they would inherit the binding.
                 pin_cores(engine.placement.front_end)
                 client = ServingClient(engine.connect(), engine)

@@ -58,7 +58,10 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
     )
 
-    target: str = Field(default=EMBEDDED, description="target model: a folder, a hub id, or 'embedded'")
+    target: str = Field(
+        default=EMBEDDED,
+        description="target model: a folder, a hub id, a state of it as owner/name@revision, or 'embedded'",
+    )
     draft: str | None = Field(
         default=None,
         description="draft model: a folder, a hub id or 'embedded'; empty: none, or the embedded one; "
@@ -203,6 +206,10 @@ class Settings(BaseSettings):
         validation_alias=AliasChoices("SSD_HF_TOKEN", HUB_TOKEN_VARIABLE, "hf_token"),
         description="token for gated hub models; HF_TOKEN is read too",
     )
+    allow_pickle: bool = Field(
+        default=False,
+        description="load weights from .bin files too, which can run code of whoever made them",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe line to log"
     )
@@ -239,7 +246,7 @@ class Settings(BaseSettings):
         default=None,
         description="folder to record sessions in, with all prompts and outputs, for `ssd replay`; empty: no",
     )
-    record_mb: int = Field(default=1024, ge=1, description="most MiB of a recorded session")
+    record_mb: int = Field(default=1024, ge=1, description="most MiB of all sessions in that folder")
     emulate: str | None = Field(
         default=None,
         description="device table for emulated step times, e.g. mi300x-70b-1b; for benchmarks only",

@@ -205,3 +205,24 @@ def test_no_more_is_taken_at_once_than_a_peer_is_worth() -> None:
         sender.send(Refusal("x" * 2000))
         with pytest.raises(ProtocolError, match="larger than the limit of 1000"):
             channel.receive()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link to a file"])
+def test_only_a_socket_is_replaced(tmp_path: Path, kind: str) -> None:
+    path, kept = tmp_path / "precious", tmp_path / "kept"
+    kept.write_text("x")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("x")
+    else:
+        path.symlink_to(kept)
+    with pytest.raises(SettingsError, match="is no socket: name another path"):
+        Listener.at(str(path))
+    assert path.is_dir() if kind == "folder" else path.read_text() == "x"
+    path = tmp_path / "left.sock"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    Listener.at(str(path)).close()
+    assert not path.exists()

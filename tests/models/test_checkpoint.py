@@ -23,9 +23,9 @@ def folder(tmp_path: Path) -> Path:
     return checkpoints.save(checkpoints.make("llama"), tmp_path / "llama", max_shard_size="150KB")
 
 
-def load(folder: Path) -> None:
+def load(folder: Path, *, allow_pickle: bool = False) -> None:
     """Load with a small cache."""
-    load_model(folder, device="cpu", dtype="fp32", slots=8, context=8)
+    load_model(folder, device="cpu", dtype="fp32", slots=8, context=8, allow_pickle=allow_pickle)
 
 
 def write(folder: Path, layout: str) -> Path:
@@ -45,7 +45,7 @@ def write(folder: Path, layout: str) -> Path:
     "layout", ["model.safetensors", "one-of-one.safetensors", "pytorch_model.bin", "shard.bin", "old.bin"]
 )
 def test_layouts_and_slices(tmp_path: Path, layout: str) -> None:
-    with Checkpoint(write(tmp_path, layout)) as checkpoint:
+    with Checkpoint(write(tmp_path, layout), allow_pickle=True) as checkpoint:
         assert "a.weight" in checkpoint
         assert torch.equal(checkpoint.read("a.weight", (6, 4)), WEIGHT)
         assert torch.equal(checkpoint.read("a.weight", (6, 4), rows=slice(2, 4)), WEIGHT[2:4])
@@ -103,13 +103,53 @@ def test_truncated_bin(tmp_path: Path) -> None:
     path = write(tmp_path, "pytorch_model.bin") / "pytorch_model.bin"
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(CheckpointError, match="damaged or half downloaded"):
-        Checkpoint(tmp_path)
+        Checkpoint(tmp_path, allow_pickle=True)
 
 
 def test_pickled_code_is_refused(tmp_path: Path) -> None:
     torch.save({"a.weight": Path("x")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"damaged or half downloaded"):
+        Checkpoint(tmp_path, allow_pickle=True)
+
+
+@pytest.mark.parametrize("layout", ["pytorch_model.bin", "shard.bin"])
+def test_pickles_are_not_read_unless_allowed(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path, layout)
+    monkeypatch.setattr(torch, "load", lambda *_a, **_k: pytest.fail("it was unpickled"))
+    with pytest.raises(CheckpointError, match=r"not safetensors.*SSD_ALLOW_PICKLE=1"):
+        Checkpoint(folder)
+
+
+def test_an_index_of_safetensors_may_not_name_a_pickle(tmp_path: Path) -> None:
+    write(tmp_path, "shard.bin")
+    (tmp_path / "pytorch_model.bin.index.json").rename(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(CheckpointError, match="SSD_ALLOW_PICKLE=1"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a.weight": WEIGHT.to_sparse()},
+        {
+            "a.weight": torch.sparse_coo_tensor(
+                torch.tensor([[99]]), torch.ones(1), (4,), check_invariants=False
+            )
+        },
+        {"a.weight": torch.empty(1 << 40, device="meta")},
+        {"a.weight": 3},
+        {1: WEIGHT},
+        WEIGHT,
+        [WEIGHT],
+    ],
+    ids=["sparse", "sparse, out of bounds", "meta", "a number", "no name", "a tensor", "a list"],
+)
+def test_only_named_dense_tensors_are_taken_from_a_pickle(tmp_path: Path, value: object) -> None:
+    torch.save(value, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"dense tensors|damaged"):
+        Checkpoint(tmp_path, allow_pickle=True)
 
 
 def test_index_and_shard_disagree(tmp_path: Path) -> None:
@@ -151,4 +191,6 @@ def test_bin_checkpoint_loads(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    load(folder)
+    with pytest.raises(CheckpointError, match="SSD_ALLOW_PICKLE=1"):
+        load(folder)
+    load(folder, allow_pickle=True)

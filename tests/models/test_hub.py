@@ -1,6 +1,7 @@
 """Finding models: embedded, folders, and a hub that answers, refuses, or is not there."""
 
 import inspect
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,17 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from ssd_serve.errors import CheckpointError, HubError, MemoryShortError
 from ssd_serve.models import hub
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": 500,
     "tokenizer.json": 1000,
@@ -36,11 +43,13 @@ class FakeHub:
         self.parameters: Any = None
         self.failure: Exception | None = None
         self.cached = False
+        self.asked: list[str | None] = []
         self.downloads: list[dict[str, Any]] = []
 
-    def model_info(self, name: str, files_metadata: bool) -> Any:
+    def model_info(self, name: str, **options: Any) -> Any:
         """Sizes of all files, or the failure."""
-        inspect.signature(huggingface_hub.HfApi().model_info).bind(name, files_metadata=files_metadata)
+        inspect.signature(huggingface_hub.HfApi().model_info).bind(name, **options)
+        self.asked.append(options["revision"])
         if self.failure is not None:
             raise self.failure
         siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in self.files.items()]
@@ -86,7 +95,9 @@ def test_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.resolve_model("embedded", "draft") == folder
 
 
-@pytest.mark.parametrize("name", ["no-such-folder", "/a/b/c", "a/b/c", "owner/", "./x", "owner/na me"])
+@pytest.mark.parametrize(
+    "name", ["no-such-folder", "/a/b/c", "a/b/c", "owner/", "./x", "owner/na me", "a/b@", "a/b@../c"]
+)
 def test_neither_folder_nor_id(name: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
         hub.resolve_model(name, "target")
@@ -107,10 +118,63 @@ def test_only_needed_files_are_fetched(fake: FakeHub) -> None:
     ]
 
 
-def test_bin_where_there_are_no_safetensors(fake: FakeHub) -> None:
+def test_bin_files_are_not_even_downloaded_unless_allowed(fake: FakeHub) -> None:
     fake.files = {name: size for name, size in FILES.items() if "safetensors" not in name}
-    hub.resolve_model("owner/name", "target")
+    with pytest.raises(HubError, match=r"no safetensors.*SSD_ALLOW_PICKLE=1"):
+        hub.resolve_model("owner/name", "target")
+    assert not fake.downloads
+    hub.resolve_model("owner/name", "target", allow_pickle=True)
     assert "pytorch_model.bin" in fake.downloads[0]["allow_patterns"]
+
+
+def test_a_named_revision_is_the_one_that_is_looked_up(fake: FakeHub) -> None:
+    hub.resolve_model("owner/name@v1.0", "target")
+    hub.resolve_model("owner/name@refs/pr/7", "target")
+    assert fake.asked == ["v1.0", "refs/pr/7"]
+    assert [each["revision"] for each in fake.downloads] == ["abc", "abc"]  # the commit that it is today
+
+
+def whole_snapshot(fake: FakeHub) -> Path:
+    """A commit that lies in the cache."""
+    folder = fake.folder / "cache" / "models--owner--name" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = {"weight_map": {str(number): file for number, file in enumerate(files)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in ("config.json", "tokenizer.json", *files):
+        (folder / file).touch()
+    return folder
+
+
+def test_a_commit_in_the_cache_needs_no_hub(fake: FakeHub) -> None:
+    fake.failure = refused(GatedRepoError, 403)
+    folder = whole_snapshot(fake)
+    assert hub.resolve_model(f"owner/name@{COMMIT}", "target") == folder
+    assert not fake.asked
+    with pytest.raises(HubError):
+        hub.resolve_model(f"owner/name@{COMMIT}", "target", ask_hub=True)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(HubError):
+        hub.resolve_model(f"owner/name@{COMMIT}", "target")
+
+
+def test_a_folder_that_hides_a_hub_id_is_told(
+    fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    assert hub.resolve_model("owner/name", "target", warn=lines.append) == Path("owner/name")
+    assert str(tmp_path / "owner" / "name") in lines.pop()
+    assert hub.resolve_model("./owner/name", "target", warn=lines.append) == Path("owner/name")
+    assert not lines
+    assert not fake.asked
+
+
+def test_missing_revision(fake: FakeHub) -> None:
+    fake.failure = refused(RevisionNotFoundError, 404)
+    with pytest.raises(HubError, match="owner/name has no revision v9"):
+        hub.resolve_model("owner/name@v9", "target")
 
 
 def test_other_formats(fake: FakeHub) -> None:
@@ -142,7 +206,10 @@ def test_offline(fake: FakeHub) -> None:
     with pytest.raises(HubError, match="cannot reach the hub"):
         hub.resolve_model("owner/name", "target")
     fake.cached = True
-    assert hub.resolve_model("owner/name", "target") == fake.folder
+    lines: list[str] = []
+    assert hub.resolve_model("owner/name@v1", "target", warn=lines.append) == fake.folder
+    assert fake.downloads[0]["revision"] == "v1"
+    assert f"owner/name@v1 is the cached revision {fake.folder.name}" in lines[0]
 
 
 def test_memory_is_checked_before_the_download(fake: FakeHub) -> None:

@@ -107,6 +107,7 @@ async def test_models_version_and_load() -> None:
     assert models["object"] == "list"
     assert [model["id"] for model in models["data"]] == ["mine"]
     assert models["data"][0]["max_model_len"] == CONTEXT
+    assert (models["data"][0]["root"], models["data"][0]["revision"]) == ("embedded", None)
     assert one.json() == models["data"][0]
     assert other.status_code == 404
     assert version["version"]
@@ -164,6 +165,13 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
         "ssd_request_generation_tokens_sum 10.0",
     ):
         assert line in page.splitlines(), line
+
+
+async def test_the_commit_of_a_hub_model_is_told() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    async with open_house(lambda _: say("x"), Settings(target=f"owner/name@{commit}")) as house:
+        (card,) = (await house.http.get("/v1/models")).json()["data"]
+    assert (card["id"], card["root"], card["revision"]) == ("owner/name", "owner/name", commit)
 
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:

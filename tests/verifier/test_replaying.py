@@ -26,7 +26,7 @@ from ssd_serve.verifier.cost import Timing
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.outside import T
 from ssd_serve.verifier.process import session_recorder
-from ssd_serve.verifier.recording import Recorder
+from ssd_serve.verifier.recording import Recorder, recorded_bytes
 from ssd_serve.verifier.replaying import Replay, Replayed
 from ssd_serve.verifier.tape import HEADER, TAPE, RoundTold, TapeReader, framed, read_pages
 from tests.end_to_end.tiny_pair import write_pair
@@ -248,6 +248,18 @@ def test_a_limit_ends_the_recording_and_not_the_session(recorded: Recorded, tmp_
     assert tape.full
     assert result.difference == ""
     assert 0 < result.rounds < verifier.engine.clocked.rounds
+
+
+def test_sessions_of_a_folder_share_the_limit(recorded: Recorded, tmp_path: Path) -> None:
+    settings = recorded.settings.model_copy(update={"record": tmp_path / "sessions", "record_mb": 1})
+    for _ in range(3):  # a server that dies as soon as it has started
+        recorder = session_recorder(settings, LOG)
+        assert recorder is not None
+        (recorder.path / TAPE).write_bytes(b"x" * 400_000)
+        recorder.path.rename(recorder.path.with_name(f"earlier-{recorded_bytes(tmp_path / 'sessions')}"))
+    before = sorted((tmp_path / "sessions").iterdir())
+    assert session_recorder(settings, LOG) is None
+    assert sorted((tmp_path / "sessions").iterdir()) == before
 
 
 def test_the_recording_is_private_and_has_no_secrets(recorded: Recorded) -> None:

@@ -1,0 +1,45 @@
+"""Names of models on the Hugging Face hub: `owner/name` or `owner/name@revision`. Knows no network."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A repository of the hub, and which state of it: a branch, a tag, a commit, or what is newest."""
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        """As people write it."""
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+    @property
+    def commit(self) -> str | None:
+        """The revision, where it can never mean something else."""
+        return self.revision if self.revision and _COMMIT.fullmatch(self.revision) else None
+
+
+def hub_id(name: str) -> HubId | None:
+    """`owner/name` or `owner/name@revision` in parts; None for a text that is neither."""
+    found = _HUB_ID.fullmatch(name)
+    return None if found is None else HubId(found[1], found[2])
+
+
+def without_revision(name: str) -> str:
+    """A model's name as its owner gave it, whatever state of it is meant."""
+    found = hub_id(name)
+    return name if found is None else found.name
+
+
+def pinned(name: str, folder: Path) -> str:
+    """A model's name with the commit that was found for it, if its folder is a download of the hub."""
+    found = hub_id(name)
+    if found is None or folder.parent.name != "snapshots" or not _COMMIT.fullmatch(folder.name):
+        return name
+    return str(HubId(found.name, folder.name))
