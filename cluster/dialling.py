@@ -41,8 +41,12 @@ class Dial:
     def answer(self) -> Channel | None:
         """The next connection, once there is one. Does not wait."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._dial, name="dial", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._dial, name="dial", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):  # the system has no thread now: asked again soon
+                return None
+            self._thread = thread
         if self._thread.is_alive():
             return None
         self._thread = None

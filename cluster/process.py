@@ -117,7 +117,7 @@ class WorkerProcess:
         """Seconds of processor time that all its threads have taken."""
         try:
             times = psutil.Process(self.pid).cpu_times()
-        except psutil.Error:
+        except (psutil.Error, OSError):  # OSError: no descriptor to look with
             return 0.0
         return float(times.user + times.system)
 
@@ -126,7 +126,7 @@ class WorkerProcess:
         """The kernel holds it until something is read or written; a stopped one is held otherwise."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_DISK_SLEEP)
-        except psutil.Error:
+        except (psutil.Error, OSError):  # OSError: no descriptor to look with
             return False
 
     def release(self) -> None:

@@ -25,7 +25,7 @@ from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.cluster.ray_placement import actors_device
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import DeviceHangError, PermissionProblemError, SsdError
-from ssd_serve.logs import get_logger
+from ssd_serve.logs import Sparingly, get_logger
 from ssd_serve.resolving import visible_gpus
 from ssd_serve.settings import Settings
 
@@ -153,10 +153,10 @@ class RoleActor:
 
     def _listen(self) -> Listener:
         settings = self._settings
-        log = get_logger(self._order.name, settings.log_level, settings.log_format)
+        sparingly = Sparingly(get_logger(self._order.name, settings.log_level, settings.log_format))
         host = LOOPBACK if self._order.loopback else str(_ray().util.get_node_ip_address())
         return Listener.tcp(
-            host, 0, settings.cluster_key or "", lambda why: log.warning("refused a connection", who=why)
+            host, 0, settings.cluster_key or "", lambda why: sparingly.warning("connection refused", who=why)
         )
 
     def _meeting(self) -> Path:

@@ -18,7 +18,7 @@ from ssd_serve.cluster.process import ORPHANED, Starter, Worker, WorkerPlan, sta
 from ssd_serve.cluster.pulse import Listening
 from ssd_serve.cluster.suspicion import Suspicion
 from ssd_serve.errors import EngineDeadError, RankLostError, SsdError, in_a_line
-from ssd_serve.logs import Logger
+from ssd_serve.logs import Logger, Sparingly
 from ssd_serve.settings import Settings
 
 _LOOK_EVERY_S = 0.1
@@ -29,6 +29,8 @@ _LONG_LOOK_S = 1.0
 _LONG_LIFE_S = 60.0
 """A worker that lived this long died of something new: back-off starts afresh."""
 _LEFT_BEHIND = (ORPHANED, RankLostError.exit_code)
+_LONGEST_START_PAUSE_S = 5.0
+"""Descriptors, memory or processes that were short may be there again."""
 _CAUSE_ENDS_S = 10.0
 """A process closes its sockets before it has ended, and an interpreter may take seconds to end."""
 
@@ -38,6 +40,7 @@ class _Watched:
     plan: WorkerPlan
     process: Worker | None
     quick_deaths: int = 0
+    failed_starts: int = 0
     due: float = 0.0
     computed_s: float = -1.0
     computed_at: float = -math.inf
@@ -65,6 +68,7 @@ class Supervisor:
         self._pulses = pulses
         self._settings = settings
         self._log = log
+        self._sparingly = Sparingly(log)
         self._on_failure = on_failure
         self._watched: list[_Watched] = []
         self._started = threading.Event()
@@ -146,10 +150,7 @@ class Supervisor:
             finally:
                 self._started.set()
             while not self._stopping.wait(_LOOK_EVERY_S):
-                self._listen()
-                self._doubt()
-                for watched in self._watched:
-                    self._look_at(watched)
+                self._watch()
         except Exception as error:  # nobody is watched any more, and whoever waits must hear of it
             if not self.over:
                 how = f"is not watched any more: {in_a_line(error)}"
@@ -157,6 +158,15 @@ class Supervisor:
             raise
         finally:
             self._end_all()
+
+    def _watch(self) -> None:
+        try:
+            self._listen()
+            self._doubt()
+            for watched in self._watched:
+                self._look_at(watched)
+        except (OSError, MemoryError) as error:  # what has run out comes back
+            self._sparingly.warning("workers cannot be watched now", why=in_a_line(error))
 
     def _start(self, plan: WorkerPlan) -> Worker:
         if self._pulses is not None:
@@ -267,10 +277,12 @@ class Supervisor:
         self._restarts += 1
         try:
             watched.process = self._start(watched.plan)
+            watched.failed_starts = 0
             self._log.info("process restarted", name=watched.plan.name, pid=watched.process.pid)
-        except SsdError as error:
-            watched.due = time.monotonic() + pause_before_restart(watched.quick_deaths)
-            watched.quick_deaths += 1
+        except (SsdError, OSError, MemoryError) as error:
+            watched.failed_starts += 1
+            pause = min(_LONGEST_START_PAUSE_S, pause_before_restart(watched.failed_starts))
+            watched.due = time.monotonic() + pause
             self._log.error("process not restarted", name=watched.plan.name, why=str(error))
 
     def _fail(self, error: WorkerDiedError) -> None:

@@ -222,10 +222,21 @@ class EngineClient:
             interrupt_all(self._running)
             for request, submitted in list(self._running.items()):
                 self._interrupt(request, submitted)
+        self._seek(self._reconnect, self._loop)
+
+    def _seek(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for the next engine, as soon as there is a thread to wait on."""
+        if self.dead is not None:
+            return
         # A thread of its own: the loop's pool would be waited for when the server ends.
-        threading.Thread(
-            target=self._await_engine, args=(self._reconnect, self._loop), name="reconnect", daemon=True
-        ).start()
+        seeker = threading.Thread(
+            target=self._await_engine, args=(reconnect, loop), name="reconnect", daemon=True
+        )
+        try:
+            seeker.start()
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("the next engine is not waited for yet: %s", error)
+            loop.call_later(_LOOK_EVERY_S, self._seek, reconnect, loop)
 
     def _interrupt(self, request: int, submitted: Submitted) -> None:
         if submitted.finishing:
@@ -245,6 +256,11 @@ class EngineClient:
             found = reconnect()
         except EngineDeadError as error:
             found = error
+        except (OSError, MemoryError) as error:  # what has run out comes back
+            logger.warning("the next engine cannot be reached yet: %s", in_a_line(error))
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(loop.call_later, _LOOK_EVERY_S, self._seek, reconnect, loop)
+            return
         except Exception as error:  # whatever it is, nobody may wait for ever
             logger.exception("the next engine cannot be reached")
             found = EngineDeadError(f"the next engine cannot be reached: {in_a_line(error)}")

@@ -35,7 +35,8 @@ from ssd_serve.verifier.ranks import LeadingRank
 from ssd_serve.verifier.recording import Recorder, is_full, recorded_bytes
 
 _STATUS_S = 1.0
-_CONNECT_S = 120.0
+_CONNECT_S = 3600.0
+"""A front end that has no descriptor comes later; one that dies takes this process with it."""
 _JOIN_S = 60.0
 _MOST_UNSENT = 4096
 _REMEMBER_S = 5.0

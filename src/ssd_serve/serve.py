@@ -5,6 +5,7 @@ Knows who has to start in which order; the parts know their work.
 
 import asyncio
 import ipaddress
+import math
 import os
 import shutil
 import signal
@@ -36,7 +37,7 @@ from ssd_serve.terminal import ProgressLine
 _LOOK_EVERY_S = 0.1
 _FAREWELL_S = 0.5
 """Between the engine's death and the server's: time for running requests to be told."""
-_COMES_BACK_S = 600.0
+_COMES_BACK_S = math.inf
 """The launcher says sooner when no engine will come back."""
 _TERMINATED = 128 + signal.SIGTERM
 

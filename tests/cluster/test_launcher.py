@@ -1,5 +1,6 @@
 """No orphans, whoever is killed first; deaths are noticed, drafters come back, reasons reach the caller."""
 
+import errno
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ from ssd_serve.cluster import comeback, supervisor
 from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.deaths import WorkerDiedError, describe_exit
 from ssd_serve.cluster.launcher import local_engine
-from ssd_serve.cluster.process import WorkerPlan
+from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker
 from ssd_serve.cluster.run_dir import make_run_dir
 from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.devices import Machine
@@ -195,6 +196,47 @@ class _Broken:
     def forget(self, name: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class _Short:
+    """Starts workers, but for a while whatever is asked finds no descriptor."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.starts = 0
+
+    def silent(self) -> dict[str, float]:
+        self.looks += 1
+        if self.looks < 5:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return {}
+
+    def has_loaded(self, name: str) -> bool:
+        return False
+
+    def forget(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    def start(self, plan: WorkerPlan, settings: Settings) -> WorkerProcess:
+        self.starts += 1
+        if self.starts in (2, 3):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return start_worker(plan, settings)
+
+
+def test_a_shortage_ends_no_supervision_and_a_worker_is_started_when_it_is_over() -> None:
+    plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
+    short = _Short()
+    supervisor = Supervisor([plan], Settings(mode=Mode.AR), QUIET, pulses=short, starter=short.start)
+    supervisor.start()
+    supervisor.target_is_ready()
+    assert until(lambda: short.looks > 5)
+    first = supervisor.pids()["verifier"]
+    os.kill(first, signal.SIGKILL)
+    assert until(lambda: supervisor.pids().get("verifier", first) != first)
+    assert (short.starts, supervisor.failure) == (4, None)
+    supervisor.stop()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

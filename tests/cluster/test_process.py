@@ -1,8 +1,12 @@
 """Worker processes as their parent sees them, where a real process would take too long to misbehave."""
 
+import errno
 import signal
 import subprocess
 from typing import Any, cast
+
+import psutil  # type: ignore[import-untyped]
+import pytest
 
 from ssd_serve.cluster.process import WorkerProcess
 
@@ -28,3 +32,15 @@ def test_nobody_waits_for_ever_for_a_process_that_cannot_be_killed() -> None:
     held = Held()
     assert WorkerProcess("verifier", cast(Any, held)).stop(grace_s=0.5) == -signal.SIGKILL
     assert (held.kills, held.waited) == (1, [0.5, 10.0])
+
+
+def test_who_has_no_descriptor_to_look_at_a_process_knows_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(pid: int) -> None:
+        del pid
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil, "Process", find)
+    worker = WorkerProcess("verifier", cast(Any, Held()))
+    assert (worker.computed_s, worker.waits_for_disk) == (0.0, False)

@@ -1,6 +1,8 @@
 """The engine dies and another one comes: texts go on where they were, whenever it happens."""
 
 import asyncio
+import errno
+import threading
 
 import pytest
 
@@ -178,3 +180,44 @@ async def test_an_engine_that_works_and_falls_silent_is_reported_until_it_speaks
     assert all(0.5 < silent_s < 3 for silent_s in silences)
     client.stop()
     theirs.close()
+
+
+async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, heard = await begun(house)
+    monkeypatch.setattr("ssd_serve.server.engine_client._LOOK_EVERY_S", 0.01)
+    refusals: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        refusals.append(thread.name)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        house.die()
+        await house.until(lambda: refusals.count("reconnect") >= 3)
+    house.live()
+    await house.until(lambda: house.client.lost_s is None)
+    await some(house, heard)
+    assert house.client.dead is None
+
+
+async def test_an_engine_is_looked_for_again_where_the_system_was_short_of_something(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ssd_serve.server.engine_client._LOOK_EVERY_S", 0.01)
+    shortages: list[Exception] = [OSError(errno.EMFILE, "Too many open files"), MemoryError()]
+
+    def reconnect() -> MessageChannel:
+        if shortages:
+            raise shortages.pop()
+        return reach()
+
+    reach, house.client._reconnect = house.reconnect, reconnect  # pyright: ignore[reportPrivateUsage]
+    _, heard = await begun(house)
+    house.die()
+    house.live()
+    await house.until(lambda: house.client.restarts == 1)
+    await some(house, heard)
+    assert not shortages
