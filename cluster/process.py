@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Settings
 
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that workers ignore: whoever started them says when they leave."""
 
 ORPHANED = 75

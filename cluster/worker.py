@@ -31,7 +31,8 @@ def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[Settings, C
     """Become the worker `name`: take the title, read settings, tie this process's life to its parent's. Also
     returned is what to call when it has loaded."""
     setproctitle.setproctitle(f"ssd: {name}")
-    # Ctrl-C and `kill -TERM -GROUP` reach every process; the parent alone decides what they mean.
+    # Ctrl-C, a closed terminal and `kill -TERM -GROUP` reach every process; the parent alone knows what
+    # they mean.
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)

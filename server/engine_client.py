@@ -28,7 +28,7 @@ from ssd_serve.messages import (
     Status,
     Submit,
 )
-from ssd_serve.server.line import Line, MessageChannel
+from ssd_serve.server.line import Line, MessageChannel, NoChannel
 from ssd_serve.server.submitted import Deliver, Interrupted, Submitted
 from ssd_serve.server.trial import Trial, interrupt_all
 
@@ -43,24 +43,25 @@ Reconnect = Callable[[], MessageChannel]
 class EngineClient:
     """One per server. `start` on the event loop, then `submit`; `stop` closes the channel.
 
-    `ready`, `status` and `progress` hold the latest of each; `dead` is the reason once the engine is gone for
-    good. `restarts` and `resumed` count engines that came after another one, and requests that went on there.
+    `target` is the model as the engine was told it, with its commit, where somebody knows; `ready`, `status`
+    and `progress` hold the latest of each; `dead` is the reason once the engine is gone for good. `restarts`
+    and `resumed` count engines that came after another one, and requests that went on there.
     """
 
     def __init__(
         self,
-        channel: MessageChannel,
+        channel: MessageChannel | None = None,
         reconnect: Reconnect | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_silence: Callable[[float], None] = lambda _silent_s: None,
         on_explained: Callable[[], None] = lambda: None,
         longest_silence_s: float = 60.0,
     ) -> None:
-        """Without `reconnect` the first death is for good, as it is before the engine was ever ready.
-        `on_ready` is called whenever an engine can generate, `on_silence` every second while one that could
-        has said nothing for longer than it may, with the seconds, `on_explained` when a request was found of
-        which engines died."""
-        self._line = Line(channel, self._hear, self._lose)
+        """Without a `channel`, `meet` brings it. Without `reconnect` the first death is for good, as it is
+        before the engine was ever ready. `on_ready` is called whenever an engine can generate, `on_silence`
+        every second while one that could has said nothing for longer than it may, with the seconds,
+        `on_explained` when a request was found of which engines died."""
+        self._line = Line(channel or NoChannel(), self._hear, self._lose)
         self._reconnect = reconnect
         self._on_ready = on_ready
         self._on_silence = on_silence
@@ -73,6 +74,7 @@ class EngineClient:
         self._trial.admitted()  # nobody is suspect
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
+        self.target: str | None = None
         self.ready: Ready | None = None
         self.status: Status | None = None
         self.progress = ""
@@ -102,6 +104,16 @@ class EngineClient:
             self._heard_at = time.monotonic()
             self._line.start(self._loop)
             self._listen_for_silence(self._loop)
+
+    def meet(self, channel: MessageChannel) -> None:
+        """The first engine has been started: from now on it is listened to. On the event loop."""
+        if self.dead is not None or self._loop is None:
+            channel.close()
+            return
+        self._line.close()
+        self._heard_at = time.monotonic()
+        self._line = Line(channel, self._hear, self._lose)
+        self._line.start(self._loop)
 
     def stop(self) -> None:
         """Abort what runs, close the channel, and tell every submitter. The engine takes it as the end."""

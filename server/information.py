@@ -51,7 +51,7 @@ class InformationEndpoints:
 
     def _card(self) -> dict[str, object]:
         ready = self.service.engine.ready
-        target = self.service.settings.target
+        target = self.service.engine.target or self.service.settings.target
         found = hub_id(target)
         return {
             "id": self.service.model,

@@ -48,6 +48,33 @@ class MessageChannel(Protocol):
         ...
 
 
+class NoChannel:
+    """In place of a channel until there is one: says nothing, takes nothing, and has not ended."""
+
+    closed = False
+    pending = 0
+
+    def send(self, message: Message) -> bool:
+        """There is nobody to take it."""
+        del message
+        return False
+
+    def flush(self) -> bool:
+        """Nothing is pending."""
+        return True
+
+    def receive(self) -> list[Message]:
+        """Nobody speaks."""
+        return []
+
+    def fileno(self) -> int:
+        """There is nothing to wait on."""
+        return -1
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Line:
     """One channel, from `start` on the event loop to `close`. `ended` is called once with the reason when the
     peer is gone, after everything that it had said; not after `close`."""

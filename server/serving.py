@@ -6,6 +6,7 @@ Knows uvicorn and signals; the application is built elsewhere.
 import asyncio
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from ssd_serve.server.service import Gate
 from ssd_serve.server.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 2
 """Seconds for clients to take the answer that their requests were ended with."""
@@ -73,7 +74,7 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Listen to signals while serving, where that is possible (the main thread)."""
         try:
-            before = {number: signal.signal(number, self.handle_exit) for number in STOP_SIGNALS}
+            before = {number: signal.signal(number, self.handle_exit) for number in heeded_signals()}
         except ValueError:
             yield
             return
@@ -82,6 +83,62 @@ class HttpServer(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """The signals that say stop; not the one that `nohup` has a program ignore, to outlive its terminal."""
+    return [
+        number
+        for number in STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+
+class ServerThread:
+    """A server on an event loop of its own, which answers while this thread loads what it is to serve. Stops,
+    as tidily as it can, at the end of the `with` block."""
+
+    def __init__(self, server: HttpServer, sock: socket.socket) -> None:
+        self._server = server
+        self._sock = sock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begun = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def __enter__(self) -> "ServerThread":
+        self._thread.start()
+        self._begun.wait()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._server.stop()
+        self._thread.join()
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Let the event loop do something soon."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(work)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long for the server's end. Raises what ended it, if that was an error."""
+        self._thread.join(seconds)
+        if self._failure is not None:
+            raise self._failure
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # it is raised where it is waited for
+            self._failure = error
+        finally:
+            self._begun.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._begun.set)
+        await self._server.serve(sockets=[self._sock])
 
 
 def build_server(

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from ssd_serve import cli
 from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
-from ssd_serve.listening import NotYet, listen
+from ssd_serve.listening import listen
 from ssd_serve.logs import Logger
 from ssd_serve.resolving import flag_name
 from ssd_serve.serve import address
@@ -155,18 +154,6 @@ def test_a_port_that_needs_root() -> None:
 def test_an_address_that_is_not_ours(host: str) -> None:
     with pytest.raises(SettingsError, match="SSD_HOST"):
         listen(host, 0)
-
-
-def test_while_loading_every_request_is_answered_503() -> None:
-    with listen("127.0.0.1", 0) as sock, NotYet(sock) as not_yet:
-        for _ in range(2):
-            answer = httpx.post(f"{address(sock)}/v1/completions", content=b"x" * 200_000)
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "loading"
-        with socket.create_connection(sock.getsockname()) as silent:
-            silent.sendall(b"GET")
-        assert httpx.get(f"{address(sock)}/health").status_code == 503
-        not_yet.stop()
 
 
 def test_addresses_are_shown_as_people_can_use_them() -> None:

@@ -34,6 +34,7 @@ from ssd_serve.replay_commands import add_replay
 from ssd_serve.resolving import Origin, flag_name, origins, resolve, suggestion
 
 INTERRUPTED = 130
+HUNG_UP = 129
 TERMINATED = 143
 EXIT_CODES: tuple[tuple[int, str], ...] = (
     (0, "done; a server ended as it was told to, also where SSD_DRAIN_SECONDS cut requests off"),
@@ -48,8 +49,9 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (EngineDeadError.exit_code, "the verifier process died"),
     (ProtocolError.exit_code, "a process received a message that does not fit the protocol"),
     (DeviceHangError.exit_code, "a GPU did not end a forward in time"),
+    (HUNG_UP, "ended by SIGHUP, a closed terminal, while models were loaded"),
     (INTERRUPTED, "interrupted with Ctrl-C"),
-    (TERMINATED, "ended by SIGTERM before the HTTP server ran"),
+    (TERMINATED, "ended by SIGTERM while models were loaded"),
 )
 
 

@@ -132,8 +132,9 @@ class Replica:
         self._parts = ExitStack()
         try:
             self._engine = await asyncio.to_thread(self._start_engine, context.rank.local_rank)
-            self._client = ServingClient(await asyncio.to_thread(self._engine.connect), self._engine)
+            self._client = ServingClient()
             self._client.start()
+            self._client.arrive(self._engine, await asyncio.to_thread(self._engine.connect))
             await self._ready()
         except BaseException:
             self._parts.close()
@@ -170,7 +171,8 @@ class Replica:
 
     def _start_engine(self, rank: int) -> RunningEngine:
         found = find_models(self._settings, lambda text: self._log.debug(text), self._log.warning)
-        self._tokenizer = ServingTokenizer(Tokenizer(found.target))
+        self._tokenizer = ServingTokenizer()
+        self._tokenizer.arrive(Tokenizer(found.target))
         if self._settings.launcher == "ray":
             return self._parts.enter_context(ray_engine(found.settings, self._log, place_s=_PLACE_S))
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()

@@ -3,7 +3,6 @@
 Knows who has to start in which order; the parts know their work.
 """
 
-import asyncio
 import ipaddress
 import math
 import os
@@ -11,7 +10,9 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,14 +23,15 @@ from rich.console import Console
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.engines import RunningEngine, start_engine
 from ssd_serve.devices import pin_cores
+from ssd_serve.errors import EngineDeadError
 from ssd_serve.finding import find_models
-from ssd_serve.listening import NotYet, listen
+from ssd_serve.listening import listen
 from ssd_serve.logs import carry_library_logs, get_logger
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine_client import EngineClient
-from ssd_serve.server.serving import HttpServer, build_server
+from ssd_serve.server.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.tls import tls_context
 from ssd_serve.settings import Settings
 from ssd_serve.terminal import ProgressLine
@@ -39,14 +41,25 @@ _FAREWELL_S = 0.5
 """Between the engine's death and the server's: time for running requests to be told."""
 _COMES_BACK_S = math.inf
 """The launcher says sooner when no engine will come back."""
-_TERMINATED = 128 + signal.SIGTERM
+_LEAVES_WITHIN_S = 20.0
+"""What holds an end up for longer is left behind: threads that download wait for the end of their file."""
 
 
 class ServingTokenizer:
-    """The model's tokenizer as the server wants it."""
+    """The model's tokenizer as the server wants it, once it has been found."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
+        self._found: Tokenizer | None = None
+
+    def arrive(self, tokenizer: Tokenizer) -> None:
+        """From now on this is the one. Call it before an engine is ready."""
+        self._found = tokenizer
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._found is None:
+            raise EngineDeadError("the model's tokenizer has not been loaded")
+        return self._found
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -75,80 +88,97 @@ class ServingTokenizer:
 class ServingClient(EngineClient):
     """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
 
-    def __init__(self, channel: Channel, engine: RunningEngine) -> None:
+    def __init__(self) -> None:
         super().__init__(
-            channel,
-            lambda: engine.connect(_COMES_BACK_S),
-            engine.target_is_ready,
-            engine.suspect_verifier,
-            on_explained=engine.deaths_are_explained,
+            reconnect=lambda: self._started().connect(_COMES_BACK_S),
+            on_ready=lambda: self._started().target_is_ready(),
+            on_silence=lambda silent_s: self._started().suspect_verifier(silent_s),
+            on_explained=lambda: self._started().deaths_are_explained(),
         )
+        self._engine: RunningEngine | None = None
+
+    def arrive(self, engine: RunningEngine, channel: Channel) -> None:
+        """The engine has been started. On the event loop."""
         self._engine = engine
+        self.target = engine.settings.target
+        self.meet(channel)
 
     def stop(self) -> None:
         """Abort what runs and close the channel."""
-        self._engine.expect_end()
+        if self._engine is not None:
+            self._engine.expect_end()
         super().stop()
+
+    def _started(self) -> RunningEngine:
+        if self._engine is None:
+            raise EngineDeadError("no engine has been started")
+        return self._engine
 
 
 def run_serve(settings: Settings) -> int:
-    """Serve until a signal says stop, or the engine dies."""
+    """Serve until a signal says stop, or the engine dies. Answers from the start: 503 while it loads."""
     setproctitle.setproctitle("ssd: server")
-    signal.signal(signal.SIGTERM, _leave_tidily)
+    for number in heeded_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, _leave_tidily)
     log = get_logger("server", settings.log_level, settings.log_format)
     carry_library_logs(log)
     line = ProgressLine()
-    tls = tls_context(settings)
+    tls_context(settings)  # wrong files are told before anything is done
+    client, tokenizer = ServingClient(), ServingTokenizer()
+
+    def tell(text: str) -> None:
+        client.progress = text
+        line.show(text)
+
     with listen(settings.host, settings.port) as sock:
         if settings.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             log.warning(
                 "anybody who reaches this address may use the model; set SSD_API_KEY", host=settings.host
             )
-        with NotYet(sock, tls) as not_yet:
-            found = find_models(settings, line.show, log.warning)
-            tokenizer = ServingTokenizer(Tokenizer(found.target))
-            line.show("starting")
+        server = build_server(settings, client, tokenizer)
+        with ServerThread(server, sock) as answering:
+            found = find_models(settings, tell, log.warning)
+            tokenizer.arrive(Tokenizer(found.target))
+            tell("starting")
             with start_engine(found.settings, log) as engine:
                 # After the workers: they would inherit the binding.
+                answering.call(partial(pin_cores, engine.placement.front_end))
                 pin_cores(engine.placement.front_end)
-                client = ServingClient(engine.connect(), engine)
-                server = build_server(engine.settings, client, tokenizer)
-                not_yet.stop()
-                asyncio.run(_serve(server, sock, client, engine, line))
+                answering.call(partial(client.arrive, engine, engine.connect()))
+                url = address(sock, settings.tls_certificate is not None)
+                with server.capture_signals():
+                    _watch(server, answering, client, engine, line, url)
                 if engine.failure is not None:
                     raise engine.failure
     log.info("stopped")
     return 0
 
 
-async def _serve(
-    server: HttpServer, sock: socket.socket, client: EngineClient, engine: RunningEngine, line: ProgressLine
+def _watch(
+    server: HttpServer,
+    answering: ServerThread,
+    client: EngineClient,
+    engine: RunningEngine,
+    line: ProgressLine,
+    url: str,
 ) -> None:
-    """Answer requests from the start (503 while loading), and watch the engine beside it."""
-    watching = asyncio.create_task(_watch(server, sock, client, engine, line))
-    try:
-        await server.serve(sockets=[sock])
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-
-
-async def _watch(
-    server: HttpServer, sock: socket.socket, client: EngineClient, engine: RunningEngine, line: ProgressLine
-) -> None:
+    """Until the server has ended, or has to because its engine is dead."""
     announced = False
     while engine.failure is None:
         if not announced and client.ready is not None:
             announced = True
             line.clear()
-            url = address(sock, engine.settings.tls_certificate is not None)
             show_banner(Console(), client.ready, engine.settings, url, program_name())
         elif not announced:
             line.show(client.progress)
-        await asyncio.sleep(_LOOK_EVERY_S)
+        if answering.ends_within(_LOOK_EVERY_S):
+            return
     line.clear()
-    await asyncio.sleep(_FAREWELL_S)
-    server.stop()
+    if not answering.ends_within(_FAREWELL_S):
+        server.stop()
+        while not answering.ends_within(_LOOK_EVERY_S):
+            pass
 
 
 def program_name() -> str:
@@ -168,6 +198,13 @@ def address(sock: socket.socket, encrypted: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM before or after serving: leave through every `finally`, so that workers and sockets go too."""
-    raise SystemExit(_TERMINATED)
+def _leave_tidily(number: int, _frame: FrameType | None) -> NoReturn:
+    """A signal while everything is loaded: leave through every `finally`, so that workers and sockets go too.
+    It may come twice, from a group and from a parent in it: only the first one means something."""
+    for other in heeded_signals():
+        if other != signal.SIGINT:
+            signal.signal(other, signal.SIG_IGN)
+    last_resort = threading.Timer(_LEAVES_WITHIN_S, os._exit, (128 + number,))
+    last_resort.daemon = True
+    last_resort.start()
+    raise SystemExit(128 + number)

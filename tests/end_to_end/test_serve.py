@@ -1,10 +1,12 @@
 """`ssd serve` as one program: 503 while loading, answers, kills of each process, tidy ends."""
 
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -14,6 +16,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.errors import HubError
 from tests.end_to_end.tiny_pair import write_pair
 
 Server = tuple["subprocess.Popen[bytes]", str, Path]
@@ -126,6 +129,64 @@ def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path],
         assert gone(everything)
         assert log.read_text().removeprefix(before).splitlines()[:-1] == []
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_it_loads_ends_it_tidily(
+    pair: tuple[Path, Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    with serving(pair, tmp_path) as (process, url, log):
+        deadline = time.monotonic() + 60
+        while "ssd: verifier" not in children(process):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        everything = list(children(process).values())
+        assert httpx.get(f"{url}/health", timeout=30.0).status_code == 503
+        os.killpg(process.pid, number)
+        assert process.wait(30) in (0, 128 + number), log.read_text()
+        assert gone(everything)
+        assert "Traceback" not in log.read_text()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@contextmanager
+def hub_that_hangs() -> Generator[tuple[str, threading.Event]]:
+    """Its address, and the event upon which it answers that it knows nothing."""
+    go_on = threading.Event()
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            go_on.wait(60.0)
+            self.send_error(404)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as hub:
+        hub.daemon_threads = True
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{hub.server_port}", go_on
+        go_on.set()
+        hub.shutdown()
+
+
+def test_it_answers_while_models_are_looked_for_and_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    model = Path("some/model")
+    with hub_that_hangs() as (hub, go_on):
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        with serving((model, model), tmp_path) as (process, url, log):
+            statuses: set[int] = set()
+            deadline = time.monotonic() + 60
+            while not statuses:
+                assert time.monotonic() < deadline, log.read_text()
+                with suppress(httpx.TransportError):
+                    statuses.add(httpx.get(f"{url}/health", timeout=30.0).status_code)
+            assert statuses == {503}
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as dripping:
+                dripping.sendall(b"GET /hea")
+                go_on.set()
+                assert process.wait(30) == HubError.exit_code, log.read_text()
+            assert "the hub does not show some/model" in log.read_text().splitlines()[-1]
 
 
 def test_a_killed_server_leaves_nobody(pair: tuple[Path, Path], tmp_path: Path) -> None:

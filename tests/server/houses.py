@@ -72,12 +72,17 @@ class Address:
 
 @contextmanager
 def open_server(
-    playwright: Playwright, settings: Settings | None = None, limits: Limits | None = None
+    playwright: Playwright,
+    settings: Settings | None = None,
+    limits: Limits | None = None,
+    *,
+    ready: bool = True,
 ) -> Generator[Address, None, None]:
-    """uvicorn in a thread, on a socket of this machine."""
+    """uvicorn in a thread, on a socket of this machine. Where it is not `ready`, it loads for ever."""
     ours, theirs = channel_pair()
     engine = FakeEngine(theirs, playwright)
-    engine.tell(READY)
+    if ready:
+        engine.tell(READY)
     engine.start()
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
@@ -94,7 +99,7 @@ def open_server(
     thread.start()
     url = f"{'http' if settings.tls_key is None else 'https'}://127.0.0.1:{port}"
     try:
-        wait_until_healthy(url)
+        wait_until_healthy(url, 200 if ready else 503)
         yield Address(url, engine, server.stop, stopped)
     finally:
         server.stop()
@@ -103,11 +108,11 @@ def open_server(
         sock.close()
 
 
-def wait_until_healthy(url: str) -> None:
+def wait_until_healthy(url: str, status: int = 200) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/health", verify=False).status_code == 200:
+            if httpx.get(f"{url}/health", verify=False).status_code == status:
                 return
         except httpx.TransportError:
             pass

@@ -22,7 +22,7 @@ from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.serving import build_server
 from ssd_serve.settings import Settings
-from tests.server.fakes import END, ByteTokenizer, Script, channel_pair, say, tokens
+from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
 from tests.server.houses import Address, open_server, wait_until_healthy
 
 COMPLETIONS = "/v1/completions"
@@ -219,6 +219,23 @@ def test_a_client_that_does_not_read_is_cut_off_by_the_system() -> None:
             assert caught.value.errno == errno.ETIMEDOUT, "not by the test's own limit"
 
 
+def test_while_loading_every_request_is_answered_503_whoever_drips() -> None:
+    with open_server(lambda _: say(""), ready=False) as address:
+        at = ("127.0.0.1", int(address.url.rpartition(":")[2]))
+        with socket.create_connection(at) as silent, socket.create_connection(at) as dripping:
+            for sent in (b"G", b"E", b"T"):
+                dripping.sendall(sent)
+                answer = httpx.post(f"{address.url}{COMPLETIONS}", json={"prompt": "a" * 200_000})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+                assert answer.headers["retry-after"] == "2"
+                assert httpx.get(f"{address.url}/ping").status_code == 503
+            silent.sendall(b"GET")
+            stopped_at = time.monotonic()
+            address.stop()
+            assert address.stopped.wait(PATIENCE_S)
+            assert time.monotonic() - stopped_at < 5.0, "no longer than last words take"
+
+
 def test_what_runs_may_end_before_the_server_stops() -> None:
     with open_server(lambda _: say("abcdef", hold_after=1)) as address:
         url = f"{address.url}{COMPLETIONS}"
@@ -279,7 +296,7 @@ def served(script: str) -> Generator[tuple["subprocess.Popen[str]", str]]:
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_stops_the_server_and_its_caller_goes_on(number: signal.Signals) -> None:
     with served('say("hi")') as (process, url):
         httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "a"}).raise_for_status()

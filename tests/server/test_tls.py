@@ -10,8 +10,6 @@ import pytest
 
 from ssd_serve import cli
 from ssd_serve.errors import PermissionProblemError, SettingsError
-from ssd_serve.listening import NotYet, listen
-from ssd_serve.serve import address
 from ssd_serve.server.tls import tls_context
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
@@ -53,12 +51,11 @@ def test_the_server_speaks_https(tmp_path: Path) -> None:
 
 def test_while_loading_the_answer_is_encrypted_too(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
-    with listen("127.0.0.1", 0) as sock, NotYet(sock, tls_context(settings)):
-        for _ in range(2):
-            answer = httpx.get(f"{address(sock, True)}/health", verify=trusting(settings))
-            assert answer.status_code == 503
-            with pytest.raises(httpx.TransportError):
-                httpx.get(f"{address(sock)}/health")
+    with open_server(lambda _: say(""), settings, ready=False) as at:
+        answer = httpx.get(f"{at.url}/health", verify=trusting(settings))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(at.url.replace("https://", "http://") + "/health")
 
 
 def test_no_files_no_tls() -> None:
