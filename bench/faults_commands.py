@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ssd_serve.bench.document import write_json
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
+from ssd_serve.settings import KEY_SETTINGS
 
 _OWN_SETTINGS = (
     *(
@@ -19,7 +20,8 @@ _OWN_SETTINGS = (
         "launcher",
         "ray_address",
     ),
-    *("served_model_name", "root_path", "cors_origins", "api_key", "hf_token", "tls_certificate", "tls_key"),
+    *("served_model_name", "root_path", "cors_origins", "hf_token", "tls_certificate", "tls_key"),
+    *KEY_SETTINGS,
 )
 
 

@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from ssd_serve.errors import UserError
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
-from ssd_serve.settings import Mode
+from ssd_serve.settings import KEY_SETTINGS, Mode
 
 _OWN_SETTINGS = (
     *("mode", "host", "port", "run_dir", "prefix_cache", "served_model_name", "root_path", "cors_origins"),
     *("target_device_alone", "speculation_may_stop"),
-    *("api_key", "hf_token", "tls_certificate", "tls_key"),
+    *("hf_token", "tls_certificate", "tls_key", *KEY_SETTINGS),
 )
 """What the benchmark chooses by itself, what would hide the servers from it, and secrets."""
 

@@ -11,8 +11,9 @@ from ssd_serve.bench.document import write_json
 from ssd_serve.bench.load_commands import leave_tidily
 from ssd_serve.errors import SettingsError, UserError
 from ssd_serve.flags import Commands, add_settings_flags, settings_from
+from ssd_serve.settings import KEY_SETTINGS
 
-_OWN_SETTINGS = ("host", "port", "run_dir", "api_key", "root_path", "tls_certificate", "tls_key")
+_OWN_SETTINGS = ("host", "port", "run_dir", "root_path", "tls_certificate", "tls_key", *KEY_SETTINGS)
 
 
 def add_soak(commands: Commands) -> None:

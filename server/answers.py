@@ -10,11 +10,13 @@ from typing import Literal, Protocol
 import msgspec
 from fastapi import Request, Response
 
+from ssd_serve.server.auth import tenant_of
 from ssd_serve.server.generation import Ending, Output, Piece, Plan, Run
 from ssd_serve.server.naming import HEADER
 from ssd_serve.server.replies import Head, speculation, usage
 from ssd_serve.server.service import Service
-from ssd_serve.server.streaming import DONE, EventStream, event, while_connected
+from ssd_serve.server.streaming import DONE, EventStream, event, obfuscated, while_connected
+from ssd_serve.server.tenants import Tenant
 
 
 class Shape(Protocol):
@@ -48,6 +50,14 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Privacy:
+    """How far a request asks to be kept from others: from those who ask, and from those who listen."""
+
+    cache_salt: str | None = None
+    obfuscate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A checked request, ready to run. `choices` is n: that many plans in a row share a prompt."""
 
@@ -58,61 +68,98 @@ class Job:
     stream: bool
     told_usage: Literal["never", "last", "always"]
     """Which chunks of a stream tell the usage."""
+    asked: Privacy = Privacy()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it has."""
+        return sum(len(self.plans[first].prompt) for first in range(0, len(self.plans), self.choices))
+
+    @property
+    def charged_tokens(self) -> int:
+        """What a key is charged for before there is output: answers that go on are read again too."""
+        return self.prompt_tokens + sum(len(plan.generated) for plan in self.plans)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A job, whose it is, and what may be told of it."""
+
+    service: Service
+    job: Job
+    tenant: Tenant
+
+    @property
+    def salt(self) -> bytes:
+        """The part of the prefix cache that the job reads and feeds."""
+        return self.service.tenants.salt(self.tenant, self.job.asked.cache_salt)
+
+    def run(self) -> Run:
+        """The job's choices, to be entered."""
+        return Run(self.service, self.job.plans, self.salt)
 
     def usage(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
-        """Usage at the end; a prompt counts once, however many choices it has."""
-        firsts = range(0, len(self.plans), self.choices)
-        prompt_tokens = sum(len(self.plans[first].prompt) for first in firsts)
+        """Usage so far. What was cached is told where only the client's own prompts can be."""
+        job = self.job
+        if not self.salt and not self.service.settings.tell_cached_tokens:
+            return usage(job.prompt_tokens, tokens, None)
+        firsts = range(0, len(job.plans), job.choices)
         # An answer that goes on may have found some of its own tokens in the cache too.
         cached = sum(
-            min(endings[first].figures.cached_prompt_tokens, len(self.plans[first].prompt))
+            min(endings[first].figures.cached_prompt_tokens, len(job.plans[first].prompt))
             for first in firsts
             if first in endings
         )
-        return usage(prompt_tokens, tokens, cached)
+        return usage(job.prompt_tokens, tokens, cached)
 
 
 async def answer(service: Service, request: Request, job: Job) -> Response:
-    """Run the job for as long as the client stays connected."""
+    """Run the job for as long as the client stays connected. Raises 429 where its key has no tokens left."""
+    visit = Visit(service, job, tenant_of(request))
+    visit.tenant.begin_prompt(job.charged_tokens)
     headers = {HEADER: job.head.name}
     if job.stream:
-        return EventStream(_events(service, job), headers, service.limits.ping_s)
-    body = await while_connected(request.receive, _whole(service, job))
+        return EventStream(_events(visit), headers, service.limits.ping_s)
+    body = await while_connected(request.receive, _whole(visit))
     return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
 
 
-async def _whole(service: Service, job: Job) -> dict[str, object]:
+async def _whole(visit: Visit) -> dict[str, object]:
+    job = visit.job
     outputs = [Output() for _ in job.plans]
-    async with Run(service, job.plans) as run:
+    async with visit.run() as run:
         async for piece in run.pieces():
             outputs[piece.choice].add(piece)
+            visit.tenant.output(len(piece.tokens))
     endings = {i: output.ending for i, output in enumerate(outputs) if output.ending is not None}
     return {
         **job.head.object(job.shape.whole_kind),
         "seed": job.head.seed,
         "choices": [job.shape.whole(i, output) for i, output in enumerate(outputs)],
-        "usage": job.usage(sum(len(output.tokens) for output in outputs), endings),
+        "usage": visit.usage(sum(len(output.tokens) for output in outputs), endings),
         "metrics": _metrics(endings),
         **job.shape.extra(),
     }
 
 
-async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
+async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
     """The chunks of a stream, then the usage if it was asked for, then `[DONE]`."""
-    shape, tokens, begun = job.shape, 0, False
+    job, shape, tokens, begun = visit.job, visit.job.shape, 0, False
+    write = obfuscated if job.asked.obfuscate else event
     endings: dict[int, Ending] = {}
     base = job.head.object(shape.chunk_kind)
     if job.told_usage != "never":
-        base["usage"] = job.usage(0, {}) if job.told_usage == "always" else None
-    async with Run(service, job.plans) as run:
+        base["usage"] = visit.usage(0, {}) if job.told_usage == "always" else None
+    async with visit.run() as run:
         async for piece in run.pieces():
             if not begun:
                 begun = True
                 for chunk in _openings(job, base):
-                    yield event(chunk)
+                    yield write(chunk)
             tokens += len(piece.tokens)
+            visit.tenant.output(len(piece.tokens))
             if job.told_usage == "always":
-                base["usage"] = job.usage(tokens, endings)
+                base["usage"] = visit.usage(tokens, endings)
             part = shape.part(piece)
             last: dict[str, object] = {}
             if piece.ending is not None:
@@ -120,10 +167,10 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[bytes, None]:
                 if len(endings) == len(job.plans):
                     last = {"metrics": _metrics(endings)}
             if part is not None:
-                yield event({**base, "choices": [part], **last})
+                yield write({**base, "choices": [part], **last})
     if job.told_usage != "never":
-        totals = {"usage": job.usage(tokens, endings), "metrics": _metrics(endings)}
-        yield event({**base, "choices": [], **totals})
+        totals = {"usage": visit.usage(tokens, endings), "metrics": _metrics(endings)}
+        yield write({**base, "choices": [], **totals})
     yield DONE
 
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from ssd_serve import __version__
 from ssd_serve.errors import SsdError
-from ssd_serve.server.auth import BearerAuth
+from ssd_serve.server.auth import Doorkeeper
 from ssd_serve.server.chat import ChatEndpoint
 from ssd_serve.server.completions import CompletionsEndpoint
 from ssd_serve.server.engine_client import EngineClient
@@ -26,6 +26,7 @@ from ssd_serve.server.protocol import ChatRequest, CompletionRequest, Detokenize
 from ssd_serve.server.root_path import RootPath, path_within
 from ssd_serve.server.service import Gate, OtherPages, Service
 from ssd_serve.server.streaming import ClientGoneError
+from ssd_serve.server.tenants import RATE_HEADERS, Tenants
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.server.tokenizing import TokenizingEndpoints
 from ssd_serve.settings import Settings
@@ -49,15 +50,17 @@ def create_app(
     """Build the application. Its lifespan starts and stops the engine client. `others`: where this server is
     one of several behind one address, what gets the metrics page of all of them."""
     limits = limits or Limits()
+    tenants = Tenants(settings)
     service = Service(
         settings=settings,
         limits=limits,
         engine=engine_client,
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
-        metrics=Metrics(engine_client, lambda: service.trouble() is None),
+        metrics=Metrics(engine_client, lambda: service.trouble() is None, tenants),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         gate=gate or Gate(),
+        tenants=tenants,
         others=others,
     )
 
@@ -80,8 +83,9 @@ def create_app(
     app.state.metrics_page = service.metrics.render
     _add_routes(app, service)
     _add_error_handlers(app)
-    if settings.api_key:
-        app.add_middleware(BearerAuth, api_key=settings.api_key)
+    app.add_middleware(
+        Doorkeeper, tenants=tenants, metrics_key=settings.metrics_key, metrics_port=settings.metrics_port
+    )
     app.add_middleware(NamedRequests)
     if settings.cors_origins:
         # Outside of the key: browsers ask for permission without one.
@@ -90,7 +94,7 @@ def create_app(
             allow_origins=settings.cors_origins.split(","),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER, "Retry-After"],
+            expose_headers=[HEADER, "Retry-After", *RATE_HEADERS],
         )
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)

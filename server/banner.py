@@ -156,13 +156,16 @@ def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
     name = model_name(settings)
     prompt = "def fibonacci(n):" if settings.target == EMBEDDED else "Once upon a time"
     body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 64, "stream": True})
-    key = ' -H "Authorization: Bearer $SSD_API_KEY"' if settings.api_key else ""
-    client_key = "the key" if settings.api_key else "none"
+    keyed = settings.api_key or settings.api_keys_file
+    variable = "SSD_API_KEY" if settings.api_key else "KEY"
+    key = f' -H "Authorization: Bearer ${variable}"' if keyed else ""
+    client_key = "the key" if keyed else "none"
+    metrics = f"{url.rpartition(':')[0]}:{settings.metrics_port}" if settings.metrics_port else url
     return [
         f"curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
         f"{shlex.quote(program)} generate {shlex.quote(prompt)}      (without this server)",
         f'OpenAI(base_url="{url}/v1", api_key="{client_key}")      (Python, after pip install openai)',
-        f"{url}/metrics      (Prometheus; also /health, /version, /v1/models)",
+        f"{metrics}/metrics      (Prometheus; also /health, /version, /v1/models)",
         f"{shlex.quote(program)} settings      (what can be set; README.md says more)",
         "Ctrl-C stops the server.",
     ]

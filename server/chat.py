@@ -9,7 +9,7 @@ from ssd_serve.messages import Ready, TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, answer
 from ssd_serve.server.body import read_body
-from ssd_serve.server.completions import check_stream_options, usage_wanted
+from ssd_serve.server.completions import check_stream_options, privacy, usage_wanted
 from ssd_serve.server.continuing import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.generation import Ending, Output, Piece, Plan
@@ -129,7 +129,7 @@ class ChatEndpoint:
         ]
         shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))
         head = Head.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
-        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body))
+        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

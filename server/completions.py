@@ -8,7 +8,7 @@ from fastapi import Request, Response
 
 from ssd_serve.messages import TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
-from ssd_serve.server.answers import Job, answer
+from ssd_serve.server.answers import Job, Privacy, answer
 from ssd_serve.server.body import read_body
 from ssd_serve.server.continuing import generated_tokens
 from ssd_serve.server.errors import bad_request
@@ -176,7 +176,7 @@ class CompletionsEndpoint:
             token_ids=given(body.return_token_ids, False),
         )
         head = Head.now("cmpl", name, service.model, service.fingerprint(ready), seed)
-        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body))
+        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
 
     async def _echo(self, prompt: TokenPrompt, skip_special: bool, scored: bool) -> Echo:
         tokenizer = self.service.tokenizer
@@ -198,6 +198,12 @@ def check_stream_options(body: GenerationRequest) -> None:
     """400 for stream options of a request that does not stream."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only allowed with stream: true", "stream_options", "invalid_value")
+
+
+def privacy(body: GenerationRequest) -> Privacy:
+    """What the request asks to be kept from others."""
+    padded = body.stream_options is not None and bool(body.stream_options.include_obfuscation)
+    return Privacy(body.cache_salt, padded)
 
 
 def usage_wanted(body: GenerationRequest) -> Literal["never", "last", "always"]:

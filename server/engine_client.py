@@ -128,6 +128,7 @@ class EngineClient:
         seed: int,
         deliver: Deliver,
         output: tuple[int, ...] = (),
+        salt: bytes = b"",
     ) -> int:
         """Send a request and return its number; `deliver` is called on the event loop with each report.
 
@@ -139,7 +140,7 @@ class EngineClient:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         request = next(self._numbers)
-        message = Submit(request, prompt, parameters, seed, output)
+        message = Submit(request, prompt, parameters, seed, output, salt=salt)
         submitted = Submitted(message, deliver, list(output))
         if self._trial.over and not self._line.closed:
             if self._lost_at is not None:

@@ -15,6 +15,7 @@ from ssd_serve.server.limits import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_PROMPTS,
+    MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOPS,
@@ -90,6 +91,7 @@ LogitBias = Annotated[
 ]
 
 
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 RequestName = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 

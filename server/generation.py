@@ -175,9 +175,10 @@ class _Choice:
 class Run:
     """The choices of one HTTP request: `async with Run(...) as run: async for piece in run.pieces()`."""
 
-    def __init__(self, service: Service, plans: Sequence[Plan]) -> None:
+    def __init__(self, service: Service, plans: Sequence[Plan], salt: bytes = b"") -> None:
         self._service = service
         self._plans = plans
+        self._salt = salt
         self._choices: list[_Choice] = []
         self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
 
@@ -211,7 +212,7 @@ class Run:
             self._reports.put_nowait((choice, None))
         else:
             choice.request = self._service.engine.submit(
-                plan.prompt, plan.parameters, plan.seed, deliver, plan.generated
+                plan.prompt, plan.parameters, plan.seed, deliver, plan.generated, self._salt
             )
         choice.running = True
         self._choices.append(choice)

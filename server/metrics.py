@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ssd_serve.messages import Health, Ready, Status
+from ssd_serve.server.tenants import Tenants, Used
 
 SECONDS = (
     0.001,
@@ -154,12 +155,47 @@ def _layouts(status: Status) -> Iterator[Metric]:
     yield gains
 
 
+_BY_KEY: dict[str, tuple[str, Callable[[Used], int]]] = {
+    "key_requests": ("requests of each key's holder", lambda used: used.requests),
+    "key_prompt_tokens": ("prompt tokens of each key's holder", lambda used: used.prompt_tokens),
+    "key_generation_tokens": ("tokens generated for each key's holder", lambda used: used.output_tokens),
+}
+
+
+class TenantsCollector(Collector):
+    """What each holder of a key has used; nothing of those whose keys were taken away."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[Metric]:
+        """Counters by the holder's name; none where there are no keys."""
+        yield CounterMetricFamily(
+            "ssd_unknown_keys", "requests without a key that is known", value=self._tenants.unknown_keys
+        )
+        found = self._tenants.all()
+        for name, (text, read) in _BY_KEY.items():
+            family = CounterMetricFamily(f"ssd_{name}", text, labels=["key"])
+            for tenant in found:
+                family.add_metric([tenant.name], float(read(tenant.used)))
+            yield family
+        refused = CounterMetricFamily(
+            "ssd_key_over_limit", "requests refused because a limit was reached", labels=["key", "limit"]
+        )
+        for tenant in found:
+            refused.add_metric([tenant.name, "requests"], float(tenant.used.over_requests))
+            refused.add_metric([tenant.name, "tokens"], float(tenant.used.over_tokens))
+        yield refused
+
+
 class Metrics:
     """The registry and the server's own histograms."""
 
-    def __init__(self, engine: EngineView, up: Callable[[], bool]) -> None:
+    def __init__(self, engine: EngineView, up: Callable[[], bool], tenants: Tenants | None = None) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(EngineCollector(engine, up))
+        if tenants is not None:
+            self.registry.register(TenantsCollector(tenants))
         self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)
         self.between = self._histogram(
             "inter_token_latency_seconds", "between tokens, a round's shared out", SECONDS

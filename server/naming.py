@@ -40,6 +40,9 @@ class NamedRequests:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
+                if logger.isEnabledFor(logging.DEBUG):
+                    whose = f"request {name}{_holder(scope)}"
+                    logger.debug("%s: %s %r %d", whose, scope["method"], scope["path"], message["status"])
                 MutableHeaders(scope=message).setdefault(HEADER, name)
             await send(message)
 
@@ -48,8 +51,14 @@ class NamedRequests:
         except Exception:
             if begun:
                 raise
-            logger.exception("request %s failed", name)
+            logger.exception("request %s%s failed", name, _holder(scope))
             await internal().response()(scope, receive, send_named)
+
+
+def _holder(scope: Scope) -> str:
+    """Whose request it is, once that is known, as a log says it."""
+    holder = getattr(scope["state"].get("tenant"), "name", "")
+    return f" of {holder}" if holder else ""
 
 
 def request_name(request: Request, asked: str | None) -> str:

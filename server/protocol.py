@@ -11,6 +11,7 @@ from pydantic import Field
 from ssd_serve.server.fields import (
     AllowedTokenIds,
     BadWords,
+    CacheSalt,
     Content,
     Ignored,
     LogitBias,
@@ -37,7 +38,9 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = Field(
         None, description="with include_usage: every chunk tells the usage so far"
     )
-    include_obfuscation: Ignored = None
+    include_obfuscation: bool | None = Field(
+        None, description="pad every chunk with random characters, so that its length tells nothing; null: no"
+    )
 
 
 class TextFormat(Strict):
@@ -89,12 +92,15 @@ class GenerationRequest(Strict):
     request_id: RequestName | None = Field(
         None, description="name of the request in its answer, unless the header X-Request-Id gives one"
     )
+    cache_salt: CacheSalt | None = Field(
+        None,
+        description="a secret: only requests with the same one reuse what was read of their prompts",
+    )
     user: Ignored = None
     safety_identifier: Ignored = None
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
 
-    cache_salt: NotBuilt = None
     guided_choice: NotBuilt = None
     guided_grammar: NotBuilt = None
     guided_json: NotBuilt = None

@@ -41,13 +41,13 @@ class Head:
         }
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
-    """The usage object."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, object]:
+    """The usage object. `cached_tokens` None: it would tell what others have asked."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
     }
 
 

@@ -17,6 +17,7 @@ from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
+from ssd_serve.server.tenants import Tenants
 from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
 from ssd_serve.settings import EMBEDDED, Settings
 
@@ -43,6 +44,7 @@ class Service:
     metrics: Metrics
     off_loop: OffLoop
     gate: Gate
+    tenants: Tenants
     others: OtherPages | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

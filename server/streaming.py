@@ -4,7 +4,9 @@ Knows ASGI and the SSE format, not what is sent.
 """
 
 import asyncio
+import base64
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
+_LEAST_SIZE = 512
+"""Bytes: room for what a round usually brings, and the rest of a chunk."""
 PING = b": ping\n\n"
 """A comment: readers of event streams skip it."""
 
@@ -33,6 +37,21 @@ class ClientGoneError(SsdError):
 def event(value: dict[str, object]) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def obfuscated(value: dict[str, object]) -> bytes:
+    """One event whose length tells nearly nothing of its text: `_LEAST_SIZE` bytes, or the next power of two.
+
+    Whoever listens to encrypted traffic sees lengths. The padding is random, so that nothing on the way can
+    compress it.
+    """
+    missing = _LEAST_SIZE
+    plain = len(event({**value, "obfuscation": ""}))
+    while missing < plain:
+        missing *= 2
+    missing -= plain
+    padding = base64.urlsafe_b64encode(os.urandom(missing))[:missing].decode()
+    return event({**value, "obfuscation": padding})
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

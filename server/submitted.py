@@ -7,6 +7,8 @@ messages, no channel.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.messages import Committed, Finished, Refused, Submit
 
@@ -72,6 +74,4 @@ class Submitted:
     def again(self) -> Submit:
         """The request for an engine that knows nothing of it."""
         first = self.first
-        return Submit(
-            first.request, first.prompt, first.parameters, first.seed, tuple(self.tokens), self.scored
-        )
+        return msgspec.structs.replace(first, output=tuple(self.tokens), scored=self.scored)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.resolving import origins, resolve, visible_gpus
+from ssd_serve.resolving import flag_name, origins, refuse_empty_keys, resolve, visible_gpus
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.settings_table import as_env
 
@@ -42,6 +42,25 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
     settings = resolve({})
     assert settings.context is None
     assert {row.name: row.origin for row in origins(settings, {})}["context"] == "default"
+
+
+@pytest.mark.parametrize("name", ["api_key", "metrics_key"])
+def test_keys_lose_the_newline_of_the_file_they_come_from_and_are_never_empty(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"SSD_{name.upper()}"
+    monkeypatch.setenv(variable, " sesame\n")
+    assert getattr(resolve({}), name) == "sesame"
+    refuse_empty_keys()
+    monkeypatch.setenv(variable, "\n")
+    with pytest.raises(SettingsError, match=f"{variable}: is empty"):
+        resolve({})
+    with pytest.raises(SettingsError, match=f"{flag_name(name)}: is empty"):
+        resolve({name: ""})
+    monkeypatch.setenv(variable, "")
+    resolve({})  # a drafter's process needs no key
+    with pytest.raises(SettingsError, match=f"{variable} is set but empty: give it a value, or take it away"):
+        refuse_empty_keys()
 
 
 def test_origins_and_masked_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def _run_report(args: argparse.Namespace) -> int:
     machine = this_machine()
     device = args.device or ("cuda:0" if machine.gpus else "cpu")
     check_device(parse_device(device), machine, "--device")
-    secrets = known_secrets([settings.api_key, settings.cluster_key, settings.hf_token])
+    secrets = known_secrets([settings.api_key, settings.metrics_key, settings.cluster_key, settings.hf_token])
     codes = write_report(args.out, steps(device, quick=args.quick), secrets, _say)
     print(f"{args.out}: attach it to your report")
     return UNFIT if any(codes.values()) else 0

@@ -102,14 +102,21 @@ class Bridge(logging.Handler):
         fields: dict[str, object] = {"logger": record.name}
         if record.exc_info is not None and record.exc_info[1] is not None:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
-        levels = ((logging.ERROR, self._to.error), (logging.WARNING, self._to.warning), (0, self._to.info))
+        levels = (
+            (logging.ERROR, self._to.error),
+            (logging.WARNING, self._to.warning),
+            (logging.INFO, self._to.info),
+            (0, self._to.debug),
+        )
         write = next(write for least, write in levels if record.levelno >= least)
         write(record.getMessage().rstrip("."), **fields)
 
 
 def carry_library_logs(log: Logger) -> None:
-    """Let this process's libraries log their warnings and errors through `log`, instead of as they like."""
+    """Let this process's libraries log their warnings and errors through `log`, instead of as they like; and
+    our own modules what it logs."""
     logging.basicConfig(handlers=[Bridge(log)], level=logging.WARNING, force=True)
+    logging.getLogger("ssd_serve").setLevel(_SEVERITY[log.level])
 
 
 def _now() -> str:

@@ -56,6 +56,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     would have had."""
     scored: int = 0
     """Prompt tokens, from the second on, whose log-probabilities were told before."""
+    salt: bytes = b""
+    """Only requests with the same one read each other's prompts and outputs in the prefix cache."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

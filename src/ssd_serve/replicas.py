@@ -24,9 +24,10 @@ from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import get_logger
 from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.resolving import resolve, variable_name
+from ssd_serve.resolving import refuse_empty_keys, resolve, variable_name
 from ssd_serve.serve import ServingClient, ServingTokenizer
 from ssd_serve.server.app import create_app
+from ssd_serve.server.exposure import exposure_warnings
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
 from ssd_serve.settings import SECRETS, Mode, Settings
@@ -105,7 +106,12 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
             )
         if name in _PROXYS:
             raise SettingsError(f"args: '{name}' is the proxy's: set {_PROXYS[name]} in the Serve config")
-    return resolve(arguments)
+    settings = resolve(arguments)
+    if settings.metrics_port is not None:
+        raise SettingsError(
+            "replicas share the proxy's one port: SSD_METRICS_KEY instead of SSD_METRICS_PORT"
+        )
+    return settings
 
 
 def cores_of(machine: Machine, count: int, rank: int) -> Machine:
@@ -129,6 +135,10 @@ class Replica:
         self._settings = replica_settings(arguments)
         self._log = get_logger(f"replica-{self._name}", self._settings.log_level, self._settings.log_format)
         self._limits = Limits()
+        refuse_empty_keys()
+        # Where Serve's proxies listen is not told to replicas; in Pods it is every address.
+        for warning in exposure_warnings(self._settings, alone=False):
+            self._log.warning(warning)
         self._parts = ExitStack()
         try:
             self._engine = await asyncio.to_thread(self._start_engine, context.rank.local_rank)

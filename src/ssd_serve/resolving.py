@@ -76,6 +76,16 @@ def resolve(flags: Mapping[str, object]) -> Settings:
         raise SettingsError(_explain(error, flags)) from error
 
 
+def refuse_empty_keys() -> None:
+    """Raise `SettingsError` where a key is a variable with nothing in it: whoever set it wants a key, though
+    empty variables otherwise count as not set. For processes that let clients in."""
+    for variable in map(variable_name, ("api_key", "api_keys_file", "metrics_key")):
+        if os.environ.get(variable) == "":
+            raise SettingsError(
+                f"the variable {variable} is set but empty: give it a value, or take it away to serve without"
+            )
+
+
 def origins(settings: Settings, flags: Mapping[str, object]) -> list[Origin]:
     """Where each value came from, in the order of the class."""
     rows: list[Origin] = []

@@ -21,7 +21,14 @@ HUB_TOKEN_VARIABLE = "HF_TOKEN"
 RAY_VARIABLE = "RAY_ADDRESS"
 OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
 """Variables of other programs that are read too."""
-SECRETS = frozenset({"api_key", "cluster_key", "hf_token"})
+SECRETS = frozenset({"api_key", "metrics_key", "cluster_key", "hf_token"})
+
+
+KEY_SETTINGS = (
+    *("api_key", "api_keys_file", "key_requests_per_minute", "key_tokens_per_minute", "salt_by_key"),
+    *("tell_cached_tokens", "metrics_key", "metrics_port"),
+)
+"""Who may ask for what: a benchmark, which asks itself, has none of them."""
 
 
 class Mode(str, Enum):
@@ -49,6 +56,14 @@ def _root_path(value: str) -> str:
     if not re.fullmatch(r"(/[^/\s?#]+)+", value):
         raise PydanticCustomError("root_path", "must begin with / and not end with it, e.g. /llm")
     return value
+
+
+def _key(value: str) -> str:
+    """Files that keys come from end with a newline."""
+    key = value.strip()
+    if not key:
+        raise PydanticCustomError("empty_key", "is empty; openssl rand -hex 32 makes a key")
+    return key
 
 
 class Settings(BaseSettings):
@@ -124,8 +139,38 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="address to listen on; loopback by default")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
-    api_key: str | None = Field(
+    api_key: Annotated[str, AfterValidator(_key)] | None = Field(
         default=None, description="when set, every request but /health and /ping needs this bearer token"
+    )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="file of keys, each a line `name key`, and if wanted `requests_per_minute=N "
+        "tokens_per_minute=N`; read again when it changes",
+    )
+    key_requests_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="requests a minute of each key, or of everybody where there are no keys; empty: any",
+    )
+    key_tokens_per_minute: int | None = Field(
+        default=None, ge=1, description="prompt and output tokens a minute of each key; empty: any"
+    )
+    salt_by_key: bool = Field(
+        default=True, description="each name of SSD_API_KEYS_FILE reuses only the KV of its own prompts"
+    )
+    tell_cached_tokens: bool = Field(
+        default=False,
+        description="tell `cached_tokens` also of KV that others' prompts may have left, which confirms "
+        "guesses about them",
+    )
+    metrics_key: Annotated[str, AfterValidator(_key)] | None = Field(
+        default=None, description="when set, /metrics needs this bearer token instead of an API key"
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="port of SSD_HOST that has /metrics, without an API key; SSD_PORT then has none",
     )
     cors_origins: Annotated[str, AfterValidator(_origins)] | None = Field(
         default=None,

@@ -32,7 +32,7 @@ async def test_a_whole_completion() -> None:
         "prompt_tokens": 7,
         "completion_tokens": 13,
         "total_tokens": 20,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": None,
     }
     figures = found["metrics"]["speculative_decoding"]
     assert figures["num_spec_steps"] == 4

@@ -92,11 +92,6 @@ def test_the_server_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-async def test_an_empty_key_is_no_key() -> None:
-    async with open_house(lambda _: say("x"), Settings(api_key="")) as house:
-        assert (await house.http.get("/v1/models")).status_code == 200
-
-
 async def test_models_version_and_load() -> None:
     async with open_house(lambda _: say("x"), Settings(served_model_name="mine")) as house:
         models = (await house.http.get("/v1/models")).json()

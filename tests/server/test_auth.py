@@ -1,0 +1,210 @@
+"""Who may come in, how often, and who reads the metrics."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.server.exposure import exposure_warnings
+from ssd_serve.server.tenants import Tenants
+from ssd_serve.settings import Settings
+from tests.server.fakes import say
+from tests.server.houses import House, open_house, post
+from tests.server.test_keys import ANNA, BEN, write
+from tests.server.test_rates import Clock
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+OPERATOR_KEY = "o" * 32
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    write(path, f"anna {ANNA}\nben {BEN}\n")
+    return path
+
+
+async def status(house: House, key: str, path: str = "/v1/models") -> int:
+    return (await house.http.get(path, headers=bearer(key))).status_code
+
+
+async def test_each_key_of_the_file_opens_and_the_operators_too(keys: Path) -> None:
+    settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY + "\n")
+    async with open_house(lambda _: say("x"), settings) as house:
+        found = [await status(house, key) for key in (ANNA, BEN, OPERATOR_KEY, ANNA[:-1], ANNA + BEN, "")]
+    assert found == [200, 200, 200, 401, 401, 401]
+
+
+async def test_a_new_key_works_and_an_old_one_does_not_while_a_stream_goes_on(keys: Path) -> None:
+    async with open_house(lambda _: say("abcdef", hold_after=1), Settings(api_keys_file=keys)) as house:
+        body = {"prompt": "a", "stream": True}
+        stream = asyncio.ensure_future(house.http.post(COMPLETIONS, json=body, headers=bearer(ANNA)))
+        while house.client.active < 1:
+            await asyncio.sleep(0.002)
+        write(keys, f"anna {'c' * 32}\nben {BEN}")
+        await asyncio.sleep(1.1)
+        assert [await status(house, key) for key in (ANNA, "c" * 32, BEN)] == [401, 200, 200]
+        house.engine.released.set()
+        assert "[DONE]" in (await stream).text
+
+
+async def test_above_the_limit_of_requests_is_429_before_the_body_is_read(keys: Path) -> None:
+    write(keys, f"anna {ANNA} requests_per_minute=2\nben {BEN}")
+    async with open_house(lambda _: say("x"), Settings(api_keys_file=keys)) as house:
+        answers = [
+            await house.http.post(COMPLETIONS, content=b"{", headers=bearer(ANNA)),  # counts, wrong as it is
+            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(ANNA)),
+            await house.http.post(COMPLETIONS, content=b"{", headers=bearer(ANNA)),
+        ]
+        others = await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(BEN))
+        looked = await house.http.get("/v1/models", headers=bearer(ANNA))
+    assert [answer.status_code for answer in answers] == [415, 200, 429]
+    assert (others.status_code, looked.status_code) == (200, 200)
+    told = answers[1].headers
+    assert told["x-ratelimit-limit-requests"] == "2"
+    assert told["x-ratelimit-remaining-requests"] == "0"
+    assert float(told["x-ratelimit-reset-requests"].removesuffix("s")) == pytest.approx(60, abs=2)
+    assert "x-ratelimit-limit-tokens" not in told
+    refused = answers[2]
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert 29 <= int(refused.headers["retry-after"]) <= 30
+    assert "'anna' has a limit of 2 requests a minute" in refused.json()["error"]["message"]
+    assert not [name for name in others.headers if name.startswith("x-ratelimit")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_are_charged_as_they_come_and_the_next_request_waits(stream: bool) -> None:
+    """Four prompt tokens (three bytes and the begin token) and six of output."""
+    settings = Settings(key_tokens_per_minute=6)
+    async with open_house(lambda _: say("abcdef"), settings) as house:
+        body = {"prompt": "abc", "stream": stream}
+        first = await house.http.post(COMPLETIONS, json=body)
+        second = await house.http.post(COMPLETIONS, json=body)
+    assert first.status_code == 200
+    assert "def" in first.text
+    assert second.status_code == 429
+    assert second.headers["x-ratelimit-remaining-tokens"] == "0"
+    # One token above what is overdrawn.
+    assert 40 <= int(second.headers["retry-after"]) <= 50
+    assert "this server has a limit of 6 tokens a minute" in second.json()["error"]["message"]
+
+
+async def test_requests_that_came_together_cannot_all_take_the_same_tokens() -> None:
+    settings = Settings(key_tokens_per_minute=6)
+    async with open_house(lambda _: say("x", hold_after=0), settings) as house:
+        asked = [house.http.post(COMPLETIONS, json={"prompt": "abcdefgh"}) for _ in range(4)]
+        answering = [asyncio.ensure_future(each) for each in asked]
+        await asyncio.sleep(0.2)
+        house.engine.released.set()
+        found = sorted((await each).status_code for each in answering)
+    assert found == [200, 429, 429, 429]
+
+
+async def test_a_key_that_is_changed_keeps_its_limits_used_up(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    write(path, f"anna {ANNA} requests_per_minute=1")
+    tenants = Tenants(Settings(api_keys_file=path), clock)
+    anna = tenants.find(ANNA.encode())
+    assert anna is not None
+    anna.begin_request()
+    write(path, f"anna {BEN} requests_per_minute=1")
+    clock.now += 2
+    assert tenants.find(ANNA.encode()) is None
+    assert tenants.find(BEN.encode()) is anna
+    assert anna.headers()["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_metrics_name_holders_and_never_keys_and_forget_who_left(keys: Path) -> None:
+    settings = Settings(api_keys_file=keys, metrics_key="m" * 32)
+    async with open_house(lambda _: say("abcdef"), settings) as house:
+        await house.http.post(COMPLETIONS, json={"prompt": "abc"}, headers=bearer(ANNA))
+        await status(house, "wrong")
+        page = (await house.http.get("/metrics", headers=bearer("m" * 32))).text
+        write(keys, f"ben {BEN}")
+        await asyncio.sleep(1.1)
+        later = (await house.http.get("/metrics", headers=bearer("m" * 32))).text
+    assert 'ssd_key_requests_total{key="anna"} 1.0' in page
+    assert 'ssd_key_prompt_tokens_total{key="anna"} 4.0' in page
+    assert 'ssd_key_generation_tokens_total{key="anna"} 6.0' in page
+    assert 'ssd_key_over_limit_total{key="ben",limit="tokens"} 0.0' in page
+    assert "ssd_unknown_keys_total 1.0" in page
+    assert ANNA not in page
+    assert "anna" not in later
+
+
+@pytest.mark.parametrize(
+    ("settings", "opening"),
+    [
+        ({}, {"", ANNA, "m" * 32}),
+        ({"api_key": OPERATOR_KEY}, {OPERATOR_KEY}),
+        ({"api_key": OPERATOR_KEY, "metrics_key": "m" * 32}, {"m" * 32}),
+        ({"metrics_key": "m" * 32}, {"m" * 32}),
+    ],
+)
+async def test_what_opens_the_metrics(settings: dict[str, str], opening: set[str]) -> None:
+    async with open_house(lambda _: say("x"), Settings.model_validate(settings)) as house:
+        for key in ("", ANNA, OPERATOR_KEY, "m" * 32):
+            expected = key in opening or not settings
+            assert (await status(house, key, "/metrics") == 200) is expected, key
+
+
+async def test_metrics_of_several_keys_are_not_for_one_of_them(keys: Path) -> None:
+    """They tell who else is there, and what was found in the prefix cache."""
+    settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
+    async with open_house(lambda _: say("x"), settings) as house:
+        assert [await status(house, key, "/metrics") for key in (ANNA, OPERATOR_KEY, "")] == [403, 200, 401]
+
+
+async def test_the_metrics_key_opens_nothing_else(keys: Path) -> None:
+    settings = Settings(api_keys_file=keys, metrics_key="m" * 32)
+    async with open_house(lambda _: say("x"), settings) as house:
+        assert await status(house, "m" * 32) == 401
+
+
+async def test_a_port_of_their_own_has_the_metrics_and_health_alone() -> None:
+    settings = Settings(api_key=OPERATOR_KEY, metrics_port=9100)
+    async with open_house(lambda _: say("x"), settings) as house:
+        there, here = "http://house:9100", "http://house:8000"
+        paths = ("/metrics", "/health", "/v1/models")
+        found = [[(await house.http.get(at + path)).status_code for path in paths] for at in (there, here)]
+        keyed = (await house.http.get(f"{here}/metrics", headers=bearer(OPERATOR_KEY))).status_code
+    assert found == [[200, 200, 404], [404, 200, 401]]
+    assert keyed == 404
+
+
+async def test_a_failed_request_is_logged_with_the_holders_name(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_house(lambda _: say("x"), Settings(api_keys_file=keys)) as house:
+        with caplog.at_level(logging.DEBUG, "ssd_serve.server.naming"):
+            await house.http.post(
+                COMPLETIONS, json={"prompt": 5}, headers={**bearer(ANNA), "X-Request-Id": "r1"}
+            )
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("naming")]
+    assert line == "request r1 of anna: POST '/v1/completions' 400"
+    assert ANNA not in caplog.text
+
+
+def test_who_can_be_reached_without_a_key_is_warned(keys: Path) -> None:
+    for settings, words in (
+        (Settings(), ["anybody who reaches this address"]),
+        (Settings(api_keys_file=keys), []),
+        (Settings(api_key=ANNA, metrics_port=9100), ["anybody who reaches SSD_METRICS_PORT"]),
+        (Settings(api_key=ANNA, metrics_port=9100, metrics_key=BEN), []),
+    ):
+        found = exposure_warnings(settings, alone=False)
+        assert len(found) == len(words)
+        assert all(each.startswith(word) for each, word in zip(found, words, strict=True))
+        assert exposure_warnings(settings, alone=True) == []
+
+
+async def test_one_answer_tells_its_usage_without_what_others_cached() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        found = await post(house, COMPLETIONS, prompt="a")
+    assert found["usage"]["prompt_tokens_details"] is None
