@@ -6,6 +6,9 @@ slots. `share` puts what a request has committed so far into the tree while the 
 `insert` does so for the last time: afterwards the caller owns none of the slots. Only committed tokens may
 enter. Tokens are compared exactly; there are no hashes to collide.
 
+Texts of different salts are not found by each other, however alike: each salt has a root of its own. All of
+them share the slots, and what is evicted is the least recently used of all.
+
 Each step goes on where the handle stands: what a long prompt costs does not grow with what is read of it.
 
 Eviction takes the least recently used leaves first, from their ends, never a locked one. A node above a
@@ -37,6 +40,16 @@ class PrefixNode:
         self.used = 0  # time of last use
 
 
+class PrefixRoot(PrefixNode):
+    """Where the texts of one salt begin."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: bytes) -> None:
+        super().__init__([], [], None)
+        self.salt = salt
+
+
 class PrefixHandle:
     """A lock on the path to a node, given back once by `PrefixCache.insert` or `unlock`."""
 
@@ -51,7 +64,7 @@ class PrefixHandle:
 
 
 class PrefixCache:
-    """The tree over one pool's slots."""
+    """The trees over one pool's slots."""
 
     def __init__(self, pool: SlotPool) -> None:
         self.queries = 0
@@ -59,7 +72,7 @@ class PrefixCache:
         self.hits = 0
         """Tokens found so far."""
         self._pool = pool
-        self._root = PrefixNode([], [], None)
+        self._roots: dict[bytes, PrefixRoot] = {}  # those that are locked or hold something
         self._owned = bytearray(pool.slots)  # 1 where the slot stands in the tree
         self._size = 0
         self._locked = 0
@@ -83,18 +96,26 @@ class PrefixCache:
         self.queries += asked
         self.hits += found
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[int], PrefixHandle]:
+    @property
+    def salts(self) -> int:
+        """Salts of which something is kept."""
+        return len(self._roots)
+
+    def match(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[list[int], PrefixHandle]:
         """Slots of the longest cached prefix of `tokens`, and the lock on them.
 
         At least one token is left for the caller to compute.
         """
-        handle = self.begin()
+        handle = self.begin(salt)
         return self.follow(handle, tokens, len(tokens) - 1), handle
 
-    def begin(self) -> PrefixHandle:
-        """A handle on the empty prefix."""
-        self._root.locks += 1
-        return PrefixHandle(self._root)
+    def begin(self, salt: bytes = b"") -> PrefixHandle:
+        """A handle on the empty prefix of a salt's texts."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = PrefixRoot(salt)
+        root.locks += 1
+        return PrefixHandle(root)
 
     def follow(self, handle: PrefixHandle, text: Sequence[int], end: int, least: int = 1) -> list[int]:
         """Move a handle on along a text that begins with its prefix, up to position `end`, as far as it is
@@ -115,6 +136,7 @@ class PrefixCache:
             if step.locks == 0:
                 self._locked -= len(step.tokens)
                 self._offer(step)
+                self._forget(step)
             step = step.parent
 
     def share(self, handle: PrefixHandle, tokens: Sequence[int], slots: Sequence[int]) -> None:
@@ -228,9 +250,15 @@ class PrefixCache:
             if parent is not None:
                 del parent.children[leaf.tokens[0]]
                 self._offer(parent)
+                self._forget(parent)
             leaf.tokens, leaf.slots, leaf.parent = [], [], None
             self._nodes -= 1
         return len(freed)
+
+    def _forget(self, node: PrefixNode) -> None:
+        """Let a root go of which nothing is kept."""
+        if isinstance(node, PrefixRoot) and not node.locks and not node.children:
+            del self._roots[node.salt]
 
     def _offer(self, node: PrefixNode) -> None:
         """Remember that a node may be evictable now."""

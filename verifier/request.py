@@ -33,6 +33,8 @@ class Request:
     """Most nodes in the replica."""
     vocabulary: int
     slots: SlotTable = field(default_factory=SlotTable)
+    salt: bytes = b""
+    """Whose texts it may read in the prefix cache, and who may read its own."""
     handle: PrefixHandle | None = None
     epoch: int = 0
     replica: Replica | None = None
@@ -116,4 +118,5 @@ def accept(
         limit=limit,
         vocabulary=vocabulary,
         scored=message.scored,
+        salt=message.salt,
     )

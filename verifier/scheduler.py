@@ -187,6 +187,7 @@ class Scheduler:
         slots: list[int] = request.slots.view()[known:].tolist()
         request.slots.clear()
         if handle is not None or slots:
+            handle = handle or self.prefix.begin(request.salt)
             self.prefix.insert(request.tokens[known:committed], slots, handle)
 
     def _share(self, request: Request) -> None:
@@ -198,7 +199,7 @@ class Scheduler:
         known = request.handle.length if request.handle else 0
         if count > known:
             if request.handle is None:
-                request.handle = self.prefix.begin()
+                request.handle = self.prefix.begin(request.salt)
             slots: list[int] = request.slots.view()[known:count].tolist()
             self.prefix.share(request.handle, request.tokens[known:count], slots)
 
@@ -212,7 +213,7 @@ class Scheduler:
             return 0
         self._share(request)
         if request.handle is None:
-            request.handle = self.prefix.begin()
+            request.handle = self.prefix.begin(request.salt)
         end = len(request.tokens) - 1
         found = self.prefix.follow(request.handle, request.tokens, end, self._limits.worth_reusing)
         request.slots.extend(found)
@@ -233,7 +234,7 @@ class Scheduler:
         for part in parts:
             other = part.request
             end = min(len(other.slots) + len(part.slots), other.prompt_length, len(request.tokens) - 1)
-            if end > most:
+            if end > most and other.salt == request.salt:
                 most = max(most, request.common_length(other, end))
         return most - read
 

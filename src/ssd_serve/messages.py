@@ -11,7 +11,7 @@ from enum import Enum
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 
 

@@ -108,9 +108,7 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
             raise SettingsError(f"args: '{name}' is the proxy's: set {_PROXYS[name]} in the Serve config")
     settings = resolve(arguments)
     if settings.metrics_port is not None:
-        raise SettingsError(
-            "replicas share the proxy's one port: SSD_METRICS_KEY instead of SSD_METRICS_PORT"
-        )
+        raise SettingsError("replicas share one port: SSD_METRICS_KEY instead of SSD_METRICS_PORT")
     return settings
 
 

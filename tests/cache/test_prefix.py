@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -12,6 +12,7 @@ from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
 from ssd_serve.cache.slots import SlotError, SlotPool
 
 SLOTS = 30
+SALTS = st.sampled_from([b"", b"anna", b"ben"])
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few tokens: prefixes meet often
 
 
@@ -19,6 +20,7 @@ TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few tokens: prefix
 class Running:
     """A request: tokens, the slots of those that are committed, and which of these are its own."""
 
+    salt: bytes
     tokens: list[int]
     slots: list[int]
     handle: PrefixHandle
@@ -26,13 +28,14 @@ class Running:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Requests as the verifier runs them. `content` says which prefix a slot was last written with."""
+    """Requests as the verifier runs them. `content` says with which prefix a slot was last written, and for
+    which salt: nobody may ever read what was written for another one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(SLOTS)
         self.cache = PrefixCache(self.pool)
-        self.content: dict[int, tuple[int, ...]] = {}
+        self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self.running: list[Running] = []
 
     def _allocate(self, count: int) -> list[int] | None:
@@ -42,18 +45,18 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.cache.evict(short) == min(short, evictable)
         return self.pool.allocate(count)
 
-    def _cached(self, tokens: list[int]) -> list[int]:
+    def _cached(self, salt: bytes, tokens: list[int]) -> list[int]:
         """The slots of the cached part of these tokens, the last one included."""
-        slots, handle = self.cache.match([*tokens, -1])
+        slots, handle = self.cache.match([*tokens, -1], salt)
         self.cache.unlock(handle)
         return slots
 
     @precondition(lambda self: len(self.running) < 4)
-    @rule(tokens=TEXT)
-    def begin(self, tokens: list[int]) -> None:
-        slots, handle = self.cache.match(tokens)
+    @rule(salt=SALTS, tokens=TEXT)
+    def begin(self, salt: bytes, tokens: list[int]) -> None:
+        slots, handle = self.cache.match(tokens, salt)
         assert len(slots) <= len(tokens) - 1
-        self.running.append(Running(tokens, slots, handle))
+        self.running.append(Running(salt, tokens, slots, handle))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 9))
@@ -63,7 +66,7 @@ class PrefixMachine(RuleBasedStateMachine):
         first = len(request.slots)
         slots = self._allocate(min(count, len(request.tokens) - 1 - first))
         for position, slot in enumerate(slots or (), start=first):
-            self.content[slot] = tuple(request.tokens[: position + 1])
+            self.content[slot] = request.salt, tuple(request.tokens[: position + 1])
             request.slots.append(slot)
             request.own.add(slot)
 
@@ -86,7 +89,7 @@ class PrefixMachine(RuleBasedStateMachine):
         request = self._draw_caught_up(data)
         end = data.draw(st.integers(request.handle.length, len(request.tokens)))
         known = request.handle.length
-        cached = len(self._cached(request.tokens[:end]))
+        cached = len(self._cached(request.salt, request.tokens[:end]))
         found = self.cache.follow(request.handle, request.tokens, end, least)
         assert len(found) == (cached - known if cached - known >= least else 0)
         assert request.handle.length == known + len(found)
@@ -95,14 +98,14 @@ class PrefixMachine(RuleBasedStateMachine):
     def _share(self, request: Running, count: int) -> None:
         known, before = request.handle.length, list(request.slots)
         tokens = request.tokens[:count]
-        taken = request.slots[len(self._cached(tokens)) : count]
+        taken = request.slots[len(self._cached(request.salt, tokens)) : count]
         size = self.cache.size
         self.cache.share(request.handle, tokens[known:], request.slots[known:count])
         assert request.slots == before
         assert request.own.issuperset(taken)
         request.own -= set(taken)
         assert self.cache.size == size + len(taken)
-        assert request.handle.length == len(self._cached(tokens)) == count
+        assert request.handle.length == len(self._cached(request.salt, tokens)) == count
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -122,7 +125,7 @@ class PrefixMachine(RuleBasedStateMachine):
             duplicates = self.cache.insert(tokens[known:], request.slots[known:], request.handle)
             assert self.cache.size == size + len(request.own) - duplicates
             assert self.pool.available == available + duplicates
-            assert len(self._cached(tokens)) == len(tokens)
+            assert len(self._cached(request.salt, tokens)) == len(tokens)
         else:
             self.pool.free(sorted(request.own))
             self.cache.unlock(request.handle)
@@ -132,12 +135,12 @@ class PrefixMachine(RuleBasedStateMachine):
         evictable = self.cache.evictable
         assert self.cache.evict(count) == min(count, evictable)
 
-    @rule(tokens=TEXT)
-    def peek(self, tokens: list[int]) -> None:
+    @rule(salt=SALTS, tokens=TEXT)
+    def peek(self, salt: bytes, tokens: list[int]) -> None:
         """Look without using: splits nodes at any place."""
-        slots, handle = self.cache.match(tokens)
+        slots, handle = self.cache.match(tokens, salt)
         for position, slot in enumerate(slots):
-            assert self.content[slot] == tuple(tokens[: position + 1])
+            assert self.content[slot] == (salt, tuple(tokens[: position + 1]))
         self.cache.unlock(handle)
         with pytest.raises(SlotError):
             self.cache.unlock(handle)
@@ -146,7 +149,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def what_a_request_reads_is_what_was_written_for_its_tokens(self) -> None:
         for request in self.running:
             for position, slot in enumerate(request.slots):
-                assert self.content[slot] == tuple(request.tokens[: position + 1])
+                assert self.content[slot] == (request.salt, tuple(request.tokens[: position + 1]))
                 assert self.pool.in_use([slot])
 
     @invariant()
@@ -155,6 +158,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert len(set(own)) == len(own)
         assert self.pool.used == len(own) + self.cache.size
         assert 0 <= self.cache.evictable <= self.cache.size
+        assert self.cache.salts <= len({request.salt for request in self.running}) + self.cache.evictable
 
     def teardown(self) -> None:
         for request in self.running:
@@ -164,10 +168,33 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.cache.evictable == size
         assert self.cache.evict(SLOTS) == size
         assert self.pool.available == SLOTS
+        assert self.cache.salts == 0
 
 
 PrefixMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30)
 TestPrefix = PrefixMachine.TestCase
+
+
+@given(st.lists(st.tuples(SALTS, TEXT), max_size=20), SALTS, TEXT)
+def test_what_is_found_is_what_was_kept_under_the_same_salt(
+    kept: list[tuple[bytes, list[int]]], salt: bytes, wanted: list[int]
+) -> None:
+    """Against a list of all texts."""
+    pool = SlotPool(256)
+    cache = PrefixCache(pool)
+    for owner, text in kept:
+        slots = pool.allocate(len(text))
+        assert slots is not None
+        cache.insert(text, slots, cache.begin(owner))
+    own = [text for owner, text in kept if owner == salt]
+    ends = [end for text in own for end in range(len(wanted)) if text[:end] == wanted[:end]]
+    found, handle = cache.match(wanted, salt)
+    assert len(found) == max(ends, default=0)
+    cache.unlock(handle)
+    assert cache.size == len(
+        {(owner, tuple(text[:end])) for owner, text in kept for end in range(1, len(text) + 1)}
+    )
+    assert cache.salts == len({owner for owner, _ in kept})
 
 
 def filled(*texts: list[int], slots: int = 64) -> PrefixCache:
@@ -276,9 +303,9 @@ def test_a_shared_prefix_is_read_on_while_others_read_it_too() -> None:
     assert pool.used == 6
     assert cache.insert([], [], handle) == 2
     assert (pool.used, cache.size) == (4, 4)
-    for given in (mine[:2], mine[2:], []):  # freed; the cache's; missing
+    for wrong in (mine[:2], mine[2:], []):  # freed; the cache's; missing
         with pytest.raises(SlotError):
-            cache.share(theirs, [7, 8], given)
+            cache.share(theirs, [7, 8], wrong)
     with pytest.raises(SlotError):
         cache.share(handle, [7], [])  # given back
     assert theirs.length == 4

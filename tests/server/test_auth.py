@@ -102,7 +102,7 @@ async def test_requests_that_came_together_cannot_all_take_the_same_tokens() -> 
         answering = [asyncio.ensure_future(each) for each in asked]
         await asyncio.sleep(0.2)
         house.engine.released.set()
-        found = sorted((await each).status_code for each in answering)
+        found = sorted([(await each).status_code for each in answering])
     assert found == [200, 429, 429, 429]
 
 
@@ -183,9 +183,8 @@ async def test_a_failed_request_is_logged_with_the_holders_name(
 ) -> None:
     async with open_house(lambda _: say("x"), Settings(api_keys_file=keys)) as house:
         with caplog.at_level(logging.DEBUG, "ssd_serve.server.naming"):
-            await house.http.post(
-                COMPLETIONS, json={"prompt": 5}, headers={**bearer(ANNA), "X-Request-Id": "r1"}
-            )
+            named = {**bearer(ANNA), "X-Request-Id": "r1"}
+            await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=named)
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("naming")]
     assert line == "request r1 of anna: POST '/v1/completions' 400"
     assert ANNA not in caplog.text

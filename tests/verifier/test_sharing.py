@@ -1,5 +1,6 @@
 """Prompts that are equal, or begin alike, and run at the same time: read once, and no text changes."""
 
+import msgspec
 import pytest
 
 from ssd_serve.drafter.inline import InlineChannel
@@ -64,6 +65,28 @@ def test_a_common_beginning_is_computed_once() -> None:
     engine, model = speculating(Case(slots=4096, prefill_chunk=1000, policy=lambda: Steps(3)))
     run(engine, choices(4, common=80))
     assert prompt_rows(model) == 80 + 4 * 39
+
+
+@pytest.mark.parametrize("chunk", [16, 50, 1000])
+def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
+    """Two by two of one salt: side by side and afterwards."""
+    engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: Steps(3)))
+    salted = [
+        msgspec.structs.replace(submit, salt=(b"anna", b"ben")[number % 2])
+        for number, submit in enumerate(choices(4))
+    ]
+    outputs = run(engine, salted)
+    cached = [outputs[number].figures.cached_prompt_tokens for number in range(4)]
+    assert cached[:2] == [0, 0]
+    assert min(cached[2:]) > LENGTH - 17
+    assert prompt_rows(model) >= 2 * (LENGTH - 1)
+    assert {n: o.tokens for n, o in outputs.items()} == {
+        n: o.tokens for n, o in run(make_engine(Case(slots=4096, prefix=False))[0], choices(4)).items()
+    }
+    later = run(engine, [msgspec.structs.replace(choices(1)[0], request=9)])
+    assert later[9].figures.cached_prompt_tokens == 0
+    again = run(engine, [msgspec.structs.replace(choices(1)[0], request=10, salt=b"anna")])
+    assert again[10].figures.cached_prompt_tokens == LENGTH - 1
 
 
 def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:

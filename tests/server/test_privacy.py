@@ -1,0 +1,189 @@
+"""What of a request is kept from others: its part of the prefix cache, what was found there, its lengths."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.server.tenants import Tenants
+from ssd_serve.settings import Settings
+from tests.server.fakes import FIGURES, FakeEngine, say
+from tests.server.houses import House, events, open_house, post
+from tests.server.mortal import House as MortalHouse
+from tests.server.test_auth import OPERATOR_KEY, bearer
+from tests.server.test_keys import ANNA, BEN, write
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+def salts(engine: FakeEngine) -> list[bytes]:
+    return [submit.salt for submit in engine.submits()]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    write(path, f"anna {ANNA}\nben {BEN}\n")
+    return path
+
+
+async def test_without_keys_requests_share_unless_they_give_a_salt() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        for salt in (None, None, "mine", "mine", "yours"):
+            await post(house, COMPLETIONS, prompt="a", cache_salt=salt)
+        await post(house, CHAT, messages=[{"role": "user", "content": "Hi"}], cache_salt="mine", n=2)
+    first, second, mine, again, yours, *chat = salts(house.engine)
+    assert first == second == b""
+    assert mine == again != yours
+    assert chat == [mine, mine]
+    assert b"mine" not in mine
+
+
+async def test_each_name_of_the_file_has_its_own_part_and_no_salt_leads_into_anothers(keys: Path) -> None:
+    settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
+    async with open_house(lambda _: say("x"), settings) as house:
+        for key, salt in (
+            *((ANNA, None), (ANNA, None), (ANNA, "s"), (BEN, None), (BEN, "s")),
+            *((OPERATOR_KEY, None), (OPERATOR_KEY, "s"), (OPERATOR_KEY, "anna\0")),
+        ):
+            body = {"prompt": "a", "cache_salt": salt}
+            answer = await house.http.post(COMPLETIONS, json=body, headers=bearer(key))
+            assert answer.status_code == 200
+    anna, same, *others = salts(house.engine)
+    assert anna == same
+    assert len({anna, *others}) == 7
+    assert others[3] == b""  # the operator's, who has not asked for another
+
+
+async def test_salts_by_key_can_be_switched_off(keys: Path) -> None:
+    settings = Settings(api_keys_file=keys, salt_by_key=False)
+    async with open_house(lambda _: say("x"), settings) as house:
+        for key in (ANNA, BEN):
+            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(key))
+    assert salts(house.engine) == [b"", b""]
+
+
+async def test_another_process_makes_other_salts(keys: Path) -> None:
+    """A salt that leaks from one, in a recording, is of no use in another."""
+    first, second = Tenants(Settings(api_keys_file=keys)), Tenants(Settings(api_keys_file=keys))
+    anna, other = first.find(ANNA.encode()), second.find(ANNA.encode())
+    assert anna is not None
+    assert other is not None
+    assert first.salt(anna, None) == first.salt(anna, None) != second.salt(other, None)
+
+
+async def cached(house: House, path: str, body: dict[str, object], key: str = "") -> list[object]:
+    """What an answer and every chunk of a stream tell of cached tokens."""
+    headers = bearer(key) if key else {}
+    wanted = {"include_usage": True, "continuous_usage_stats": True}
+    whole = await house.http.post(path, json=body, headers=headers)
+    stream = await house.http.post(
+        path, json={**body, "stream": True, "stream_options": wanted}, headers=headers
+    )
+    chunks = [json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")]
+    details = [each["usage"]["prompt_tokens_details"] for each in (whole.json(), *chunks)]
+    return [each and each["cached_tokens"] for each in details]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": "abc"}), (CHAT, {"messages": [{"role": "user", "content": "Hi"}]})],
+)
+async def test_what_was_cached_is_told_only_of_ones_own(
+    path: str, body: dict[str, object], keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FIGURES, "cached_prompt_tokens", 3)
+    async with open_house(lambda _: say("xyz")) as house:
+        assert set(await cached(house, path, body)) == {None}
+        own = await cached(house, path, {**body, "cache_salt": "mine"})
+        assert own[0] == own[-1] == 3
+        assert None not in own
+    async with open_house(lambda _: say("xyz"), Settings(tell_cached_tokens=True)) as house:
+        assert (await cached(house, path, body))[0] == 3
+    settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
+    async with open_house(lambda _: say("xyz"), settings) as house:
+        assert (await cached(house, path, body, ANNA))[0] == 3
+        assert set(await cached(house, path, body, OPERATOR_KEY)) == {None}
+    async with open_house(lambda _: say("xyz"), Settings(api_keys_file=keys, salt_by_key=False)) as house:
+        assert set(await cached(house, path, body, ANNA)) == {None}
+
+
+async def test_nothing_else_of_an_answer_depends_on_what_was_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, object]] = []
+    async with open_house(lambda _: say("xyz")) as house:
+        for tokens in (0, 3):
+            monkeypatch.setattr(FIGURES, "cached_prompt_tokens", tokens)
+            answer = await post(house, COMPLETIONS, prompt="abc", seed=1)
+            found.append({name: answer[name] for name in answer if name not in ("id", "created")})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 257, 5, ["s"]])
+async def test_a_salt_is_a_short_text(salt: object) -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "cache_salt": salt})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "cache_salt"
+
+
+async def test_a_request_that_goes_on_in_another_engine_keeps_its_salt(house: MortalHouse) -> None:
+    def submitted() -> list[Submit]:
+        house.engine.take()
+        return [submit for submit, *_ in house.engine.requests.values()]
+
+    await house.until(lambda: house.client.ready is not None)
+    house.client.submit((7,), SamplingParameters(max_tokens=4), 1, lambda _: None, salt=b"mine")
+    for _ in range(2):
+        await house.until(lambda: bool(submitted()))
+        assert [submit.salt for submit in submitted()] == [b"mine"]
+        house.die()
+        house.live()
+
+
+PIECES = ["a", "ab" * 20, "long" * 30, "ü" * 40]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_padded_chunks_have_one_length_whatever_they_say(path: str) -> None:
+    """Bytes on the wire: that is what somebody who listens sees."""
+    body = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "abc"}
+    sizes: set[int] = set()
+    padding: set[str] = set()
+    for text in PIECES:
+        async with open_house(lambda _, text=text: say(text, group=len(text.encode()))) as house:  # type: ignore[misc]
+            answer = await house.http.post(
+                path,
+                json={**body, "stream": True, "seed": 1, "stream_options": {"include_obfuscation": True}},
+            )
+        chunks = [f"{line}\n\n" for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        told = [json.loads(chunk[6:]) for chunk in chunks]
+        said = [chunk for chunk, one in zip(chunks, told, strict=True) if "metrics" not in one]
+        sizes |= {len(chunk.encode()) for chunk in said}
+        padding |= {one["obfuscation"] for one in told}
+    assert sizes == {512}
+    assert len(padding) > len(PIECES)
+
+
+async def test_long_chunks_tell_only_a_power_of_two() -> None:
+    async with open_house(lambda _: say("abcdef" * 60, group=360)) as house:
+        options = {"include_obfuscation": True, "include_usage": True}
+        answer = await house.http.post(
+            COMPLETIONS, json={"prompt": "abc", "stream": True, "max_tokens": 400, "stream_options": options}
+        )
+    sizes = {len(f"{line}\n\n".encode()) for line in answer.text.split("\n\n") if line.startswith("data: {")}
+    assert sizes <= {512, 1024, 2048}
+    assert 1024 in sizes
+
+
+async def test_chunks_are_not_padded_unless_that_is_asked_for() -> None:
+    async with open_house(lambda _: say("abc")) as house:
+        for options in (None, {"include_obfuscation": False}, {"include_obfuscation": None}):
+            found = await events(house, COMPLETIONS, prompt="a", stream_options=options)
+            assert not any("obfuscation" in chunk for chunk in found)
+        refused = await house.http.post(
+            COMPLETIONS, json={"prompt": "a", "stream_options": {"include_obfuscation": True}}
+        )
+    assert refused.status_code == 400
