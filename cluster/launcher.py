@@ -19,6 +19,7 @@ from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.devices import Machine, this_machine
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger
+from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Settings
 
 Command = Callable[..., Sequence[str]]
@@ -40,7 +41,9 @@ class LocalEngine(SupervisedEngine):
         command: Command = worker_command,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
     ) -> None:
-        self.settings = resolved(settings, placement)
+        # Said here once; the workers are told of a folder that nobody else can write to.
+        folder = cache_folder(settings.cache_dir, log.warning)
+        self.settings = resolved(settings, placement).model_copy(update={"cache_dir": folder})
         told = self.settings.model_copy(update={"run_dir": run_dir.path})
         self.placement = placement
         self._run_dir = run_dir

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import PermissionProblemError, SettingsError
+from ssd_serve.owned import open_lock
 
 _LOCK = "lock"
 
@@ -76,7 +77,7 @@ def make_run_dir(path: Path | None) -> RunDir:
 
 def _lock(folder: Path) -> int:
     """Two servers in one folder would replace each other's sockets."""
-    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    descriptor = open_lock(folder / _LOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -25,6 +25,7 @@ from ssd_serve.kernels.self_test import Heads, Maker, first_failure
 from ssd_serve.kernels.timing import attention_seconds
 from ssd_serve.kernels.unrolled import UnrolledAttention
 from ssd_serve.logs import Logger
+from ssd_serve.owned import cache_folder
 
 if TYPE_CHECKING:
     from ssd_serve.kernels.flashinfer.adapter import Package
@@ -76,7 +77,7 @@ def attention_for(
     wish: AttentionWish, cache: KVCache, heads: int, native: NativeLibrary | None, log: Logger | None = None
 ) -> ChosenAttention:
     """The backend that serves, watched by another where that is wished. Raises `UserError`."""
-    folder = wish.folder.expanduser()
+    folder = cache_folder(wish.folder, log.warning if log is not None else lambda _line: None)
     found = candidates(cache, native, folder, log, invariant=wish.invariant)
     device = cache.keys(0).device
 

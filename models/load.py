@@ -254,7 +254,7 @@ def load_served(
         context=settings.context,
         native=native,
         wish=AttentionWish(
-            settings.tree_decode_backend, settings.cache_dir.expanduser(), settings.tree_decode_check, report
+            settings.tree_decode_backend, settings.cache_dir, settings.tree_decode_check, report
         ),
         batch_invariant=batch_invariant,
         graphs=settings.graphs,

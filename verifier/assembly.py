@@ -29,6 +29,7 @@ from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_de
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.parallel import Alone, Group
 from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
@@ -107,7 +108,7 @@ def assemble_verifier(
         table = device_table(settings.emulate)
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
-    folder = settings.cache_dir.expanduser()
+    folder = cache_folder(settings.cache_dir, log.warning)
     governing = _governing(settings, model, TimingFiles(folder, log), outside)
     layouts = _gain_file(settings, model, folder, log)
     gains = outside.found("gains", dict[int, dict[str, float]], layouts.read)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ssd_serve.logs import Logger
+from ssd_serve.owned import make_folder, read_own
 from ssd_serve.verifier.cost import Timing
 
 _FORMAT = 1
@@ -74,7 +75,7 @@ class GainFile:
     def read(self) -> dict[int, dict[str, float]]:
         """Empty where nothing is remembered, or what is cannot be read."""
         try:
-            file = msgspec.json.decode(self._path.read_bytes(), type=_Gains)
+            file = msgspec.json.decode(read_own(self._path), type=_Gains)
         except (OSError, msgspec.DecodeError):
             return {}
         gains = [(load, gain) for load, each in file.gains.items() for gain in each.values()]
@@ -95,7 +96,7 @@ def _digest(identity: Mapping[str, object]) -> str:
 
 def _write(path: Path, content: msgspec.Struct, log: Logger) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(msgspec.json.encode(content))
         os.replace(file.name, path)
@@ -106,7 +107,7 @@ def _write(path: Path, content: msgspec.Struct, log: Logger) -> None:
 def _read(path: Path) -> list[Timing]:
     """The timings of a file; none where it is absent, broken or of another format."""
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        file = msgspec.json.decode(read_own(path), type=_File)
     except (OSError, msgspec.DecodeError):
         return []
     sound = all(rows > 0 and context >= 0 and seconds > 0 for rows, context, seconds in file.timings)

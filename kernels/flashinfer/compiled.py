@@ -21,6 +21,7 @@ import torch
 
 from ssd_serve.errors import PermissionProblemError, UserError
 from ssd_serve.kernels.flashinfer.versions import PORT, installed_version
+from ssd_serve.owned import is_own, make_folder, weakness
 
 _PREBUILT_PORT = "amd-flashinfer-jit-cache"
 _PORT_ARCHITECTURES = ("gfx942", "gfx950")
@@ -77,8 +78,10 @@ def use_folder(base: Path, build: Build, package: Path | None) -> list[str]:
     folder = (base / build.folder_name).absolute()  # a relative one or ~ would be taken literally
     _refuse_late(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        cleared = clear_stale(folder, package)
+        make_folder(folder)
+        if why := weakness(folder):
+            raise PermissionProblemError(f"compiled kernels would not be FlashInfer's own: {why}")
+        cleared = _close(folder) + clear_stale(folder, package)
     except OSError as error:
         raise PermissionProblemError(
             f"cannot write compiled kernels to {folder}: {error.strerror}"
@@ -88,6 +91,20 @@ def use_folder(base: Path, build: Build, package: Path | None) -> list[str]:
     variable = "FLASHINFER_ROCM_ARCH_LIST" if build.name == PORT else "FLASHINFER_CUDA_ARCH_LIST"
     os.environ[variable] = build.architecture
     return cleared
+
+
+def _close(folder: Path) -> list[str]:
+    """Let nobody else into the folder: a umask of 002 would let a group write below it. What is in it is
+    cleared, and returned, if others could have written it before."""
+    facts = folder.stat()
+    if not facts.st_mode & 0o077 or facts.st_uid != os.getuid():
+        return []
+    folder.chmod(0o700)
+    strange = [path.name for path in folder.rglob("*") if not is_own(path)]
+    if strange:
+        shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    return strange
 
 
 def clear_stale(folder: Path, package: Path | None) -> list[str]:

@@ -1,7 +1,8 @@
 """Compiles the C sources of this folder for the processor at hand, once, into a cache folder.
 
 Knows compilers and files, not what the kernels compute. A library is named by everything that it depends on:
-the sources, the compiler and the processor.
+the sources, the compiler and the processor. Anybody can compute that name: a library is only loaded from a
+folder that is this user's alone.
 """
 
 import fcntl
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssd_serve.errors import SsdError
+from ssd_serve.owned import is_own_file, make_folder, open_lock, weakness
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
@@ -43,10 +45,12 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
     sources = sorted(SOURCES.glob("*.c"))
     path = folder / f"native-{_digest(sources, compiler)}.so"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (folder / "native.lock").open("w") as lock:
+        make_folder(folder)
+        if why := weakness(folder):
+            raise NativeError(f"compiled kernels are not loaded from where others can put theirs: {why}")
+        with os.fdopen(open_lock(folder / "native.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of one server start together
-            if not path.exists():
+            if not is_own_file(path):
                 _compile(sources, compiler, path)
     except OSError as error:
         raise NativeError(f"compiled kernels cannot be kept in {folder}: {error}") from error
@@ -62,6 +66,7 @@ def _compile(sources: Sequence[Path], compiler: str, path: Path) -> None:
             words = [compiler, *_SHARED, *flags, *map(str, sources), "-o", name, "-lm"]
             complaint = _run(words)
             if not complaint:
+                os.chmod(name, 0o700)  # linkers go by the umask
                 os.replace(name, path)
                 return
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ssd_serve.kernels.native.build import COMPILERS, NativeError, build
 from ssd_serve.logs import Logger
+from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Settings
 
 POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -40,8 +41,9 @@ def load_native(
     folder: Path, log: Logger | None = None, compilers: Sequence[str] = COMPILERS
 ) -> NativeLibrary | None:
     """Compile (once) and load; None where that is not possible, which is said in the log."""
+    warn = log.warning if log is not None else lambda _line: None
     try:
-        return NativeLibrary(build(folder.expanduser(), compilers))
+        return NativeLibrary(build(cache_folder(folder, warn), compilers))
     except NativeError as error:
         if log is not None:
             log.info("slower kernels are used", reason=str(error))

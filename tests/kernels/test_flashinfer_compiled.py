@@ -69,6 +69,29 @@ def test_a_folder_for_each_combination(tmp_path: Path) -> None:
     assert Path(folders[1]).name == "amd_flashinfer-0.5.3_amd.2-torch_2.9.1_rocm7.2-gfx942"
 
 
+def test_nobody_else_gets_into_the_folder(tmp_path: Path) -> None:
+    use_folder(tmp_path, PORT, None)
+    folder = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionProblemError, match=f"others may write to {tmp_path}"):
+        use_folder(tmp_path, PORT, None)
+
+
+def test_what_others_could_have_written_is_compiled_again(tmp_path: Path, package: Path) -> None:
+    folder = tmp_path / PORT.folder_name
+    planted, sound = kernel(folder, "planted", package), kernel(folder, "sound", package)
+    folder.chmod(0o755)
+    assert use_folder(tmp_path, PORT, package) == []
+    assert (planted / "planted.so").is_file()
+    folder.chmod(0o755)
+    (planted / "planted.so").chmod(0o666)
+    assert use_folder(tmp_path, PORT, package) == ["planted.so"]
+    assert not planted.exists()
+    assert not sound.exists()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_the_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     use_folder(Path("cache"), PORT, None)

@@ -1,9 +1,12 @@
 """Compiling the kernels: once for a folder, and a clear reason where it is not possible."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from ssd_serve.kernels.native import library
 from ssd_serve.kernels.native.build import NativeError, build
 from ssd_serve.kernels.native.library import INT, NativeLibrary, load_native, native_library
 from ssd_serve.settings import Settings
@@ -43,6 +46,65 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "native.so").write_text("text")
     with pytest.raises(NativeError, match="cannot be loaded"):
         NativeLibrary(tmp_path / "native.so")
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> list[str]:
+    """One that is fast, and leaves files open to all."""
+    script = tmp_path / "fast-cc"
+    script.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nrm "$2"; umask 0; echo compiled > "$2"\n'
+    )
+    script.chmod(0o755)
+    return [str(script)]
+
+
+@pytest.mark.parametrize("planted", ["link", "open to all"])
+def test_a_planted_library_is_compiled_over(tmp_path: Path, compiler: list[str], planted: str) -> None:
+    """Whoever can compute the name can put a file there; its code never runs."""
+    folder, evil = tmp_path / "cache", tmp_path / "evil.so"
+    path = build(folder, compiler)
+    evil.write_text("evil")
+    path.unlink()
+    if planted == "link":
+        path.symlink_to(evil)
+    else:
+        path.write_text("evil")
+        path.chmod(0o666)
+    assert build(folder, compiler).read_text() == "compiled\n"
+    assert not path.is_symlink()
+    assert not path.stat().st_mode & 0o077
+    assert evil.read_text() == "evil"
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(
+    tmp_path: Path, compiler: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shared"
+    planted = folder / build(tmp_path / "mine", compiler).name
+    folder.mkdir()
+    folder.chmod(0o777)
+    planted.write_text("evil")
+    with pytest.raises(NativeError, match=f"others may write to {folder}"):
+        build(folder, compiler)
+    loaded: list[Path] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(library, "NativeLibrary", loaded.append)
+    load_native(folder, compilers=compiler)
+    assert loaded == [tmp_path / f"ssd-serve-{os.getuid()}" / planted.name]
+    assert planted.read_text() == "evil"
+    assert list(folder.iterdir()) == [planted]
+
+
+def test_a_lock_that_is_a_link_costs_only_speed(tmp_path: Path, compiler: list[str]) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache" / "native.lock").symlink_to(precious)
+    with pytest.raises(NativeError, match=r"native\.lock"):
+        build(tmp_path / "cache", compiler)
+    assert load_native(tmp_path / "cache", compilers=compiler) is None
+    assert precious.read_text() == "x"
 
 
 @pytest.mark.usefixtures("native")

@@ -1,0 +1,116 @@
+"""Files and folders that nobody but this user can change: compiled code is loaded from such ones alone.
+
+Whoever may write to a file, or to a folder on the way to it, decides what is in it. Root may anyway. Knows
+owners and modes, not what files are for.
+"""
+
+import grp
+import os
+import pwd
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def weakness(folder: Path) -> str:
+    """Who else may put files into a folder, or another folder in its place; empty: nobody. In a folder with
+    the sticky bit, such as /tmp, others cannot touch what is not theirs. Raises `OSError`."""
+    real = Path(os.path.realpath(folder))
+    for place in (real, *real.parents):
+        facts = place.stat()
+        if facts.st_uid not in (0, os.getuid()):
+            return f"{place} belongs to another user"
+        if _others_write(facts) and not (place != real and facts.st_mode & stat.S_ISVTX):
+            return f"others may write to {place}"
+    return ""
+
+
+def is_own(path: Path) -> bool:
+    """Whether something is there that only this user, or root, can have written."""
+    try:
+        return _is_own(path.lstat())
+    except OSError:
+        return False
+
+
+def is_own_file(path: Path) -> bool:
+    """The same for a file; links are none."""
+    return is_own(path) and path.is_file() and not path.is_symlink()
+
+
+def read_own(path: Path) -> bytes:
+    """The bytes of such a file. Raises `OSError`, for every other kind of file too."""
+    with os.fdopen(os.open(path, _READING), "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode) or not _is_own(facts):
+            raise PermissionError(f"{path} is no file of this user's alone")
+        return file.read()
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of a file to lock, made if it is not there. Links lead nowhere. Raises `OSError`."""
+    return os.open(path, _LOCKING, 0o600)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, for this user alone, where they are not there. Raises `OSError`."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def cache_folder(folder: Path, warn: Callable[[str], None] = lambda _line: None) -> Path:
+    """The folder that was asked for, or another one where somebody else could put compiled code into it,
+    which is said with `warn`. It need not be there yet, and it may be impossible to make."""
+    try:
+        folder = Path(os.path.realpath(folder.expanduser()))
+        make_folder(folder)
+        why = weakness(folder)
+    except RuntimeError:
+        why = f"{folder} is nowhere, for this user has no home folder"
+    except OSError:
+        return folder  # who writes there says what is wrong
+    if not why:
+        return folder
+    other = _private_folder()
+    warn(
+        f"{why}: compiled kernels and measurements are kept in {other} instead; chmod go-w it, or set "
+        "SSD_CACHE_DIR to a folder that is yours alone"
+    )
+    return other
+
+
+def _private_folder() -> Path:
+    """The same one for all processes of this user, if nobody was there before."""
+    folder = Path(tempfile.gettempdir()) / f"ssd-serve-{os.getuid()}"
+    try:
+        make_folder(folder)
+        if not folder.is_symlink() and not weakness(folder):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="ssd-serve-"))
+
+
+def _is_own(facts: os.stat_result) -> bool:
+    mine = facts.st_uid in (0, os.getuid())
+    return mine and (stat.S_ISLNK(facts.st_mode) or not _others_write(facts))
+
+
+def _others_write(facts: os.stat_result) -> bool:
+    if facts.st_mode & stat.S_IWOTH:
+        return True
+    return bool(facts.st_mode & stat.S_IWGRP) and not _is_private_group(facts.st_gid)
+
+
+def _is_private_group(number: int) -> bool:
+    """Whether a group is this user's own, as systems with a umask of 002 have one for each user."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return user.pw_gid == number and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
