@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ssd_serve.kernels.edits import EditedRow, Edits, edit_rows
 from ssd_serve.kernels.processors import (
     TOP_P_UNITS,
-    completing,
     is_greedy,
-    keep_only,
+    needs_editing,
     penalises,
     smallest_share,
     truncates,
@@ -29,9 +29,7 @@ _TOGETHER = 4 << 20
 
 def process_rows(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:
     """Processed logits of single rows: float32 [rows, vocabulary] -> the same, a new tensor."""
-    values = torch.where(torch.isnan(logits), -torch.inf, logits)
-    _edit(values, rows)
-    _penalise(values, rows)
+    values = edited(logits, rows)
     parameters = [row.parameters for row in rows]
     if not all(map(is_greedy, parameters)):
         values = values / _column(values, [1.0 if is_greedy(p) else p.temperature for p in parameters])
@@ -68,36 +66,24 @@ def _column(like: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32).to(like.device)[:, None]
 
 
-def _edit(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
-    """Allowed tokens, bad words, biases, and the ends that `min_tokens` forbids, in place."""
-    masked: list[tuple[int, int]] = []
-    biased: list[tuple[int, int]] = []
-    biases: list[float] = []
+def edited(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:
+    """The steps of `process_rows` before division by the temperature; the same arguments, a new tensor."""
+    values = torch.where(torch.isnan(logits), -torch.inf, logits)
+    edit_rows(values, _edited_rows(rows))
+    _penalise(values, rows)
+    return values
+
+
+def _edited_rows(rows: Sequence[SamplingRows]) -> list[EditedRow]:
+    made: dict[tuple[int, tuple[int, ...]], Edits] = {}
+    found: list[EditedRow] = []
     for index, row in enumerate(rows):
-        parameters = row.parameters
-        if parameters.allowed_token_ids is not None:
-            values[index] = keep_only(values[index], parameters.allowed_token_ids)
-        if parameters.bad_words:
-            masked += [(index, token) for token in completing(parameters, row.counts, row.path)]
-        if row.generated < parameters.min_tokens:
-            masked += [(index, token) for token in (*row.eos, *parameters.stop_token_ids)]
-        for token, bias in parameters.logit_bias.items():
-            if 0 <= token < values.shape[1]:
-                biased.append((index, token))
-                biases.append(bias)
-    if biased:
-        at = _places(values, biased)
-        values[at] += torch.tensor(biases, dtype=torch.float32).to(values.device)
-    # A bias leaves a masked token masked, so that masks may come last.
-    known = [(row, token) for row, token in masked if 0 <= token < values.shape[1]]
-    if known:
-        values[_places(values, known)] = -torch.inf
-
-
-def _places(values: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs of row and token as an index."""
-    rows, tokens = torch.tensor(pairs, dtype=torch.int64).T.to(values.device)
-    return rows, tokens
+        if needs_editing(row.parameters, row.generated):
+            key = id(row.parameters), row.eos
+            edits = row.edits or made.get(key) or made.setdefault(key, Edits(row.parameters, row.eos))
+            early = row.generated < row.parameters.min_tokens
+            found.append(EditedRow(index, edits, early, row.counts, row.path))
+    return found
 
 
 def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:

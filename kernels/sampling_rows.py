@@ -1,11 +1,12 @@
 """What choices depend on besides logits: the rows of a request, as a root and a tree of nodes below it.
 
-Knows no tensors and not how tokens are chosen.
+Knows not how tokens are chosen.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ssd_serve.kernels.edits import Edits
 from ssd_serve.kernels.processors import TokenCounts, is_greedy
 from ssd_serve.messages import SamplingParameters
 
@@ -35,6 +36,8 @@ class SamplingRows(NamedTuple):
     """Indices of their parents among them; -1: the first row."""
     depths: Sequence[int] = ()
     """How far each is below the first row: 1 for its children."""
+    edits: Edits | None = None
+    """What the parameters do to single tokens, kept from round to round; None: it is found anew."""
 
     @property
     def rows(self) -> int:

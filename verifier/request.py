@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
-from ssd_serve.kernels.processors import TokenCounts
+from ssd_serve.kernels.edits import Edits
+from ssd_serve.kernels.processors import TokenCounts, needs_editing
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.seeds import root_name
 
@@ -32,6 +33,8 @@ class Request:
     limit: int
     """Most nodes in the replica."""
     vocabulary: int
+    edits: Edits | None = None
+    """What the parameters do to single tokens, where they do."""
     slots: SlotTable = field(default_factory=SlotTable)
     salt: bytes = b""
     """Whose texts it may read in the prefix cache, and who may read its own."""
@@ -106,17 +109,18 @@ def accept(
 ) -> Request:
     """The state of a request that was just submitted."""
     parameters = message.parameters
-    ends = frozenset(parameters.stop_token_ids) | (frozenset() if parameters.ignore_eos else frozenset(eos))
+    counted = () if parameters.ignore_eos else eos
     return Request(
         number=message.request,
         parameters=parameters,
         seed=message.seed,
         prompt_length=len(message.prompt),
         tokens=[*message.prompt, *message.output],
-        ends=ends,
+        ends=frozenset((*parameters.stop_token_ids, *counted)),
         counts=counts,
         limit=limit,
         vocabulary=vocabulary,
+        edits=Edits(parameters, counted) if needs_editing(parameters, 0) else None,
         scored=message.scored,
         salt=message.salt,
     )

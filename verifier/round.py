@@ -166,6 +166,7 @@ class Rounds:
                     tokens=tree.tokens,
                     parents=tree.parents,
                     depths=tree.depths,
+                    edits=request.edits,
                 )
             )
         return rows

@@ -1,6 +1,6 @@
 """Choosing tokens by the compiled kernel: processing, noise and argmax of all rows in one call.
 
-What single tokens' parameters do (bias, masks, bad words) is left to `kernels.processors.edit`, row by row.
+What parameters do to single tokens (bias, masks, bad words) is left to `kernels.processing.edited`.
 Knows rows, not what they are for.
 """
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
+from ssd_serve.kernels.processing import edited
 from ssd_serve.kernels.processors import (
     TOP_P_UNITS,
-    edit,
     is_greedy,
     needs_editing,
     penalises,
@@ -111,14 +111,9 @@ class _Call:
 
     def _edited(self, request: SamplingRows) -> int:
         rows = self._logits[self._rows : self._rows + request.rows]
-        edited = torch.stack(
-            [
-                edit(row, one.parameters, one.counts, one.path, one.generated, one.eos)
-                for row, one in zip(rows, request.single(), strict=True)
-            ]
-        )
-        self._kept.append(edited)
-        return edited.data_ptr()
+        changed = edited(rows, request.single())
+        self._kept.append(changed)
+        return changed.data_ptr()
 
     def _counted(self, request: SamplingRows) -> tuple[int, int, int]:
         if request.counts is None:

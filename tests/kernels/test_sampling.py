@@ -49,6 +49,7 @@ ROWS = st.lists(
         tokens=st.just(()),
         parents=st.just(()),
         depths=st.just(()),
+        edits=st.none(),
     ),
     min_size=1,
     max_size=9,
