@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -21,8 +20,7 @@ from ssd_serve.server.information import InformationEndpoints
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
 from ssd_serve.server.naming import HEADER, NamedRequests
-from ssd_serve.server.openapi import describe_bodies
-from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ssd_serve.server.openapi import Doors, describe
 from ssd_serve.server.root_path import RootPath, path_within
 from ssd_serve.server.service import Gate, OtherPages, Service
 from ssd_serve.server.streaming import ClientGoneError
@@ -112,21 +110,19 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/metrics": information.metrics,
     }
     for path, handler in gets.items():
-        app.add_api_route(path, handler, methods=["GET"])
-        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
-    ping = ["GET", "HEAD", "POST"]
-    app.add_api_route("/ping", information.health, methods=ping, include_in_schema=False)
+        app.add_api_route(path, handler, methods=["GET", "HEAD"])
+    app.add_api_route("/ping", information.health, methods=["GET", "HEAD", "POST"])
 
     tokenizing = TokenizingEndpoints(service)
-    posts: dict[str, tuple[Handler, type[BaseModel]]] = {
-        "/v1/completions": (CompletionsEndpoint(service).handle, CompletionRequest),
-        "/v1/chat/completions": (ChatEndpoint(service).handle, ChatRequest),
-        "/tokenize": (tokenizing.tokenize, TokenizeRequest),
-        "/detokenize": (tokenizing.detokenize, DetokenizeRequest),
+    posts: dict[str, Handler] = {
+        "/v1/completions": CompletionsEndpoint(service).handle,
+        "/v1/chat/completions": ChatEndpoint(service).handle,
+        "/tokenize": tokenizing.tokenize,
+        "/detokenize": tokenizing.detokenize,
     }
-    for path, (handler, _) in posts.items():
+    for path, handler in posts.items():
         app.add_api_route(path, handler, methods=["POST"])
-    describe_bodies(app, {path: body for path, (_, body) in posts.items()})
+    describe(app, Doors(service.tenants.keys_needed, service.settings.metrics_key is not None))
 
 
 def _add_error_handlers(app: FastAPI) -> None:

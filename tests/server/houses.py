@@ -20,6 +20,7 @@ from ssd_serve.server.service import Gate
 from ssd_serve.server.serving import build_server
 from ssd_serve.server.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
+from tests.server.contract import Contract
 from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, Playwright, channel_pair
 
 
@@ -32,6 +33,7 @@ class House:
     client: EngineClient
     app: FastAPI
     gate: Gate
+    contract: Contract
 
 
 @asynccontextmanager
@@ -43,21 +45,24 @@ async def open_house(
     ready: bool = True,
     tokenizer: TextTokenizer | None = None,
 ) -> AsyncGenerator[House, None]:
-    """The application in this process, its engine in a thread."""
+    """The application in this process, its engine in a thread. Whatever it answers is in its document."""
     ours, theirs = channel_pair()
     engine = FakeEngine(theirs, playwright)
     if ready:
         engine.tell(READY)
     engine.start()
     client, gate = EngineClient(ours), Gate()
-    app = create_app(settings or Settings(), client, tokenizer or ByteTokenizer(), limits, gate)
+    settings = settings or Settings()
+    app = create_app(settings, client, tokenizer or ByteTokenizer(), limits, gate)
+    contract = Contract(app, app, settings.root_path or "")
     async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app=contract, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://house") as http:
             while ready and client.ready is None:
                 await asyncio.sleep(0.002)
-            yield House(http, engine, client, app, gate)
+            yield House(http, engine, client, app, gate, contract)
     engine.die()
+    assert contract.broken == []
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ def open_server(
     *,
     ready: bool = True,
 ) -> Generator[Address, None, None]:
-    """uvicorn in a thread, on a socket of this machine. Where it is not `ready`, it loads for ever."""
+    """uvicorn in a thread, on a socket of this machine. Where it is not `ready`, it loads for ever.
+
+    Whatever it answers is in its document."""
     ours, theirs = channel_pair()
     engine = FakeEngine(theirs, playwright)
     if ready:
@@ -89,6 +96,9 @@ def open_server(
     port: int = sock.getsockname()[1]
     settings = settings or Settings(drain_seconds=1)
     server = build_server(settings, EngineClient(ours), ByteTokenizer(), limits)
+    app = server.config.app
+    assert isinstance(app, FastAPI)
+    contract = server.config.app = Contract(app, app, settings.root_path or "")
     stopped = threading.Event()
 
     def live() -> None:
@@ -106,6 +116,7 @@ def open_server(
         thread.join(PATIENCE_S)
         engine.die()
         sock.close()
+    assert contract.broken == []
 
 
 def wait_until_healthy(url: str, status: int = 200) -> None:

@@ -1,0 +1,260 @@
+"""What the server answers, as the OpenAPI document describes it.
+
+Only described: the endpoints build plain dictionaries, because pieces of a stream are many. Tests hold every
+answer against these, in both directions: nothing is sent that is not here.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+# pydantic wants this one before Python 3.12, and `NotRequired` is not in `typing` before 3.11.
+from typing_extensions import NotRequired, TypedDict
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: Annotated[str | None, Field(description="the field at fault")]
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every answer that is not a success, and the last event of a stream that broke off."""
+
+    error: ErrorDetail
+
+
+class Health(TypedDict):
+    """The server can generate tokens."""
+
+    status: Literal["ok"]
+    model: str
+    mode: str | None
+
+
+class ModelCard(TypedDict):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    revision: Annotated[
+        str | None, Field(description="the commit of the hub's repository that was asked for")
+    ]
+    max_model_len: Annotated[int | None, Field(description="null until the model is loaded")]
+
+
+class ModelList(TypedDict):
+    """All served models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(TypedDict):
+    """Of the package."""
+
+    version: str
+
+
+class Load(TypedDict):
+    """Requests in flight."""
+
+    server_load: Annotated[int, Field(ge=0)]
+
+
+class Tokens(TypedDict):
+    """Answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Text(TypedDict):
+    """Answer of `/detokenize`."""
+
+    prompt: str
+
+
+class CachedTokens(TypedDict):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: Annotated[int, Field(ge=0)]
+
+
+class Usage(TypedDict):
+    """Tokens of the whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: Annotated[
+        CachedTokens | None, Field(description="null where it would tell what others have asked")
+    ]
+
+
+class Speculation(TypedDict):
+    """How speculation went; null: there was nothing to divide by, or the engine was replaced meanwhile."""
+
+    num_spec_steps: int
+    num_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float | None
+    num_draft_tokens: int | None
+    draft_acceptance_rate: float | None
+    cache_hits: int | None
+    cache_misses: int | None
+    cache_hit_rate: float | None
+    mean_ready_depth: float | None
+    mean_ready_nodes: float | None
+    preemptions: int | None
+
+
+class Metrics(TypedDict):
+    """Figures of one request."""
+
+    speculative_decoding: Speculation
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class Ended(TypedDict):
+    """How a choice ended; null while it goes on."""
+
+    finish_reason: FinishReason | None
+    stop_reason: Annotated[str | int | None, Field(description="the stop string or the token id that came")]
+
+
+class Head(TypedDict):
+    """What every object of one answer begins with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class Chunk(Head):
+    """What every chunk of a stream may have; only the first one tells the seed."""
+
+    seed: NotRequired[int]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+    obfuscation: NotRequired[Annotated[str, Field(description="padding that was asked for")]]
+
+
+class CompletionLogprobs(TypedDict):
+    """A prompt's first token has no probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Ended):
+    """A choice, or a piece of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(Head):
+    """Answer of `/v1/completions`."""
+
+    object: Literal["text_completion"]
+    seed: int
+    choices: list[CompletionChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class CompletionChunk(Chunk):
+    """A chunk of its stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class TokenLogprob(TypedDict):
+    """A token and its probability; `bytes` is null for pieces of characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenLogprob(TokenLogprob):
+    """The token that came, and the most probable ones."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """A token after the other."""
+
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class AnswerMessage(TypedDict):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Ended):
+    """A choice."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(Head):
+    """Answer of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    seed: int
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Delta(TypedDict):
+    """What a chunk adds to the message."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChunkChoice(Ended):
+    """A piece of a choice."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(Chunk):
+    """A chunk of its stream."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    prompt_token_ids: NotRequired[list[int]]

@@ -1,0 +1,169 @@
+"""The OpenAPI document names every path, status and content type; `open_house` holds answers against it."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from ssd_serve.messages import Refused
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.openapi import OPERATIONS, Doors, build_document
+from ssd_serve.settings import Settings
+from tests.server.fakes import ByteTokenizer, Script, say
+from tests.server.houses import House, open_house, open_server
+
+pytestmark = pytest.mark.anyio
+KEY = {"Authorization": "Bearer sesame"}
+ASK = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": ASK},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
+}
+GETS = sorted(path for path in OPERATIONS if path not in BODIES)
+
+
+async def test_every_route_is_an_operation_and_the_other_way_round() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        routes = {
+            (route.path.replace(":path}", "}"), method.lower())
+            for route in house.app.routes
+            if isinstance(route, APIRoute)
+            for method in route.methods or ()
+        }
+    told = {(path, method) for path, each in OPERATIONS.items() for method in each.methods}
+    assert told - routes == {("/openapi.json", "get"), ("/openapi.json", "head")}
+    assert routes <= told
+
+
+def test_a_key_is_named_only_where_one_is_wanted() -> None:
+    open_, keyed = build_document("x", "1", Doors()), build_document("x", "1", Doors(keyed=True))
+    assert "securitySchemes" not in open_["components"]
+    for path, operations in keyed["paths"].items():
+        for method, operation in operations.items():
+            wanted = path not in ("/health", "/ping")
+            assert ("401" in operation["responses"]) == wanted
+            assert bool(operation.get("security")) == wanted
+            assert "401" not in open_["paths"][path][method]["responses"]
+
+
+def test_nothing_is_told_that_is_never_sent() -> None:
+    told = {
+        status
+        for operations in build_document("x", "1", Doors(keyed=True))["paths"].values()
+        for operation in operations.values()
+        for status in operation["responses"]
+    }
+    assert "422" not in told
+    assert "default" not in told
+
+
+def test_a_key_of_the_metrics_locks_the_metrics_alone() -> None:
+    told = build_document("x", "1", Doors(metrics_keyed=True))
+    locked = {
+        path
+        for path, methods in told["paths"].items()
+        if "401" in methods.get("get", methods.get("post"))["responses"]
+    }
+    assert locked == {"/metrics"}
+    assert told["components"]["securitySchemes"]
+
+
+async def ask_all(house: House, headers: dict[str, str]) -> None:
+    """Every operation, and the rich forms of those that generate."""
+    for path in GETS:
+        filled = path.replace("{name}", "ssd-embedded")
+        for method in ("GET", "HEAD"):
+            await house.http.request(method, filled, headers=headers)
+    for path, body in BODIES.items():
+        await house.http.post(path, json=body, headers=headers)
+
+
+async def test_every_success_is_as_the_document_says() -> None:
+    rich: dict[str, Any] = {"n": 2, "logprobs": 2, "return_token_ids": True, "seed": 7, "stop": ["c"]}
+    chatty: dict[str, Any] = {**rich, "logprobs": True, "top_logprobs": 2}
+    streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    steady = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with open_house(lambda _: say("abcdefgh", group=2)) as house:
+        await ask_all(house, {})
+        for more in ({}, streamed, steady, {"stream": True}):
+            await house.http.post("/v1/completions", json={"prompt": "a", **rich, **more})
+            await house.http.post("/v1/chat/completions", json={"messages": ASK, **chatty, **more})
+        await house.http.post("/v1/completions", json={"prompt": "a", "echo": True, "logprobs": 1})
+        await house.http.post("/tokenize", json={"prompt": "a", "return_token_strs": True})
+        seen = {(path, method, kind) for path, method, status, kind in house.contract.seen if status == 200}
+    for path, operation in OPERATIONS.items():
+        for method in operation.methods:
+            kinds = {kind for where, how, kind in seen if (where, how) == (path, method.upper())}
+            wanted = set(
+                build_document("x", "1", Doors())["paths"][path][method]["responses"]["200"]["content"]
+            )
+            assert kinds == wanted or (path, method) == ("/ping", "post"), (path, method, kinds)
+
+
+class Broken(ByteTokenizer):
+    """Fails where the server cannot expect it."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise ZeroDivisionError
+
+
+async def test_every_problem_is_as_the_document_says() -> None:
+    """All statuses of the document, each seen at each path that may answer with it."""
+    seen: set[tuple[str, int]] = set()
+
+    def note(house: House) -> None:
+        seen.update((path, status) for path, _, status, _ in house.contract.seen)
+
+    async with open_house(lambda _: say("x"), Settings(api_key="sesame")) as house:
+        await ask_all(house, {})
+        note(house)
+    async with open_house(lambda _: say("x"), ready=False) as house:
+        await ask_all(house, {})
+        note(house)
+    async with open_house(lambda _: say("x"), limits=Limits(max_body_bytes=100)) as house:
+        await house.http.get("/v1/models/other")
+        for path, body in BODIES.items():
+            await house.http.post(path, json={**body, "model": "other"})
+            await house.http.post(path, json={**body, "nonsense": 1})
+            await house.http.post(path, json={**body, "user": "x" * 100})
+            await house.http.post(path, content=b"{}")
+        note(house)
+    async with open_house(lambda _: Script((), refused=Refused(0, "no room", retry_after_s=2.5))) as house:
+        for stream in (False, True):
+            await house.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+            await house.http.post("/v1/chat/completions", json={"messages": ASK, "stream": stream})
+        note(house)
+    async with open_house(lambda _: say("x"), Settings(key_requests_per_minute=1)) as house:
+        for path, body in BODIES.items():
+            for _ in range(2):
+                await house.http.post(path, json=body)
+        note(house)
+    async with open_house(lambda _: say("x"), tokenizer=Broken()) as house:
+        await house.http.post("/v1/completions", json={"prompt": "a"})
+        note(house)
+    missing = {
+        (path, status)
+        for path, each in OPERATIONS.items()
+        for status in (*each.problems, *(() if each.open else (401,)))
+        if (path, status) not in seen
+    }
+    assert missing == {(path, 408) for path in BODIES}
+
+
+def slowly() -> Iterator[bytes]:
+    """A body that does not end in time."""
+    yield b"{"
+    time.sleep(0.2)
+    yield b"}"
+
+
+def test_a_body_that_takes_too_long_is_as_the_document_says() -> None:
+    headers = {"Content-Type": "application/json"}
+    with open_server(lambda _: say("x"), limits=Limits(body_timeout_s=0.05)) as server:
+        for path in BODIES:
+            assert httpx.post(f"{server.url}{path}", content=slowly(), headers=headers).status_code == 408
