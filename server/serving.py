@@ -98,9 +98,9 @@ class ServerThread:
     """A server on an event loop of its own, which answers while this thread loads what it is to serve. Stops,
     as tidily as it can, at the end of the `with` block."""
 
-    def __init__(self, server: HttpServer, sock: socket.socket) -> None:
+    def __init__(self, server: HttpServer, socks: list[socket.socket]) -> None:
         self._server = server
-        self._sock = sock
+        self._socks = socks
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begun = threading.Event()
         self._failure: BaseException | None = None
@@ -138,7 +138,7 @@ class ServerThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._begun.set)
-        await self._server.serve(sockets=[self._sock])
+        await self._server.serve(sockets=self._socks)
 
 
 def build_server(

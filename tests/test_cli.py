@@ -12,7 +12,7 @@ import pytest
 from ssd_serve import cli
 from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
-from ssd_serve.listening import listen
+from ssd_serve.listening import listen, listen_all
 from ssd_serve.logs import Logger
 from ssd_serve.resolving import flag_name
 from ssd_serve.serve import address
@@ -142,6 +142,29 @@ def test_a_taken_port_is_exit_code_3(capsys: Captured) -> None:
         port = taken.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)]) == 3
     assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
+
+
+def test_a_taken_port_of_the_metrics_lets_the_other_go(capsys: Captured) -> None:
+    with listen("127.0.0.1", 0) as taken, listen("127.0.0.1", 0) as other:
+        port, free = taken.getsockname()[1], other.getsockname()[1]
+        other.close()
+        for _ in range(2):
+            assert cli.main(["serve", "--port", str(free), "--metrics-port", str(port)]) == 3
+            assert "choose another port with --metrics-port or SSD_METRICS_PORT" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match="are both 8000: they must differ"):
+        listen_all(Settings(metrics_port=8000))
+
+
+def test_a_key_that_is_set_but_empty_is_an_error(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", "")
+    assert cli.main(["serve", "--port", "0"]) == 2
+    assert "SSD_API_KEY is set but empty" in capsys.readouterr().err
+
+
+def test_a_file_of_keys_that_is_wrong_ends_the_start(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("anna\n")
+    assert cli.main(["serve", "--port", "0", "--api-keys-file", str(tmp_path / "keys")]) == 2
+    assert "(SSD_API_KEYS_FILE): line 1: a line is: name key" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on every port")

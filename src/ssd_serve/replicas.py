@@ -28,6 +28,7 @@ from ssd_serve.resolving import refuse_empty_keys, resolve, variable_name
 from ssd_serve.serve import ServingClient, ServingTokenizer
 from ssd_serve.server.app import create_app
 from ssd_serve.server.exposure import exposure_warnings
+from ssd_serve.server.keys import read_keys
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
 from ssd_serve.settings import SECRETS, Mode, Settings
@@ -134,6 +135,8 @@ class Replica:
         self._log = get_logger(f"replica-{self._name}", self._settings.log_level, self._settings.log_format)
         self._limits = Limits()
         refuse_empty_keys()
+        if self._settings.api_keys_file is not None:
+            read_keys(self._settings.api_keys_file)  # wrong ones are told before anything is loaded
         # Where Serve's proxies listen is not told to replicas; in Pods it is every address.
         for warning in exposure_warnings(self._settings, alone=False):
             self._log.warning(warning)

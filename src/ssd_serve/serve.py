@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -25,12 +26,14 @@ from ssd_serve.cluster.engines import RunningEngine, start_engine
 from ssd_serve.devices import pin_cores
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.finding import find_models
-from ssd_serve.listening import listen
+from ssd_serve.listening import listen_all
 from ssd_serve.logs import carry_library_logs, get_logger
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.resolving import refuse_empty_keys
 from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.exposure import exposure_warnings
 from ssd_serve.server.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.tls import tls_context
 from ssd_serve.settings import Settings
@@ -131,13 +134,14 @@ def run_serve(settings: Settings) -> int:
         client.progress = text
         line.show(text)
 
-    with listen(settings.host, settings.port) as sock:
-        if settings.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
-            log.warning(
-                "anybody who reaches this address may use the model; set SSD_API_KEY", host=settings.host
-            )
+    refuse_empty_keys()
+    with ExitStack() as ports:
+        sock, *others = [ports.enter_context(one) for one in listen_all(settings)]
+        alone = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+        for warning in exposure_warnings(settings, alone):
+            log.warning(warning, host=settings.host)
         server = build_server(settings, client, tokenizer)
-        with ServerThread(server, sock) as answering:
+        with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
             tokenizer.arrive(Tokenizer(found.target))
             tell("starting")

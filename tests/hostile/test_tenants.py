@@ -1,0 +1,200 @@
+"""Users of one server who try to learn what others asked, to come in without a key, or to take all of it."""
+
+import json
+import os
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.hostile.victim import Victim, free_port, open_victim
+
+COMPLETIONS = "/v1/completions"
+OPERATOR, ANNA, BEN, MALLORY, METRICS = ("o" * 32, "a" * 32, "b" * 32, "m" * 32, "p" * 32)
+SECRET = [3 + 17 * place % 900 for place in range(80)]
+"""Token ids of a prompt that only one user has; long enough to be worth keeping."""
+KEYS = f"""
+anna {ANNA}
+ben {BEN}
+mallory {MALLORY} requests_per_minute=30 tokens_per_minute=3000
+"""
+
+
+class Guarded:
+    """A server with keys, and its file of them."""
+
+    def __init__(self, victim: Victim, file: Path, metrics_port: int) -> None:
+        self.victim = victim
+        self.file = file
+        self.metrics = f"http://{victim.host}:{metrics_port}/metrics"
+
+    def post(self, key: str, body: object, path: str = COMPLETIONS) -> httpx.Response:
+        return httpx.post(f"{self.victim.url}{path}", json=body, headers=bearer(key), timeout=120.0)
+
+    def rewrite(self, text: str) -> None:
+        new = self.file.with_suffix(".new")
+        new.write_text(text)
+        new.chmod(0o600)
+        os.replace(new, self.file)
+
+    def opens(self, key: str) -> bool:
+        answer = httpx.get(f"{self.victim.url}/v1/models", headers=bearer(key), timeout=30.0)
+        assert answer.status_code in (200, 401)
+        return answer.status_code == 200
+
+    def await_key(self, key: str, opens: bool) -> None:
+        deadline = time.monotonic() + 20.0
+        while self.opens(key) != opens:
+            assert time.monotonic() < deadline, self.victim.log
+            time.sleep(0.1)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}".strip()}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Generator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    file, port = folder / "keys", free_port()
+    file.write_text(KEYS)
+    file.chmod(0o600)
+    with open_victim(
+        folder,
+        key=OPERATOR,
+        SSD_API_KEYS_FILE=str(file),
+        SSD_METRICS_KEY=METRICS,
+        SSD_METRICS_PORT=str(port),
+    ) as victim:
+        yield Guarded(victim, file, port)
+
+
+def cached(answer: httpx.Response) -> int | None:
+    """How much of its prompt an answer says was found in the cache."""
+    assert answer.status_code == 200, answer.text
+    details: dict[str, int] | None = answer.json()["usage"]["prompt_tokens_details"]
+    return None if details is None else details["cached_tokens"]
+
+
+def chunks(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+
+
+def test_a_guess_of_anothers_prompt_is_never_confirmed_without_keys(victim: Victim) -> None:
+    """Whole, streamed, and 100 guesses at once."""
+    ask = {"prompt": SECRET, "max_tokens": 1, "temperature": 0.0}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    with victim.unharmed():
+        for _ in range(2):
+            assert cached(victim.post(COMPLETIONS, ask)) is None
+        many = [[*SECRET[:40], *range(40 + number)] for number in range(100)]
+        assert cached(victim.post(COMPLETIONS, {**ask, "prompt": many})) is None
+        stream = victim.post(COMPLETIONS, {**ask, "stream": True, "stream_options": usage})
+        assert {str(each["usage"]["prompt_tokens_details"]) for each in chunks(stream)} == {"None"}
+        assert "cached" not in stream.text
+
+
+def test_salts_keep_prompts_apart_and_their_owner_still_reuses_them(victim: Victim) -> None:
+    ask = {"prompt": [*SECRET, 5], "max_tokens": 1, "temperature": 0.0}
+    with victim.unharmed():
+        first, again = (victim.post(COMPLETIONS, {**ask, "cache_salt": "anna's"}) for _ in range(2))
+        others = [victim.post(COMPLETIONS, {**ask, "cache_salt": f"guess {n}"}) for n in range(20)]
+    assert (cached(first), cached(again)) == (0, len(SECRET))
+    assert {cached(each) for each in others} == {0}
+    texts = {each.json()["choices"][0]["text"] for each in (first, again, *others)}
+    assert len(texts) == 1
+
+
+def test_a_guess_of_another_keys_prompt_finds_nothing(guarded: Guarded) -> None:
+    """Also with Anna's own salt, and while her request runs."""
+    ask = {"prompt": [*SECRET, 6], "max_tokens": 64, "ignore_eos": True, "cache_salt": "s"}
+    with guarded.victim.unharmed(), ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(guarded.post, ANNA, ask) for _ in range(2)]
+        guesses = [pool.submit(guarded.post, BEN, {**ask, "max_tokens": 1}) for _ in range(2)]
+        answers = [each.result() for each in (*guesses, *running)]
+        found = [cached(each) for each in answers[:2]]
+        later = guarded.post(BEN, {**ask, "cache_salt": "anna\0s"})
+        hers = guarded.post(ANNA, ask)
+    # Ben's two guesses may find each other.
+    assert min(found) == 0  # type: ignore[type-var]
+    assert cached(later) == 0
+    assert cached(hers) == len(SECRET)
+
+
+def test_wrong_keys_are_refused_as_fast_as_they_come(guarded: Guarded) -> None:
+    wrong = [ANNA[:-1], ANNA + "a", "", "Bearer x", "a" * 8000, "Bearer", "~" * 32, "default", "anna"]
+    with guarded.victim.unharmed():
+        with httpx.Client(base_url=guarded.victim.url, timeout=30.0) as http:
+            found = {http.get("/v1/models", headers=bearer(wrong[n % 9])).status_code for n in range(400)}
+        assert found == {401}
+        page = httpx.get(guarded.metrics, headers=bearer(METRICS)).text
+    assert float(page.partition("\nssd_unknown_keys_total ")[2].partition("\n")[0]) >= 400
+
+
+def test_keys_change_while_streams_run(guarded: Guarded) -> None:
+    """New ones come, old ones go, and files that are broken or gone change nothing."""
+    fresh = "f" * 32
+    with guarded.victim.unharmed():
+        try:
+            guarded.rewrite(KEYS.replace(ANNA, fresh))
+            guarded.await_key(fresh, True)
+            assert not guarded.opens(ANNA)
+            for broken in ("", "anna\n", f"anna {ANNA}\nanna {fresh} limit=1\n", "\0" * 4096):
+                guarded.rewrite(broken)
+                time.sleep(1.2)
+                assert guarded.opens(fresh)
+                assert not guarded.opens(ANNA)
+            guarded.file.unlink()
+            time.sleep(1.2)
+            assert guarded.opens(fresh)
+        finally:
+            guarded.rewrite(KEYS)
+        guarded.await_key(ANNA, True)
+        assert not guarded.opens(fresh)
+    log = guarded.victim.log
+    assert "line 1: a line is: name key" in log
+    assert not [key for key in (ANNA, BEN, MALLORY, OPERATOR, METRICS, fresh) if key in log]
+
+
+def test_a_limit_holds_and_refuses_before_a_body_is_sent(guarded: Guarded) -> None:
+    ask = {"prompt": "def f(", "max_tokens": 1}
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {MALLORY}\r\n"
+        "Content-Type: application/json\r\nContent-Length: 8000000\r\n\r\n"
+    )
+    with guarded.victim.unharmed():
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: guarded.post(MALLORY, ask), range(90)))
+        served = sum(answer.status_code == 200 for answer in answers)
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert served + len(refused) == 90
+        # A minute's worth, and what flows in meanwhile.
+        assert 30 <= served <= 45
+        assert {answer.json()["error"]["code"] for answer in refused} == {"rate_limit_exceeded"}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        while guarded.post(MALLORY, ask).status_code == 200:
+            pass
+        with guarded.victim.connect(timeout_s=5.0) as attacker:
+            attacker.sendall(head.encode())
+            assert b"429" in attacker.recv(65536).partition(b"\r\n")[0]
+
+
+def test_metrics_are_for_their_key_at_their_port_alone(guarded: Guarded) -> None:
+    api, port = guarded.victim.url, guarded.metrics.removesuffix("/metrics")
+    with guarded.victim.unharmed():
+        for key, status in ((METRICS, 200), (OPERATOR, 401), (ANNA, 401), ("", 401)):
+            assert httpx.get(guarded.metrics, headers=bearer(key)).status_code == status
+            assert httpx.get(f"{api}/metrics", headers=bearer(key)).status_code == 404
+        assert httpx.get(f"{api}/v1/models", headers=bearer(METRICS)).status_code == 401
+        for path in ("/v1/models", "/openapi.json", "//metrics", "/metrics/x", "/metrics/../v1/models"):
+            assert httpx.get(f"{port}{path}", headers=bearer(OPERATOR)).status_code == 404
+        posted = httpx.post(f"{port}{COMPLETIONS}", json={"prompt": "a"}, headers=bearer(OPERATOR))
+        assert posted.status_code == 404
+        page = httpx.get(guarded.metrics, headers=bearer(METRICS)).text
+    assert 'ssd_key_requests_total{key="default"}' in page
+    assert not [key for key in (ANNA, BEN, MALLORY, OPERATOR, METRICS) if key in page]
