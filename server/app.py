@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from ssd_serve import __version__
 from ssd_serve.errors import SsdError
 from ssd_serve.server.auth import Doorkeeper
+from ssd_serve.server.body import Bodies
 from ssd_serve.server.chat import ChatEndpoint
 from ssd_serve.server.completions import CompletionsEndpoint
 from ssd_serve.server.engine_client import EngineClient
@@ -20,12 +21,13 @@ from ssd_serve.server.information import InformationEndpoints
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
 from ssd_serve.server.naming import HEADER, NamedRequests
+from ssd_serve.server.off_loop import OffLoop
 from ssd_serve.server.openapi import Doors, describe
 from ssd_serve.server.root_path import RootPath, path_within
 from ssd_serve.server.service import Gate, OtherPages, Service
 from ssd_serve.server.streaming import ClientGoneError
 from ssd_serve.server.tenants import RATE_HEADERS, Tenants
-from ssd_serve.server.tokenizer import OffLoop, TextTokenizer, TokenTexts
+from ssd_serve.server.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.server.tokenizing import TokenizingEndpoints
 from ssd_serve.settings import Settings
 
@@ -56,7 +58,10 @@ def create_app(
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
         metrics=Metrics(engine_client, lambda: service.trouble() is None, tenants),
+        bodies=Bodies(limits),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
+        rendering=OffLoop(-1, limits.tokenising_at_once),
+        aside=OffLoop(limits.inline_characters, at_once=1),
         gate=gate or Gate(),
         tenants=tenants,
         others=others,

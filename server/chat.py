@@ -8,7 +8,6 @@ from fastapi import Request, Response
 from ssd_serve.messages import Ready, TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, answer
-from ssd_serve.server.body import read_body
 from ssd_serve.server.completions import check_stream_options, privacy, usage_wanted
 from ssd_serve.server.continuing import generated_tokens
 from ssd_serve.server.errors import bad_request
@@ -89,9 +88,13 @@ class ChatEndpoint:
 
     async def handle(self, request: Request) -> Response:
         """Check, run, answer."""
-        body = await read_body(request, ChatRequest, self.service.limits)
-        job = await self.job(body, request_name(request, body.request_id))
-        return await answer(self.service, request, job)
+        service = self.service
+        ready = service.require_ready()
+        service.require_room(1)
+        job = await service.bodies.use(
+            request, ChatRequest, ready, lambda body: self.job(body, request_name(request, body.request_id))
+        )
+        return await answer(service, request, job)
 
     async def job(self, body: ChatRequest, name: str) -> Job:
         """Check the body against the model and plan its choices."""
@@ -111,7 +114,7 @@ class ChatEndpoint:
             given(body.add_special_tokens, False),
         )
         logprobs = requested_logprobs(body)
-        rules = text_rules(body, service.tokenizer.eos_ids)
+        rules = await text_rules(service, body)
         parameters = sampling_parameters(
             body,
             ready,
@@ -122,7 +125,7 @@ class ChatEndpoint:
         )
         seed = random_seed() if body.seed is None else body.seed
         skip_special = given(body.skip_special_tokens, True)
-        had = generated_tokens(body, ready, [parameters.max_tokens] * choices)
+        had = await generated_tokens(service, ready, body, [parameters.max_tokens] * choices)
         plans = [
             Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
             for i in range(choices)

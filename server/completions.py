@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 from fastapi import Request, Response
 
 from ssd_serve.messages import TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, Privacy, answer
-from ssd_serve.server.body import read_body
 from ssd_serve.server.continuing import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.generation import Ending, Output, Piece, Plan
 from ssd_serve.server.naming import request_name
-from ssd_serve.server.prompts import TokenPrompt, completion_prompts, prompt_count
+from ssd_serve.server.off_loop import Steps
+from ssd_serve.server.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
 from ssd_serve.server.protocol import CompletionRequest, GenerationRequest
 from ssd_serve.server.replies import Head, completion_logprobs
 from ssd_serve.server.sampling import (
@@ -119,9 +120,16 @@ class CompletionsEndpoint:
 
     async def handle(self, request: Request) -> Response:
         """Check, run, answer."""
-        body = await read_body(request, CompletionRequest, self.service.limits)
-        job = await self.job(body, request_name(request, body.request_id))
-        return await answer(self.service, request, job)
+        service = self.service
+        ready = service.require_ready()
+        service.require_room(1)
+        job = await service.bodies.use(
+            request,
+            CompletionRequest,
+            ready,
+            lambda body: self.job(body, request_name(request, body.request_id)),
+        )
+        return await answer(service, request, job)
 
     async def job(self, body: CompletionRequest, name: str) -> Job:
         """Check the body against the model and plan its choices."""
@@ -143,23 +151,25 @@ class CompletionsEndpoint:
         prompts = await completion_prompts(service, ready, body.prompt, given(body.add_special_tokens, True))
         skip_special = given(body.skip_special_tokens, True)
         seed = random_seed() if body.seed is None else body.seed
-        rules = text_rules(body, service.tokenizer.eos_ids)
+        rules = await text_rules(service, body)
         banned = await bad_word_tokens(service, body.bad_words)
-        asked = [
-            sampling_parameters(
-                body,
-                ready,
-                max_tokens=output_limit(
-                    body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens"
-                ),
-                logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs if scored else None,
-                bad_words=banned,
-                ending=rules.ending_tokens,
-            )
+        limits = [
+            output_limit(body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens")
             for prompt in prompts
         ]
-        had = iter(generated_tokens(body, ready, [each.max_tokens for each in asked for _ in range(choices)]))
+        common = sampling_parameters(
+            body,
+            ready,
+            max_tokens=min(limits),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if scored else None,
+            bad_words=banned,
+            ending=rules.ending_tokens,
+        )
+        asked = [msgspec.structs.replace(common, max_tokens=limit) for limit in limits]
+        had = iter(
+            await generated_tokens(service, ready, body, [each for each in limits for _ in range(choices)])
+        )
         plans = [
             Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, next(had))
             for prompt, parameters in zip(prompts, asked, strict=True)
@@ -169,29 +179,34 @@ class CompletionsEndpoint:
             texts=service.texts,
             prompts=prompts,
             choices=choices,
-            echoes=[
-                await self._echo(prompt, skip_special, scored) if body.echo else Echo() for prompt in prompts
-            ],
+            echoes=await self._echoes(prompts, skip_special, scored)
+            if body.echo
+            else [Echo()] * len(prompts),
             logprobs=body.logprobs is not None,
             token_ids=given(body.return_token_ids, False),
         )
         head = Head.now("cmpl", name, service.model, service.fingerprint(ready), seed)
         return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
 
-    async def _echo(self, prompt: TokenPrompt, skip_special: bool, scored: bool) -> Echo:
+    async def _echoes(self, prompts: Sequence[TokenPrompt], skip_special: bool, scored: bool) -> list[Echo]:
         tokenizer = self.service.tokenizer
 
-        def work() -> Echo:
-            text = prompt.text
-            if text is None:
-                text = tokenizer.decode(prompt.ids, skip_special_tokens=skip_special)
-            stream, offsets, length = tokenizer.detokenizer((), skip_special), list[int](), 0
-            for token in prompt.ids if scored else ():
-                offsets.append(length)
-                length += len(stream.push(token))
-            return Echo(text, tuple(offsets))
+        def work() -> Steps[list[Echo]]:
+            found: list[Echo] = []
+            for prompt in prompts:
+                text = prompt.text
+                if text is None:
+                    text = tokenizer.decode(prompt.ids, skip_special_tokens=skip_special)
+                stream, offsets, length = tokenizer.detokenizer((), skip_special), list[int](), 0
+                for token in prompt.ids if scored else ():
+                    offsets.append(length)
+                    length += len(stream.push(token))
+                    yield
+                found.append(Echo(text, tuple(offsets)))
+                yield
+            return found
 
-        return await self.service.off_loop.run(len(prompt.ids), work)
+        return await self.service.off_loop.steps(token_units(len(prompt.ids) for prompt in prompts), work())
 
 
 def check_stream_options(body: GenerationRequest) -> None:

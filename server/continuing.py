@@ -8,13 +8,17 @@ from collections.abc import Sequence
 
 from ssd_serve.messages import Ready
 from ssd_serve.server.errors import ApiError, bad_request
+from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.prompts import check_vocabulary
 from ssd_serve.server.protocol import GenerationRequest
+from ssd_serve.server.service import Service
 
 _FIELD = "generated_token_ids"
 
 
-def generated_tokens(body: GenerationRequest, ready: Ready, most: Sequence[int]) -> Sequence[tuple[int, ...]]:
+async def generated_tokens(
+    service: Service, ready: Ready, body: GenerationRequest, most: Sequence[int]
+) -> Sequence[tuple[int, ...]]:
     """What the client has already of each choice, over all prompts: nothing, where the request is a new one.
     `most` are the tokens that each choice may have."""
     told = body.generated_token_ids
@@ -25,10 +29,16 @@ def generated_tokens(body: GenerationRequest, ready: Ready, most: Sequence[int])
     if len(told) != len(most):
         raise _wrong(f"has {len(told)} lists; the request has {len(most)} choices, and each needs one")
     for ids, limit in zip(told, most, strict=True):
-        check_vocabulary(ids, ready, _FIELD)
         if len(ids) > limit:
             raise _wrong(f"{len(ids)} tokens are more than the {limit} that the answer may have")
-    return [tuple(ids) for ids in told]
+
+    def check() -> Steps[None]:
+        for ids in told:
+            check_vocabulary(ids, ready, _FIELD)
+            yield
+
+    await service.off_loop.steps(sum(map(len, told)), check())
+    return told
 
 
 def _wrong(message: str) -> ApiError:

@@ -15,6 +15,8 @@ UNION_TAG = "<"
 """Tags of our discriminated unions begin with this, so that they can be kept out of field names."""
 
 _MOST_REPORTED = 3
+_MOST_LISTED = 512
+"""pydantic tells all its errors or none, and makes an object of each."""
 
 
 class ApiError(SsdError):
@@ -59,6 +61,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def too_long(tokens: str, context: int, param: str) -> ApiError:
+    """400: the prompt does not fit the context."""
+    message = f"{param}: {tokens} tokens; prompt and output together may have {context}"
+    return bad_request(message, param, "context_length_exceeded")
+
+
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
     """503: the server cannot generate now."""
     headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
@@ -86,6 +94,11 @@ def from_ssd_error(error: SsdError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """Name the fields that a request body got wrong."""
+    count = error.error_count()
+    if count > _MOST_LISTED:
+        return bad_request(
+            f"{count} fields or values are wrong; send fewer to be told which", None, "invalid_value"
+        )
     details = error.errors(include_url=False, include_context=False, include_input=False)
     first = details[0]
     if first["type"] == "json_invalid":

@@ -3,9 +3,19 @@
 Knows the shapes of values that people type, not what the server does with them.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+)
+from pydantic import Strict as Strictness
 from pydantic_core import PydanticCustomError
 
 from ssd_serve.server.limits import (
@@ -13,6 +23,9 @@ from ssd_serve.server.limits import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
+    MAX_LABEL_CHARACTERS,
+    MAX_LABEL_NAME_CHARACTERS,
+    MAX_LABELS,
     MAX_LOGIT_BIAS,
     MAX_PROMPTS,
     MAX_SALT_CHARACTERS,
@@ -20,6 +33,7 @@ from ssd_serve.server.limits import (
     MAX_STOP_IDS,
     MAX_STOPS,
     MAX_TOKEN_ID,
+    MAX_TOKEN_IDS,
 )
 from ssd_serve.server.naming import NAME
 
@@ -28,6 +42,9 @@ class Strict(BaseModel):
     """No unknown fields, no coercion between JSON types, no NaN or infinity, immutable."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    long_lists: ClassVar[Mapping[str, int]] = {}
+    """Fields that may hold more token ids than pydantic should see, and the least that each list has."""
 
 
 def not_built(*harmless: object) -> BeforeValidator:
@@ -44,8 +61,29 @@ def not_built(*harmless: object) -> BeforeValidator:
 NotBuilt = Annotated[object, not_built()]
 """A known field of the OpenAI or vLLM API that only passes when it is null."""
 
-Ignored = Annotated[object, Field(description="accepted; changes nothing")]
-"""A field that by its definition does not change the result (who asks, labels)."""
+Ignored = Annotated[object, AfterValidator(lambda _: None), Field(description="accepted; changes nothing")]
+"""A field that by its definition does not change the result."""
+
+Label = Annotated[
+    Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None,
+    AfterValidator(lambda _: None),
+    Field(description="accepted; changes nothing"),
+]
+"""Who asks, or what for: nothing that this server keeps."""
+
+Labels = Annotated[
+    Annotated[
+        dict[
+            Annotated[str, Field(max_length=MAX_LABEL_NAME_CHARACTERS)],
+            Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)],
+        ],
+        Field(max_length=MAX_LABELS),
+    ]
+    | None,
+    AfterValidator(lambda _: None),
+    Field(description="accepted; changes nothing"),
+]
+"""Labels as the OpenAI API bounds them."""
 
 
 def _one_or_list(value: object) -> str | None:
@@ -78,16 +116,39 @@ Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_temperature)
 """Between 0 and `LEAST_TEMPERATURE` a division by it would overflow."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
+    # `min_length` would count what was read before the first wrong id.
+    if not value:
+        raise PydanticCustomError("too_short", "Input should have at least one token id")
+    return value
+
+
+SomeTokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
+TokenIds = Annotated[SomeTokenIds, AfterValidator(_not_empty), Field(json_schema_extra={"minItems": 1})]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]
 BadWords = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
-    Field(max_length=MAX_BAD_WORDS),
+    Field(fail_fast=True, max_length=MAX_BAD_WORDS),
 ]
+
+
+def _few_biases(value: object) -> object:
+    # Each wrong entry makes two errors: they are counted before they are read.
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError(
+            "too_long", "Input should have at most {most} items", {"most": MAX_LOGIT_BIAS}
+        )
+    return value
+
+
 LogitBias = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    # The names of a JSON object are always strings, so these are read as numbers.
+    dict[Annotated[TokenId, Strictness(False)], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS),
+    BeforeValidator(_few_biases),
 ]
 
 
@@ -114,7 +175,7 @@ Prompt = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(max_length=MAX_PROMPTS), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag("<id lists>")],
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("<id lists>")],
     Discriminator(
         _prompt_shape,
         custom_error_type="prompt_type",
@@ -132,7 +193,8 @@ class TextPart(Strict):
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(max_length=1024), Tag("<list>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024), Tag("<list>")],
     Discriminator(
         _one_or_list,
         custom_error_type="content_type",

@@ -13,12 +13,16 @@ from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.messages import Committed, Figures, Finished, Refused, SamplingParameters, TokenLogprobs
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.metrics import Stopwatch
+from ssd_serve.server.off_loop import Steps
+from ssd_serve.server.prompts import token_units
 from ssd_serve.server.service import Service
 from ssd_serve.server.submitted import Interrupted, Report
 from ssd_serve.server.text import TextAssembler, TextRules
 
 _LONGEST_END_S = 5.0
 """How long the figures of a choice that a stop string ended are waited for: about a round."""
+
+_DECODED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +118,8 @@ class _Choice:
         return self.assembler.tokens - self._before
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Take what the client has from an earlier answer."""
-        self.shown = sum(len(self.assembler.push(token)) for token in tokens)
+        """Take more of what the client has from an earlier answer."""
+        self.shown += sum(len(self.assembler.push(token)) for token in tokens)
         self._before = self.assembler.tokens
 
     def absorb(self, report: Committed) -> Piece:
@@ -183,11 +187,13 @@ class Run:
         self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
 
     async def __aenter__(self) -> "Run":
+        choices = [_Choice(self._service, index, plan) for index, plan in enumerate(self._plans)]
+        had = [len(plan.generated) for plan in self._plans]
+        if any(had):
+            await self._service.off_loop.steps(token_units(had), self._catch_up(choices))
+            self._service.require_room(len(choices))  # others may have come meanwhile
         try:
-            for index, plan in enumerate(self._plans):
-                choice = _Choice(self._service, index, plan)
-                if plan.generated:
-                    await self._catch_up(choice, plan)
+            for choice, plan in zip(choices, self._plans, strict=True):
                 self._submit(choice, plan)
         except BaseException:
             self._abort("error")
@@ -199,10 +205,12 @@ class Run:
     ) -> None:
         self._abort("error" if isinstance(error, Exception) else "abort")
 
-    async def _catch_up(self, choice: _Choice, plan: Plan) -> None:
-        """Decode what the client has already; others may have come meanwhile."""
-        await self._service.off_loop.run(len(plan.generated), lambda: choice.catch_up(plan.generated))
-        self._service.require_room(1)
+    def _catch_up(self, choices: Sequence[_Choice]) -> Steps[None]:
+        """Decode what the client has already."""
+        for choice, plan in zip(choices, self._plans, strict=True):
+            for place in range(0, len(plan.generated), _DECODED_AT_ONCE):
+                choice.catch_up(plan.generated[place : place + _DECODED_AT_ONCE])
+                yield
 
     def _submit(self, choice: _Choice, plan: Plan) -> None:
         def deliver(report: Report) -> None:

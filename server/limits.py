@@ -15,6 +15,13 @@ MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_SALT_CHARACTERS = 256
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKEN_IDS = 2**21
+"""In one body, all lists together."""
+MAX_VALUES = 32_768
+"""Of any kind in one body, besides token ids: as many messages as there may be have fewer."""
+MAX_LABELS = 16
+MAX_LABEL_NAME_CHARACTERS = 64
+MAX_LABEL_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,12 @@ class Limits:
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 30.0
     """A client that is slower to send its body is answered 408."""
+    inline_body_bytes: int = 16 * 1024
+    """Longer bodies are read off the event loop, and take part in the next bound."""
+    max_bodies_bytes: int = 64 * 1024 * 1024
+    """All bodies together that are being received or turned into prompts."""
+    body_grace_s: float = 5.0
+    """A body that is being received for longer makes room for others where there is none."""
     max_sequences: int = 128
     """Prompts x n of one request."""
     inline_characters: int = 4096

@@ -1,15 +1,15 @@
 """From what people send to prompts of token ids that fit the model. Knows no sampling and no HTTP."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from jinja2 import TemplateError
 
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import Ready
-from ssd_serve.server.errors import ApiError, bad_request
+from ssd_serve.server.errors import bad_request, too_long
+from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.protocol import ChatTemplateOptions, Message
 from ssd_serve.server.service import Service
+from ssd_serve.server.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,39 +26,44 @@ PLENTY_CHARACTERS = 16
 CUT_TOKENS = 16
 """A text that is cut may have a few tokens more there than the whole has."""
 
-PromptField = str | list[str] | list[int] | list[list[int]]
+TOKEN_UNITS = 8
+"""Decoding a token takes about as long as tokenising so many characters."""
+
+_MESSAGE_UNITS = 32
+
+PromptField = str | list[str] | tuple[int, ...] | list[tuple[int, ...]]
 """The four forms of a prompt in the completions API."""
+
+
+def token_units(counts: Iterable[int]) -> int:
+    """How much work it is to decode so many tokens, in characters."""
+    return TOKEN_UNITS * sum(counts)
 
 
 def prompt_count(prompt: PromptField) -> int:
     """How many prompts the field holds."""
-    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+    return len(prompt) if isinstance(prompt, list) else 1
 
 
 async def completion_prompts(
     service: Service, ready: Ready, prompt: PromptField, special: bool
 ) -> list[TokenPrompt]:
     """The prompts of a completion request, in order; a single prompt gives one."""
-    found: list[TokenPrompt] = []
-    for item in _separate(prompt):
-        if isinstance(item, str):
-            found.append(await _text_prompt(service, ready, item, special, "prompt"))
-        else:
-            found.append(TokenPrompt(tuple(item), None))
-    for one in found:
-        check_prompt(one.ids, ready, "prompt")
-    return found
+    items: list[str | tuple[int, ...]] = [*prompt] if isinstance(prompt, list) else [prompt]
 
+    def work() -> Steps[list[TokenPrompt]]:
+        found: list[TokenPrompt] = []
+        for item in items:
+            if isinstance(item, str):
+                ids = yield from text_ids(service.tokenizer, ready, item, special, "prompt")
+                found.append(TokenPrompt(tuple(ids), item))
+            else:
+                found.append(TokenPrompt(item, None))
+            check_prompt(found[-1].ids, ready, "prompt")
+            yield
+        return found
 
-def _separate(prompt: PromptField) -> list[str | list[int]]:
-    items: list[str | list[int]] = []
-    ids: list[int] = []
-    for item in [prompt] if isinstance(prompt, str) else prompt:
-        if isinstance(item, int):
-            ids.append(item)
-        else:
-            items.append(item)
-    return [*items, ids] if ids else items
+    return await service.off_loop.steps(sum(map(len, items)), work())
 
 
 async def chat_prompt(
@@ -71,28 +76,31 @@ async def chat_prompt(
 ) -> TokenPrompt:
     """The prompt of a conversation."""
     text = await chat_text(service, messages, options, add_generation_prompt)
-    prompt = await _text_prompt(service, ready, text, special, "messages")
-    check_prompt(prompt.ids, ready, "messages")
-    return prompt
+    ids = await service.off_loop.steps(
+        len(text), text_ids(service.tokenizer, ready, text, special, "messages")
+    )
+    check_prompt(ids, ready, "messages")
+    return TokenPrompt(tuple(ids), text)
 
 
-async def _text_prompt(service: Service, ready: Ready, text: str, special: bool, param: str) -> TokenPrompt:
-    """Tokenise a prompt, but no more of a hopelessly long one than it takes to see that."""
+def text_ids(
+    tokenizer: TextTokenizer, ready: Ready, text: str, special: bool, param: str
+) -> Steps[list[int]]:
+    """Tokenise a text, but no more of a hopelessly long one than it takes to see that."""
     enough = ready.context * PLENTY_CHARACTERS
     while len(text) > enough:
-        least = len(await encode(service, text[:enough], special, param)) - CUT_TOKENS
+        least = len(encode(tokenizer, text[:enough], special, param)) - CUT_TOKENS
         if least > ready.context:
-            raise too_long(f"at least {least}", ready, param)
+            raise too_long(f"at least {least}", ready.context, param)
         enough *= 2
-    return TokenPrompt(tuple(await encode(service, text, special, param)), text)
+        yield
+    return encode(tokenizer, text, special, param)
 
 
-async def encode(service: Service, text: str, special: bool, param: str) -> list[int]:
-    """Tokenise, off the event loop when the text is long; `param` names the field in errors."""
+def encode(tokenizer: TextTokenizer, text: str, special: bool, param: str) -> list[int]:
+    """Tokenise; `param` names the field in errors."""
     try:
-        return await service.off_loop.run(
-            len(text), lambda: service.tokenizer.encode(text, add_special_tokens=special)
-        )
+        return tokenizer.encode(text, add_special_tokens=special)
     except UnicodeEncodeError:
         # JSON can carry half of a surrogate pair, which no encoding of text can.
         raise bad_request(f"{param}: holds a lone surrogate, which is not a character", param) from None
@@ -113,12 +121,11 @@ async def chat_text(
             entries, add_generation_prompt=add_generation_prompt, **variables
         )
 
+    units = sum(sum(map(len, entry.values())) + _MESSAGE_UNITS for entry in entries)
     try:
-        return await service.off_loop.run(sum(len(entry["content"]) for entry in entries), render)
+        return await service.rendering.run(units, render)
     except RequestError as error:
         raise bad_request(str(error), error.field or "messages") from error
-    except TemplateError as error:
-        raise bad_request(f"the model's chat template refuses these messages: {error}", "messages") from error
 
 
 def check_prompt(ids: Sequence[int], ready: Ready, param: str) -> None:
@@ -127,16 +134,7 @@ def check_prompt(ids: Sequence[int], ready: Ready, param: str) -> None:
         raise bad_request(f"{param}: no tokens; the model needs at least one", param, "invalid_value")
     check_vocabulary(ids, ready, param)
     if len(ids) >= ready.context:
-        raise too_long(str(len(ids)), ready, param)
-
-
-def too_long(tokens: str, ready: Ready, param: str) -> ApiError:
-    """400: the prompt does not fit the context."""
-    return bad_request(
-        f"{param}: {tokens} tokens; prompt and output together may have {ready.context}",
-        param,
-        "context_length_exceeded",
-    )
+        raise too_long(str(len(ids)), ready.context, param)
 
 
 def check_vocabulary(ids: Sequence[int], ready: Ready, param: str) -> None:

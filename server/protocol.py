@@ -4,7 +4,8 @@ Every field of the OpenAI API is known here by name: built, ignored by definitio
 Unknown fields are errors. Ranges that need the model (vocabulary, context) are checked elsewhere.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,16 +14,17 @@ from ssd_serve.server.fields import (
     BadWords,
     CacheSalt,
     Content,
-    Ignored,
+    Label,
+    Labels,
     LogitBias,
     NotBuilt,
     Prompt,
     RequestName,
+    SomeTokenIds,
     Stop,
     StopTokenIds,
     Strict,
     Temperature,
-    TokenId,
     TokenIds,
     not_built,
 )
@@ -52,6 +54,8 @@ class TextFormat(Strict):
 class GenerationRequest(Strict):
     """What completions and chat completions have in common. Null means the default."""
 
+    long_lists: ClassVar[Mapping[str, int]] = {"generated_token_ids": 0}
+
     model: str | None = Field(None, description="the served model's id; empty: the one that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -78,8 +82,9 @@ class GenerationRequest(Strict):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
 
-    generated_token_ids: list[list[TokenId]] | None = Field(
+    generated_token_ids: list[SomeTokenIds] | None = Field(
         None,
+        fail_fast=True,
         description="`token_ids` of each choice of an answer to this request, with the same seed, that broke "
         "off: this one goes on behind them",
     )
@@ -96,10 +101,10 @@ class GenerationRequest(Strict):
         None,
         description="a secret: only requests with the same one reuse what was read of their prompts",
     )
-    user: Ignored = None
-    safety_identifier: Ignored = None
-    metadata: Ignored = None
-    prompt_cache_key: Ignored = None
+    user: Label = None
+    safety_identifier: Label = None
+    metadata: Labels = None
+    prompt_cache_key: Label = None
 
     guided_choice: NotBuilt = None
     guided_grammar: NotBuilt = None
@@ -122,6 +127,8 @@ class GenerationRequest(Strict):
 
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
+
+    long_lists: ClassVar[Mapping[str, int]] = {"prompt": 1, "generated_token_ids": 0}
 
     prompt: Prompt
     echo: bool | None = Field(None, description="begin the text with the prompt")
@@ -165,7 +172,7 @@ class ChatTemplateOptions(Strict):
 class ChatRequest(GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(
         None, ge=1, le=2**31 - 1, description="newer name of max_tokens"
     )
@@ -205,7 +212,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None
@@ -214,6 +221,8 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     """Body of `/detokenize`."""
+
+    long_lists: ClassVar[Mapping[str, int]] = {"tokens": 1}
 
     model: str | None = None
     tokens: TokenIds

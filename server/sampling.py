@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from ssd_serve.messages import Ready, SamplingParameters
 from ssd_serve.server.errors import bad_request
+from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.prompts import check_vocabulary, encode
 from ssd_serve.server.protocol import GenerationRequest
 from ssd_serve.server.service import Service
@@ -27,17 +28,24 @@ async def bad_word_tokens(service: Service, words: Sequence[str] | None) -> BadW
 
     A sequence that ends with another one of the same word would ban nothing more, and is left out.
     """
-    found: dict[tuple[int, ...], None] = {}
-    for word in words or ():
-        text = word.lstrip()
-        first = tuple(await encode(service, text, False, "bad_words")) if text else ()
-        if not first:
-            raise bad_request("bad_words: a word has no tokens; leave it out", "bad_words", "invalid_value")
-        spaced = tuple(await encode(service, " " + text, False, "bad_words"))
-        found[first] = None
-        if spaced[-len(first) :] != first:
-            found[spaced] = None
-    return tuple(found)
+
+    def work() -> Steps[BadWords]:
+        found: dict[tuple[int, ...], None] = {}
+        for word in words or ():
+            text = word.lstrip()
+            first = tuple(encode(service.tokenizer, text, False, "bad_words")) if text else ()
+            if not first:
+                raise bad_request(
+                    "bad_words: a word has no tokens; leave it out", "bad_words", "invalid_value"
+                )
+            spaced = tuple(encode(service.tokenizer, " " + text, False, "bad_words"))
+            found[first] = None
+            if spaced[-len(first) :] != first:
+                found[spaced] = None
+            yield
+        return tuple(found)
+
+    return await service.off_loop.steps(2 * sum(map(len, words or ())), work())
 
 
 def sampling_parameters(
@@ -109,14 +117,15 @@ def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Rea
     return asked
 
 
-def text_rules(request: GenerationRequest, eos_ids: Collection[int]) -> TextRules:
+async def text_rules(service: Service, request: GenerationRequest) -> TextRules:
     """What the server itself does with the tokens."""
-    stops = () if request.stop is None else request.stop
+    given_stops = () if request.stop is None else request.stop
+    stops = (given_stops,) if isinstance(given_stops, str) else tuple(given_stops)
     ending = set(given(request.stop_token_ids, []))
     if not request.ignore_eos:
-        ending.update(eos_ids)
+        ending.update(service.tokenizer.eos_ids)
     return TextRules(
-        stops=StopStrings((stops,) if isinstance(stops, str) else tuple(stops)),
+        stops=await service.off_loop.run(4 * sum(map(len, stops)), lambda: StopStrings(stops)),
         include_stop=given(request.include_stop_str_in_output, False),
         min_tokens=given(request.min_tokens, 0),
         ending_tokens=frozenset(ending),

@@ -1,15 +1,12 @@
-"""What the server needs of a tokenizer, and tokenising without stalling the event loop.
+"""What the server needs of a tokenizer.
 
 The tokenizer itself lives with the models; this names only the calls that are made.
 """
 
-import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from ssd_serve.server.text import Detokenizer
-
-Result = TypeVar("Result")
 
 
 class TextTokenizer(Protocol):
@@ -57,18 +54,3 @@ class TokenTexts:
             stream = self._tokenizer.detokenizer(before, skip_special_tokens=False)
             self._known[token] = stream.push(token) or stream.flush()
         return self._known[token]
-
-
-class OffLoop:
-    """Runs work on long texts in threads, a bounded number at once; work on short ones right here."""
-
-    def __init__(self, inline_characters: int, at_once: int) -> None:
-        self._inline = inline_characters
-        self._turns = asyncio.Semaphore(at_once)
-
-    async def run(self, characters: int, work: Callable[[], Result]) -> Result:
-        """Return `work()`; `characters` is the length of the text that it reads."""
-        if characters <= self._inline:
-            return work()
-        async with self._turns:
-            return await asyncio.to_thread(work)

@@ -1,0 +1,92 @@
+"""Long work beside the event loop: turns, the shortest first, and nothing for callers who have left."""
+
+import asyncio
+import threading
+
+import pytest
+
+from ssd_serve.server.off_loop import OffLoop, Steps
+
+pytestmark = pytest.mark.anyio
+LONG = 10**6
+
+
+def counting(done: list[str], name: str, steps: int, begun: threading.Event | None = None) -> Steps[str]:
+    for _ in range(steps):
+        done.append(name)
+        if begun is not None:
+            begun.set()
+        threading.Event().wait(0.005)
+        yield
+    return name
+
+
+async def test_short_work_is_done_right_here_and_long_work_in_a_thread() -> None:
+    off_loop = OffLoop(inline=10, at_once=1)
+    here = threading.current_thread()
+    assert await off_loop.run(10, threading.current_thread) is here
+    assert await off_loop.run(11, threading.current_thread) is not here
+    assert await off_loop.steps(10, counting([], "short", 2)) == "short"
+
+
+async def test_works_of_one_length_take_turns() -> None:
+    off_loop, done = OffLoop(0, at_once=1), list[str]()
+    await asyncio.gather(*(off_loop.steps(LONG, counting(done, name, 24)) for name in "ab"))
+    assert done.index("b") < 24 - 1
+    assert sorted(done) == ["a"] * 24 + ["b"] * 24
+
+
+async def test_the_shortest_has_the_next_turn() -> None:
+    off_loop, done, go = OffLoop(0, at_once=1), list[str](), threading.Event()
+    first = asyncio.ensure_future(off_loop.run(1, go.wait))
+    await asyncio.sleep(0)
+    others = [
+        asyncio.ensure_future(off_loop.run(units, lambda name=name: done.append(name)))  # type: ignore[misc]
+        for name, units in (("long", LONG), ("short", 8), ("middle", 5_000))
+    ]
+    await asyncio.sleep(0.01)
+    go.set()
+    await asyncio.gather(first, *others)
+    assert done == ["short", "middle", "long"]
+
+
+async def test_nothing_more_is_done_for_a_caller_who_has_left() -> None:
+    off_loop, done, begun = OffLoop(0, at_once=1), list[str](), threading.Event()
+    working = asyncio.ensure_future(off_loop.steps(LONG, counting(done, "x", 10_000, begun)))
+    queued = asyncio.ensure_future(off_loop.run(LONG, lambda: done.append("queued")))
+    await asyncio.to_thread(begun.wait)
+    working.cancel()
+    queued.cancel()
+    await asyncio.gather(working, queued, return_exceptions=True)
+    # The slice that had begun ends, and with it the thread is free again.
+    assert await off_loop.run(LONG, lambda: len(done)) < 100
+    assert "queued" not in done
+
+
+async def test_a_thread_counts_as_used_until_it_is_free() -> None:
+    off_loop, go, done = OffLoop(0, at_once=1), threading.Event(), list[int]()
+    left = asyncio.ensure_future(off_loop.run(LONG, go.wait))
+    await asyncio.sleep(0.01)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    following = asyncio.ensure_future(off_loop.run(LONG, lambda: done.append(1)))
+    await asyncio.sleep(0.05)
+    assert done == []
+    go.set()
+    await following
+    assert done == [1]
+
+
+async def test_errors_reach_the_caller_and_free_the_thread() -> None:
+    off_loop = OffLoop(0, at_once=1)
+
+    def failing() -> Steps[None]:
+        yield
+        raise ZeroDivisionError
+
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await off_loop.steps(LONG, failing())
+        with pytest.raises(ZeroDivisionError):
+            await off_loop.run(LONG, lambda: 1 // 0)
+    assert await off_loop.run(LONG, lambda: 1) == 1

@@ -1,0 +1,170 @@
+"""Long bodies: what is read in slices is what pydantic would have read, and what has too many values is
+refused before anything is made of it."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ssd_serve.server.errors import ApiError
+from ssd_serve.server.fields import Strict
+from ssd_serve.server.limits import MAX_MESSAGES, MAX_VALUES
+from ssd_serve.server.parsing import TokenNumbers, parse, values
+from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+
+TOKENS = TokenNumbers.of(context=100_000, vocabulary=1000)
+FEW = 4
+"""pydantic sees so many values in these tests, so that all lists are read in slices."""
+
+IDS = st.lists(st.integers(0, 999), max_size=8)
+TEXT = st.text(alphabet='ab",[]{}\\\né🙂', max_size=8)
+PROMPTS = TEXT | st.lists(TEXT, max_size=3) | IDS | st.lists(IDS, max_size=4)
+WRONG = st.sampled_from([[1, "a"], [[1], 2], [[1], [True]], [-1], [[1], [-1]], [1.5], [None], {}, 7, [[[1]]]])
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": PROMPTS | WRONG,
+        "generated_token_ids": st.lists(IDS, max_size=4) | WRONG,
+        "seed": st.integers(-3, 3),
+        "unknown": st.none(),
+    },
+)
+INDENTS = st.sampled_from([None, 0, 3])
+
+
+def parsed(body: bytes, model: type[Strict], most: int) -> Strict | int:
+    """The body, or the status of the answer that refuses it."""
+    try:
+        return parse(body, model, TOKENS, most)
+    except ApiError as error:
+        return error.status
+
+
+@given(BODIES, INDENTS)
+@example({"prompt": [[1], []]}, None)
+@example({"prompt": []}, None)
+@example({"prompt": [1, 2, 3, 4], "seed": 1}, 3)
+def test_slices_read_what_pydantic_reads(body: dict[str, Any], indent: int | None) -> None:
+    raw = json.dumps(body, indent=indent).encode()
+    found = parsed(raw, CompletionRequest, FEW)
+    if found != 413:
+        assert found == parsed(raw, CompletionRequest, MAX_VALUES)
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=50))
+def test_a_list_of_ids_is_read_whole(ids: list[int]) -> None:
+    raw = json.dumps({"tokens": ids}).encode()
+    assert parse(raw, DetokenizeRequest, TOKENS, FEW).tokens == tuple(ids)
+
+
+@given(st.lists(st.lists(st.integers(0, 999), max_size=20), min_size=1, max_size=20), TEXT)
+def test_lists_beside_other_fields_are_read_whole(lists: list[list[int]], text: str) -> None:
+    raw = json.dumps({"prompt": text, "seed": 3, "generated_token_ids": lists}).encode()
+    found = parse(raw, CompletionRequest, TOKENS, 20)
+    assert (found.prompt, found.seed) == (text, 3)
+    assert found.generated_token_ids == [tuple(ids) for ids in lists]
+
+
+def naive_values(raw: bytes) -> int:
+    found, inside, escaped = 1, False, False
+    for byte in raw:
+        character = chr(byte)
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == '"':
+            inside = not inside
+        elif not inside and character in ",[{":
+            found += 1
+    return found
+
+
+@given(st.recursive(TEXT | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner)))
+@example('\\"' * 9)
+@example(["\\" * 8, '"', "\\"])
+def test_values_are_counted_outside_strings_only(value: object) -> None:
+    raw = json.dumps(value, ensure_ascii=False).encode()
+    for size in (3, 4, 5, 1000):
+        assert values(raw, 10**9, size) == naive_values(raw)
+
+
+def test_counting_ends_where_it_is_enough() -> None:
+    assert 100 < values(b"[]," * 10**6, 100) < 70_000
+
+
+def test_ids_of_many_slices_and_the_place_of_a_wrong_one() -> None:
+    ids = list(range(1000)) * 80
+    assert parse(json.dumps({"tokens": ids}).encode(), DetokenizeRequest, TOKENS).tokens == tuple(ids)
+    ids[60_123] = -1
+    with pytest.raises(ApiError) as wrong:
+        parse(json.dumps({"tokens": ids}).encode(), DetokenizeRequest, TOKENS)
+    assert wrong.value.param == "tokens.60123"
+
+
+def test_ids_of_a_long_list_are_shared_numbers() -> None:
+    found = parse(json.dumps({"tokens": [999] * 40_000}).encode(), DetokenizeRequest, TOKENS).tokens
+    assert {id(token) for token in found} == {id(TOKENS.numbers[999])}
+
+
+HUGE = 3_000_000
+TOO_MUCH: dict[str, tuple[type[Strict], bytes, int]] = {
+    "more ids than the context": (CompletionRequest, b'{"prompt": [' + b"1," * HUGE + b"1]}", 400),
+    "negative ids": (CompletionRequest, b'{"prompt": [' + b"-1," * HUGE + b"1]}", 400),
+    "more ids than one body may have": (
+        CompletionRequest,
+        b'{"prompt": [' + b",".join([b"[" + b"1," * 90_000 + b"1]"] * 30) + b"]}",
+        400,
+    ),
+    "an id beyond the vocabulary": (CompletionRequest, b'{"prompt": [' + b"1," * 40_000 + b"1000]}", 400),
+    "very many lists": (CompletionRequest, b'{"prompt": [' + b"[]," * HUGE + b"[1]]}", 400),
+    "nesting without end": (CompletionRequest, b'{"prompt": ' + b"[" * HUGE, 400),
+    "nested objects without end": (CompletionRequest, b'{"metadata": ' + b'{"a":' * HUGE, 400),
+    "a number of a million digits": (CompletionRequest, b'{"seed": ' + b"1" * HUGE + b"}", 400),
+    "a number among many ids": (
+        DetokenizeRequest,
+        b'{"tokens": [' + b"1," * 40_000 + b"1" * HUGE + b"]}",
+        400,
+    ),
+    "not a number": (DetokenizeRequest, b'{"tokens": [' + b"NaN," * HUGE + b"1]}", 400),
+    "labels of many values": (ChatRequest, b'{"metadata": [' + b"[]," * HUGE + b"1]}", 413),
+    "unknown fields": (
+        ChatRequest,
+        b"{" + b",".join(b'"a%d":0' % place for place in range(40_000)) + b"}",
+        400,
+    ),
+    "the same field again and again": (ChatRequest, b"{" + b'"seed":1,' * 100_000 + b'"seed":1}', 400),
+    "very many messages": (ChatRequest, b'{"messages": [' + b"{}," * HUGE + b"{}]}", 413),
+    "bytes that are no text": (CompletionRequest, b'{"prompt": "' + b"\xff" * HUGE + b'"}', 400),
+    "halves of characters": (CompletionRequest, b'{"prompt": "' + b"\\ud83d" * 500_000 + b'"}', 400),
+    "quotes": (CompletionRequest, b'"' * HUGE, 400),
+}
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_a_body_with_too_much_of_anything_is_refused(case: str) -> None:
+    model, raw, status = TOO_MUCH[case]
+    with pytest.raises(ApiError) as refused:
+        parse(bytearray(raw), model, TOKENS)
+    assert refused.value.status == status
+    assert len(refused.value.message) < 500
+
+
+def test_as_many_messages_as_there_may_be_have_few_enough_values() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"}
+    body = json.dumps({"messages": [message] * MAX_MESSAGES}).encode()
+    assert len(parse(body, ChatRequest, TOKENS).messages) == MAX_MESSAGES
+
+
+def test_commas_in_texts_are_no_values() -> None:
+    text = ',[{"' * 100_000
+    assert parse(json.dumps({"prompt": text}).encode(), CompletionRequest, TOKENS).prompt == text
+
+
+def test_very_many_wrong_fields_are_counted_and_not_listed() -> None:
+    fields = b",".join(b'"a%d":0' % place for place in range(2_000))
+    with pytest.raises(ApiError) as wrong:
+        parse(b"{" + fields + b"}", ChatRequest, TOKENS)
+    assert wrong.value.message.startswith("2001 fields or values are wrong")

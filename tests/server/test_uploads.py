@@ -1,0 +1,139 @@
+"""The sum of all bodies in flight: small ones never wait, others until there is room; slow ones make it."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+
+import pytest
+
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.uploads import Uploads
+from ssd_serve.settings import Settings
+from tests.server.fakes import say
+from tests.server.houses import House, open_house, post
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+async def waits(taking: "asyncio.Future[None]") -> bool:
+    await asyncio.sleep(0.02)
+    return not taking.done()
+
+
+async def test_small_bodies_never_wait_and_others_until_there_is_room() -> None:
+    uploads = Uploads(most=100, free=10, grace_s=60)
+    with ExitStack() as first, uploads.open() as second, uploads.open() as small:
+        one = first.enter_context(uploads.open())
+        await uploads.take(one, 60)
+        await uploads.take(one, 90)
+        assert uploads.held == 90
+        taking = asyncio.ensure_future(uploads.take(second, 20))
+        await uploads.take(small, 10)
+        assert await waits(taking)
+        first.close()
+        await taking
+        assert uploads.held == 20
+    assert uploads.held == 0
+
+
+async def test_who_waits_first_has_room_first() -> None:
+    uploads, order = Uploads(most=100, free=0, grace_s=60), list[int]()
+
+    async def one(number: int) -> None:
+        with uploads.open() as upload:
+            await uploads.take(upload, 80)
+            order.append(number)
+            await asyncio.sleep(0.005)
+
+    await asyncio.gather(*(one(number) for number in range(5)))
+    assert order == [0, 1, 2, 3, 4]
+
+
+async def test_a_slow_upload_makes_room_but_one_that_has_arrived_does_not() -> None:
+    uploads = Uploads(most=100, free=0, grace_s=0.0)
+    with uploads.open() as arrived, uploads.open() as slow, uploads.open() as new:
+        await uploads.take(arrived, 50)
+        await uploads.take(slow, 40)
+        slow.reading = asyncio.get_running_loop().create_future()
+        new.began = float("inf")
+        taking = asyncio.ensure_future(uploads.take(new, 50))
+        assert await waits(taking)
+        assert slow.turned_away
+        assert slow.reading.cancelled()
+        assert not arrived.turned_away
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+
+async def test_who_leaves_while_waiting_holds_nothing() -> None:
+    uploads = Uploads(most=100, free=0, grace_s=60)
+
+    with uploads.open() as holder:
+        await uploads.take(holder, 100)
+        with uploads.open() as leaver:
+            taking = asyncio.ensure_future(uploads.take(leaver, 50))
+            assert await waits(taking)
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+        assert uploads.held == 100
+    assert uploads.held == 0
+
+
+async def slowly(first: bytes, go: asyncio.Event) -> AsyncGenerator[bytes, None]:
+    yield first
+    await go.wait()
+    yield b'"}'
+
+
+def body(length: int) -> bytes:
+    return json.dumps({"prompt": "a", "bad_words": None, "stop": None, "user": None}).encode() + b" " * length
+
+
+async def test_a_slow_client_is_told_to_send_again_when_others_need_its_room() -> None:
+    limits = Limits(max_bodies_bytes=50_000, inline_body_bytes=1_000, body_grace_s=0.1)
+    go = asyncio.Event()
+    async with open_house(lambda _: say("x"), limits=limits) as house:
+        start = b'{"prompt": "' + b"a" * 40_000
+        slow = asyncio.ensure_future(house.http.post(PATH, content=slowly(start, go), headers=JSON))
+        await asyncio.sleep(0.15)
+        quick = await house.http.post(PATH, content=body(30_000), headers=JSON)
+        assert quick.status_code == 200
+        answer = await slow
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "bodies_full"
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_without_room_for_long_a_client_is_told_to_try_again() -> None:
+    limits = Limits(max_bodies_bytes=10_000, inline_body_bytes=1_000, body_timeout_s=0.2)
+    async with open_house(lambda _: say("x"), limits=limits) as house:
+        answer = await house.http.post(PATH, content=body(20_000), headers=JSON)
+        assert (await post(house, PATH, prompt="a"))["choices"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "bodies_full")
+
+
+async def test_a_full_queue_is_told_before_the_body_is_read() -> None:
+    read = list[bool]()
+
+    async def content() -> AsyncGenerator[bytes, None]:
+        read.append(True)
+        yield b"{}"
+
+    settings = Settings(max_running=1, max_waiting=0)
+    async with open_house(lambda _: say("abc", hold_after=0), settings) as house:
+        held = asyncio.ensure_future(post(house, PATH, prompt="a"))
+        await until_busy(house)
+        for path in (PATH, "/v1/chat/completions"):
+            answer = await house.http.post(path, content=content(), headers=JSON)
+            assert answer.status_code == 429
+        house.engine.released.set()
+        await held
+    assert read == []
+
+
+async def until_busy(house: House) -> None:
+    while house.client.active < 1:
+        await asyncio.sleep(0.002)
