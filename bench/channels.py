@@ -81,7 +81,7 @@ def run_channels(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
 def measured_sockets(messages: int) -> dict[str, dict[str, float]]:
     """Microseconds there and back, by kind of socket."""
     found: dict[str, dict[str, float]] = {}
-    for name, address in (("unix socket", "unix"), ("tcp with key", "tcp")):
+    for name, address in (("unix socket", "unix"), ("tcp, encrypted", "tcp")):
         with _echoing(address) as once:
             found[name] = _measured(once, messages)
     return found

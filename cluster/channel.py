@@ -7,11 +7,13 @@ one thread. It knows frames and bytes, not what the messages mean, and not who i
 import contextlib
 import select
 import socket
+import ssl
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ssd_serve.cluster.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
+from ssd_serve.cluster.tls import Sealed
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Message
 
@@ -103,7 +105,9 @@ class SocketChannel:
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         intake: Intake = TRUSTED,
+        sealed: Sealed | None = None,
     ) -> None:
+        """`sealed`: encrypts what passes, once both ends have shaken hands."""
         connection.setblocking(False)
         self.peer = _address_of(connection)
         """The IP address of the other end; empty where it is a process of this machine, on a unix socket."""
@@ -115,6 +119,9 @@ class SocketChannel:
         self._drain_bytes = intake.drain_bytes
         self._chunk = bytearray(min(_READ_BYTES, intake.drain_bytes))
         self._ended = False
+        self._sealed = sealed
+        if sealed is not None:
+            self._feed(b"")  # what came with the end of the handshake
 
     @property
     def closed(self) -> bool:
@@ -141,8 +148,12 @@ class SocketChannel:
             self.flush()
             if self._ended or len(self._outgoing) > self._queue_bytes:
                 return False
-        self._outgoing += self._writer.encode(message)
-        return True
+        frame = self._writer.encode(message)
+        try:
+            self._outgoing += frame if self._sealed is None else self._sealed.seal(frame)
+        except ssl.SSLError:
+            self._ended = True
+        return not self._ended
 
     def flush(self) -> bool:
         """Send what can be sent now; True when nothing is pending."""
@@ -188,13 +199,19 @@ class SocketChannel:
                 return
             taken += count
             with memoryview(self._chunk) as view:
-                self._reader.feed(view[:count])
+                self._feed(view[:count])
             if self._reader.failed:
                 # Nothing that arrives from now on counts; the next `receive` says why.
                 self._ended = True
             if count < len(self._chunk):
                 # A short read means that the kernel's buffer is empty: one system call saved a message.
                 return
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        try:
+            self._reader.feed(data if self._sealed is None else self._sealed.open(data))
+        except ssl.SSLError:
+            self._ended = True  # somebody else has changed it: no peer to hear from
 
     def wait(self, timeout_s: float) -> bool:
         """See `Channel.wait`."""

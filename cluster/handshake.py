@@ -1,34 +1,32 @@
-"""Both ends of a fresh TCP connection prove that they know one key, before the first message.
+"""Both ends of a fresh TCP connection prove that they know one key, before the first message: by TLS.
 
-Each proves it with an HMAC-SHA256 over numbers that both have just drawn, so that nothing seen on the wire
-can be used again. Proves who speaks at the start; encrypts nothing. Knows bytes and sockets, no messages.
+Here is what a listener does for those who have not proved it yet, of whom there may be many and hostile ones,
+and what a connector does. Knows bytes and sockets, no messages.
 """
 
 import contextlib
-import hmac
 import math
-import secrets
 import select
 import selectors
 import socket
+import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from ssd_serve.cluster.scarcity import PAUSE_S, is_scarce
+from ssd_serve.cluster.tls import Identity, Sealed, identity
 from ssd_serve.errors import ProtocolError, SettingsError
 
-_MAGIC = b"ssd-tcp1"
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
-_CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-_ANSWER_BYTES = _NONCE_BYTES + _PROOF_BYTES
-_REFUSAL = bytes(_PROOF_BYTES)
 _LOOK_EVERY_S = 0.2
 _GREETING_S = 5.0
 _MOST_GREETINGS = 64
-"""More peers that have not proved themselves yet wait in the kernel's queue."""
-SHORTEST_KEY = 16
-"""Characters: a key is drawn at random, it is no password to remember."""
+"""More strangers than that, and the oldest of the address that sends most of them leaves."""
+_MOST_NEW, _MOST_STEPS = 8, 16
+"""In one call of `accept`, which the target's loop makes every round: a step costs it up to 0.2 ms."""
+_MOST_HELLO_BYTES = 16 * 1024
+"""A handshake takes about one kilobyte."""
+_PART_BYTES = 4096
 
 
 def tune(connection: socket.socket) -> None:
@@ -47,57 +45,51 @@ def tune(connection: socket.socket) -> None:
 
 
 class Greeting:
-    """The listener's end: challenges the peer and checks its answer, without ever blocking."""
+    """The listener's end: shakes hands with the peer, without ever blocking."""
 
-    def __init__(self, connection: socket.socket, key: str, deadline: float) -> None:
+    def __init__(self, connection: socket.socket, peer: str, sealed: Sealed, deadline: float) -> None:
         """`deadline`: the time (`time.monotonic`) until which the peer must have proved itself."""
         connection.setblocking(False)
         self.connection = connection
-        self._key = key
-        self._deadline = deadline
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._answer = bytearray()
-        self._challenged = False
+        self.peer = peer
+        self.sealed = sealed
+        self.deadline = deadline
+        self._heard = 0
 
-    def advance(self, now: float) -> bool:
+    def advance(self) -> bool:
         """Go on as far as the peer has; True when it has proved itself. Raises `ProtocolError` when it has
-        not, and never will. Takes no byte that comes after the proof."""
-        if not self._challenged:
-            self._send(_MAGIC + self._nonce)
-            self._challenged = True
-        while len(self._answer) < _ANSWER_BYTES:
-            try:
-                part = self.connection.recv(_ANSWER_BYTES - len(self._answer))
-            except BlockingIOError:
-                if now >= self._deadline:
-                    raise ProtocolError("it did not prove in time that it knows the key") from None
-                return False
-            except OSError as error:
-                raise ProtocolError(f"it left before it proved that it knows the key: {error}") from error
-            if not part:
-                raise ProtocolError("it left before it proved that it knows the key")
-            self._answer += part
-        nonce, proof = bytes(self._answer[:_NONCE_BYTES]), bytes(self._answer[_NONCE_BYTES:])
-        if not hmac.compare_digest(proof, _proof(self._key, b"connector", self._nonce, nonce)):
-            with contextlib.suppress(ProtocolError):
-                self._send(_REFUSAL)
+        not, and never will."""
+        try:
+            while True:
+                part = self.connection.recv(_PART_BYTES)
+                self._heard += len(part)
+                if not part or self._heard > _MOST_HELLO_BYTES:
+                    break
+                if self.sealed.shake(part, self._send):
+                    return True
+        except BlockingIOError:
+            return False
+        except ssl.SSLError:
+            raise ProtocolError("it does not know the key (SSD_CLUSTER_KEY)") from None
+        except OSError as error:
+            raise ProtocolError(f"it left before it proved that it knows the key: {error}") from error
+        if self._heard > _MOST_HELLO_BYTES:
             raise ProtocolError("it does not know the key (SSD_CLUSTER_KEY)")
-        self._send(_proof(self._key, b"listener", self._nonce, nonce))
-        return True
+        raise ProtocolError("it left before it proved that it knows the key")
 
     def _send(self, data: bytes) -> None:
         """So few bytes always fit into the buffer of a fresh socket."""
         try:
             sent = self.connection.send(data)
-        except OSError as error:
-            raise ProtocolError(f"it left before it proved that it knows the key: {error}") from error
+        except BlockingIOError:
+            sent = 0
         if sent != len(data):
-            raise ProtocolError("it takes no bytes")
+            raise ConnectionResetError("it takes no bytes")
 
 
 class Gate:
     """Lets in the peers of a listening TCP socket that know the key. A peer that is silent, slow or wrong
-    keeps nobody else waiting."""
+    keeps nobody else waiting, however many of them there are."""
 
     def __init__(
         self,
@@ -108,16 +100,16 @@ class Gate:
     ) -> None:
         self._server = server
         self._patience_s = patience_s
-        self._key = key
+        self._identity = identity(key)
         self._on_refusal = on_refusal
-        self._greetings: list[tuple[Greeting, str]] = []
+        self._greetings: list[Greeting] = []
         # One descriptor that is readable when the socket or any of the greeted peers is.
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._full = False
+        self._deaf = False
         self._deaf_until = -math.inf
 
-    def accept(self) -> socket.socket | None:
+    def accept(self) -> tuple[socket.socket, Sealed] | None:
         """The next peer that has proved itself, or None."""
         proved = self._next()
         self.attend()
@@ -129,31 +121,14 @@ class Gate:
         return max(0.0, self._deaf_until - time.monotonic())
 
     def attend(self) -> None:
-        """Listen to new peers if they can be greeted."""
-        full = len(self._greetings) >= _MOST_GREETINGS or self.deaf_s > 0
-        if full is not self._full:  # nobody wakes up for those who must wait
-            self._full = full
-            if full:
+        """Listen to new peers if there are descriptors for them."""
+        deaf = self.deaf_s > 0
+        if deaf is not self._deaf:
+            self._deaf = deaf
+            if deaf:
                 self._selector.unregister(self._server)
             else:
                 self._selector.register(self._server, selectors.EVENT_READ)
-
-    def _next(self) -> socket.socket | None:
-        self._greet()
-        now = time.monotonic()
-        for entry in list(self._greetings):
-            greeting, peer = entry
-            try:
-                proved = greeting.advance(now)
-            except ProtocolError as error:
-                self._leave(entry)
-                greeting.connection.close()
-                self._on_refusal(f"{peer}: {error}")
-                continue
-            if proved:
-                self._leave(entry)
-                return greeting.connection
-        return None
 
     def fileno(self) -> int:
         """Readable when `accept` is worth calling."""
@@ -162,14 +137,33 @@ class Gate:
     def close(self) -> None:
         """Hang up on everybody who has not proved himself."""
         self._selector.close()
-        for greeting, _peer in self._greetings:
+        for greeting in self._greetings:
             greeting.connection.close()
         self._greetings.clear()
 
-    def _greet(self) -> None:
-        while len(self._greetings) < _MOST_GREETINGS:
+    def _next(self) -> tuple[socket.socket, Sealed] | None:
+        ready: list[Greeting | None] = [key.data for key, _ in self._selector.select(0)]
+        if None in ready:
+            self._greet()
+            ready = [key.data for key, _ in self._selector.select(0)]
+        for greeting in [each for each in ready if each is not None][:_MOST_STEPS]:
             try:
-                connection, peer = self._server.accept()
+                proved = greeting.advance()
+            except ProtocolError as error:
+                self._refuse(greeting, str(error))
+                continue
+            if proved:
+                self._forget(greeting)
+                return greeting.connection, greeting.sealed
+        now = time.monotonic()
+        for greeting in [each for each in self._greetings if now >= each.deadline]:
+            self._refuse(greeting, "it did not prove in time that it knows the key")
+        return None
+
+    def _greet(self) -> None:
+        for _ in range(_MOST_NEW):
+            try:
+                connection, address = self._server.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # one who has gone again, or for whom there is no descriptor
@@ -181,58 +175,65 @@ class Gate:
             except OSError:
                 connection.close()
                 continue
-            greeting = Greeting(connection, self._key, time.monotonic() + self._patience_s)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._greetings.append((greeting, str(peer[0])))
+            if len(self._greetings) >= _MOST_GREETINGS:
+                self._make_room()
+            sealed = Sealed(self._identity, listening=True)
+            deadline = time.monotonic() + self._patience_s
+            greeting = Greeting(connection, str(address[0]), sealed, deadline)
+            self._selector.register(connection, selectors.EVENT_READ, greeting)
+            self._greetings.append(greeting)
 
-    def _leave(self, entry: tuple[Greeting, str]) -> None:
-        self._greetings.remove(entry)
-        self._selector.unregister(entry[0].connection)
+    def _make_room(self) -> None:
+        """An honest peer needs some milliseconds: the oldest is none, and one address crowds out itself."""
+        [(busiest, _)] = Counter(greeting.peer for greeting in self._greetings).most_common(1)
+        oldest = next(greeting for greeting in self._greetings if greeting.peer == busiest)
+        self._refuse(oldest, "it was silent, and others came")
+
+    def _refuse(self, greeting: Greeting, why: str) -> None:
+        self._forget(greeting)
+        greeting.connection.close()
+        self._on_refusal(f"{greeting.peer}: {why}")
+
+    def _forget(self, greeting: Greeting) -> None:
+        self._greetings.remove(greeting)
+        self._selector.unregister(greeting.connection)
 
 
 def introduce(
     connection: socket.socket,
-    key: str,
+    own: Identity,
     address: str,
     deadline: float,
-    give_up: Callable[[], bool] = lambda: False,
-) -> None:
-    """The connector's end; blocks, since a listener that loads a model greets nobody meanwhile.
-
-    Raises `ConnectionError` where it is worth trying again, `TimeoutError` after the deadline, and
-    `SettingsError` where the keys differ.
-    """
-    challenge = _exactly(connection, _CHALLENGE_BYTES, deadline, give_up)
-    if not challenge.startswith(_MAGIC):
-        raise SettingsError(f"what answers at {address} is no process of ssd-serve")
-    theirs, own = challenge[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(own + _proof(key, b"connector", theirs, own))
-    answer = _exactly(connection, _PROOF_BYTES, deadline, give_up)
-    if answer == _REFUSAL:
+    give_up: Callable[[], bool],
+) -> Sealed:
+    """The connector's end. Raises `SettingsError` when the peer has another key or is something else, and
+    `OSError` when it is gone or silent."""
+    sealed = Sealed(own, listening=False)
+    received = b""
+    try:
+        while not sealed.shake(received, connection.sendall):
+            received = _part(connection, deadline, give_up)
+    except ssl.SSLCertVerificationError:
         raise SettingsError(
             f"the process at {address} has another key: set the same SSD_CLUSTER_KEY for both"
-        )
-    if not hmac.compare_digest(answer, _proof(key, b"listener", theirs, own)):
-        raise SettingsError(f"the process at {address} does not know the key: is it the one that you mean?")
+        ) from None
+    except ssl.SSLError as error:
+        raise SettingsError(
+            f"what answers at {address} is no process of ssd-serve, or of another version ({error.reason})"
+        ) from None
+    return sealed
 
 
-def _proof(key: str, role: bytes, listeners: bytes, connectors: bytes) -> bytes:
-    """The role is part of it: an answer cannot be sent back as the other end's."""
-    return hmac.digest(key.encode(), _MAGIC + role + listeners + connectors, "sha256")
-
-
-def _exactly(connection: socket.socket, count: int, deadline: float, give_up: Callable[[], bool]) -> bytes:
-    data = bytearray()
+def _part(connection: socket.socket, deadline: float, give_up: Callable[[], bool]) -> bytes:
     poller = select.poll()
     poller.register(connection, select.POLLIN)
-    while len(data) < count:
+    while True:
         rest = deadline - time.monotonic()
-        if not poller.poll(1000 * max(0.0, min(_LOOK_EVERY_S, rest))):
-            if rest <= 0 or give_up():
-                raise TimeoutError("it does not speak")
-            continue
-        part = connection.recv(count - len(data))
-        if not part:
-            raise ConnectionResetError("it hung up")
-        data += part
-    return bytes(data)
+        if poller.poll(1000 * max(0.0, min(_LOOK_EVERY_S, rest))):
+            break
+        if rest <= 0 or give_up():
+            raise TimeoutError("it does not speak")
+    part = connection.recv(_PART_BYTES)
+    if not part:
+        raise ConnectionResetError("it hung up")
+    return part

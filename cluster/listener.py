@@ -11,12 +11,16 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ssd_serve.cluster.channel import TRUSTED, Intake, SocketChannel
-from ssd_serve.cluster.handshake import SHORTEST_KEY, Gate, introduce, tune
+from ssd_serve.cluster.handshake import Gate, introduce, tune
 from ssd_serve.cluster.scarcity import PAUSE_S, is_scarce
+from ssd_serve.cluster.tls import identity
 from ssd_serve.errors import EngineDeadError, PermissionProblemError, SettingsError
+from ssd_serve.settings import STRONG_KEY, is_weak
 
+T = TypeVar("T")
 _TCP = "tcp://"
 _RETRY_S, _LONGEST_RETRY_S = 0.02, 0.2
 _TCP_CONNECT_S = 5.0
@@ -90,6 +94,9 @@ class Listener:
 
     def accept(self, intake: Intake = TRUSTED) -> SocketChannel | None:
         """The next peer that connected and may speak, or None."""
+        if self._gate is not None:
+            proved = self._gate.accept()
+            return None if proved is None else SocketChannel(proved[0], intake=intake, sealed=proved[1])
         connection = self.accept_socket()
         return None if connection is None else SocketChannel(connection, intake=intake)
 
@@ -103,9 +110,9 @@ class Listener:
         return None
 
     def accept_socket(self) -> socket.socket | None:
-        """The same as `accept`, for peers that do not speak in messages."""
+        """The same as `accept`, for peers of this machine that do not speak in messages."""
         if self._gate is not None:
-            return self._gate.accept()
+            raise SettingsError(f"{self.address} is for messages: a bare socket would not be encrypted")
         try:
             return self._socket.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
@@ -169,18 +176,47 @@ def connect(
     `give_up` is asked between tries: True when the peer will never come. Raises `EngineDeadError`, and
     `SettingsError` where the keys differ.
     """
-    return SocketChannel(connect_socket(address, timeout_s, key=key, give_up=give_up))
+    check_address(address, key)
+    if not address.startswith(_TCP):
+        return SocketChannel(connect_socket(address, timeout_s, give_up=give_up))
+    own = identity(key)
+
+    def once(deadline: float) -> SocketChannel:
+        connection = socket.create_connection(_host_and_port(address), timeout=_TCP_CONNECT_S)
+        try:
+            tune(connection)
+            return SocketChannel(connection, sealed=introduce(connection, own, address, deadline, give_up))
+        except BaseException:
+            connection.close()
+            raise
+
+    return _persistently(once, address, timeout_s, give_up)
 
 
 def connect_socket(
-    address: str, timeout_s: float, *, key: str = "", give_up: Callable[[], bool] = lambda: False
+    path: str, timeout_s: float, *, give_up: Callable[[], bool] = lambda: False
 ) -> socket.socket:
-    """The same as a bare socket."""
-    check_address(address, key)
+    """The same on a unix path only, as a bare socket."""
+
+    def once(_deadline: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    return _persistently(once, path, timeout_s, give_up)
+
+
+def _persistently(
+    once: Callable[[float], T], address: str, timeout_s: float, give_up: Callable[[], bool]
+) -> T:
     deadline, pause_s = time.monotonic() + timeout_s, _RETRY_S
     while True:
         try:
-            return _connect_once(address, key, deadline, give_up)
+            return once(deadline)
         except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError) as error:
             if give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"nobody answers at {address}: {error}") from error
@@ -190,25 +226,6 @@ def connect_socket(
                 raise EngineDeadError(f"cannot connect to {address}: {error}") from error
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_RETRY_S)
-
-
-def _connect_once(address: str, key: str, deadline: float, give_up: Callable[[], bool]) -> socket.socket:
-    if not address.startswith(_TCP):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(address)
-        except OSError:
-            connection.close()
-            raise
-        return connection
-    connection = socket.create_connection(_host_and_port(address), timeout=_TCP_CONNECT_S)
-    try:
-        tune(connection)
-        introduce(connection, key, address, deadline, give_up)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def check_address(address: str, key: str) -> None:
@@ -229,7 +246,5 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _check_key(key: str, doing: str) -> None:
-    if len(key) < SHORTEST_KEY:
-        raise SettingsError(
-            f"{doing} needs a key that both ends know: set SSD_CLUSTER_KEY to {SHORTEST_KEY} characters"
-        )
+    if is_weak(key):
+        raise SettingsError(f"{doing} needs a key that both ends know: set SSD_CLUSTER_KEY to {STRONG_KEY}")

@@ -138,3 +138,14 @@ def test_the_variable_that_ray_refuses_alone_is_an_error(monkeypatch: pytest.Mon
         visible_gpus()
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
     assert visible_gpus() == "1"
+
+
+@pytest.mark.parametrize("key", ["a" * 64, "0123456789abcde", "12341234123412341234", " \n"])
+def test_a_cluster_key_that_was_not_drawn_is_refused_with_what_draws_one(key: str) -> None:
+    with pytest.raises(SettingsError, match="openssl rand -hex 32") as refused:
+        resolve({"cluster_key": key})
+    assert key.strip() not in str(refused.value) or not key.strip()
+
+
+def test_a_cluster_key_from_a_file_may_end_with_a_line_break() -> None:
+    assert resolve({"cluster_key": "0123456789abcdef\n"}).cluster_key == "0123456789abcdef"

@@ -22,13 +22,13 @@ RAY_VARIABLE = "RAY_ADDRESS"
 OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
 """Variables of other programs that are read too."""
 SECRETS = frozenset({"api_key", "metrics_key", "cluster_key", "hf_token"})
-
-
 KEY_SETTINGS = (
     *("api_key", "api_keys_file", "key_requests_per_minute", "key_tokens_per_minute", "salt_by_key"),
     *("tell_cached_tokens", "metrics_key", "metrics_port"),
 )
 """Who may ask for what: a benchmark, which asks itself, has none of them."""
+STRONG_KEY = "16 characters or more that nobody can guess, such as `openssl rand -hex 32` prints"
+_SHORTEST_KEY, _FEWEST_SIGNS = 16, 8
 
 
 class Mode(str, Enum):
@@ -63,6 +63,18 @@ def _key(value: str) -> str:
     key = value.strip()
     if not key:
         raise PydanticCustomError("empty_key", "is empty; openssl rand -hex 32 makes a key")
+    return key
+
+
+def is_weak(key: str) -> bool:
+    """Whether a key that processes prove to know was surely not drawn by chance."""
+    return len(key) < _SHORTEST_KEY or len(set(key)) < _FEWEST_SIGNS
+
+
+def _cluster_key(value: str) -> str:
+    key = _key(value)
+    if is_weak(key):
+        raise PydanticCustomError("cluster_key", "must be {strong}", {"strong": STRONG_KEY})
     return key
 
 
@@ -282,10 +294,10 @@ class Settings(BaseSettings):
     draft_accelerator: str | None = Field(
         default=None, description="with Ray, kind of GPU for the drafters; empty: any"
     )
-    cluster_key: str | None = Field(
+    cluster_key: Annotated[str, AfterValidator(_cluster_key)] | None = Field(
         default=None,
-        min_length=16,
-        description="key that processes which meet over TCP prove to know; empty: a random one for each run",
+        description="key that processes which meet over TCP prove to know, and by which they encrypt; "
+        "empty: a random one for each run",
     )
     record: Path | None = Field(
         default=None,

@@ -5,7 +5,7 @@ from ssd_serve.bench.channels import measured_sockets, table
 
 def test_both_kinds_of_socket_are_measured() -> None:
     found = measured_sockets(20)
-    assert list(found) == ["unix socket", "tcp with key"]
+    assert list(found) == ["unix socket", "tcp, encrypted"]
     assert all(0 < row["p50"] <= row["p99"] < 1e6 for row in found.values())
 
 

@@ -17,6 +17,7 @@ from ssd_serve.cluster.listener import Listener, connect
 from ssd_serve.cluster.polling import poll
 from ssd_serve.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.messages import Abort, Growth, Heartbeat, Hello, Message, Refusal
+from tests.cluster.shaking import shaken_pair
 
 Pair = tuple[SocketChannel, SocketChannel]
 
@@ -25,10 +26,14 @@ def growth(sequence: int, size: int) -> Growth:
     return Growth(1, 0, sequence, b"p" * size, b"", b"", b"t", b"l")
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
+@pytest.fixture(params=["plain", "sealed"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     first, second = socket.socketpair()
-    channels = SocketChannel(first, queue_bytes=100_000), SocketChannel(second, queue_bytes=100_000)
+    seals = shaken_pair() if request.param == "sealed" else (None, None)
+    channels = (
+        SocketChannel(first, queue_bytes=100_000, sealed=seals[0]),
+        SocketChannel(second, queue_bytes=100_000, sealed=seals[1]),
+    )
     yield channels
     for channel in channels:
         channel.close()
@@ -76,6 +81,20 @@ def test_a_message_larger_than_every_buffer_goes_through_in_parts(pair: Pair) ->
         assert poll(pair, 5.0) == [pair[1]]
         received = pair[1].receive()
     assert received == [growth(0, 3_000_000)]
+
+
+def test_large_messages_pass_both_ways_at_once(pair: Pair) -> None:
+    sent = [growth(number, 90_000) for number in range(20)]
+    unsent: list[list[Message]] = [list(sent), list(sent)]
+    received: tuple[list[Message], list[Message]] = ([], [])
+    while len(received[0]) + len(received[1]) < 40:
+        for one, channel in enumerate(pair):
+            while unsent[one] and channel.send(unsent[one][0]):
+                unsent[one].pop(0)
+        assert poll(pair, 5.0)
+        for one, channel in enumerate(pair):
+            received[one].extend(channel.receive())
+    assert received == (sent, sent)
 
 
 def test_what_was_said_before_the_end_is_still_received(pair: Pair) -> None:

@@ -1,12 +1,14 @@
 """TCP channels: who knows the key may speak, and nobody who does not can disturb the others."""
 
+import contextlib
 import os
 import resource
 import select
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
 import pytest
@@ -18,6 +20,7 @@ from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.handshake import Gate
 from ssd_serve.cluster.listener import Listener, connect
 from ssd_serve.cluster.polling import poll
+from ssd_serve.cluster.tls import Sealed, identity
 from ssd_serve.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.messages import Abort, Growth, Message
 
@@ -129,21 +132,51 @@ def test_tcp_always_has_a_key(guarded: Guarded, key: str) -> None:
         Listener.tcp("127.0.0.1", 0, key)
 
 
-def test_a_listener_that_does_not_know_the_key_is_not_believed() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+def answering(answer: Callable[[socket.socket], None]) -> "tuple[socket.socket, threading.Thread]":
+    """Something that listens on loopback, and does this to the first who comes."""
+    server = socket.create_server(("127.0.0.1", 0))
 
-        def pretend() -> None:
-            connection = server.accept()[0]
-            connection.sendall(b"ssd-tcp1" + bytes(32))
-            answer = connection.recv(64, socket.MSG_WAITALL)
-            connection.sendall(answer[32:])  # the connector's own proof, sent back
-            connection.close()
+    def serve() -> None:
+        with server.accept()[0] as connection, contextlib.suppress(OSError):
+            answer(connection)
 
-        thread = threading.Thread(target=pretend)
-        thread.start()
-        with pytest.raises(SettingsError, match="does not know the key"):
-            connect(f"tcp://127.0.0.1:{server.getsockname()[1]}", key=KEY)
-        thread.join()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return server, thread
+
+
+def address_of(server: socket.socket) -> str:
+    return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_listener_that_has_another_key_is_not_believed_and_learns_nothing_of_ours() -> None:
+    heard: list[str] = []
+
+    def pretend(connection: socket.socket) -> None:
+        context = identity("another key of the tests").listening
+        context.verify_mode = ssl.CERT_NONE
+        try:
+            context.wrap_socket(connection, server_side=True).recv(1)
+        except ssl.SSLError as error:
+            heard.append(error.reason)
+
+    server, thread = answering(pretend)
+    with closing(server), pytest.raises(SettingsError, match="has another key: set the same SSD_CLUSTER_KEY"):
+        connect(address_of(server), key=KEY)
+    thread.join()
+    # It left before it showed its own certificate, against which keys could be guessed.
+    assert heard == ["TLSV1_ALERT_UNKNOWN_CA"]
+
+
+def test_a_connector_whose_words_are_sent_back_to_it_believes_nobody() -> None:
+    def echo(connection: socket.socket) -> None:
+        while said := connection.recv(4096):
+            connection.sendall(said)
+
+    server, thread = answering(echo)
+    with closing(server), pytest.raises(SettingsError, match="no process of ssd-serve"):
+        connect(address_of(server), key=KEY)
+    thread.join()
 
 
 def test_something_else_that_listens_there_is_named_so() -> None:
@@ -184,22 +217,106 @@ def test_a_stranger_who_stays_silent_is_sent_away() -> None:
                 assert gate.accept() is None
                 time.sleep(0.02)
             assert refused == ["127.0.0.1: it did not prove in time that it knows the key"]
-            assert len(stranger.recv(100)) == 40
             assert stranger.recv(1) == b""
 
 
-def test_more_strangers_than_are_greeted_wake_nobody_up() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0), backlog=100)) as server, ExitStack() as strangers:
+@pytest.fixture
+def crowded() -> Iterator[tuple[Gate, tuple[str, int], list[str]]]:
+    """A gate on all of loopback, where it listens, and whom it has refused."""
+    refused: list[str] = []
+    with closing(socket.create_server(("0.0.0.0", 0), backlog=200)) as server:
         server.setblocking(False)
-        gate = Gate(server, KEY, lambda _why: None, patience_s=0.5)
-        with closing(gate):
-            for _ in range(70):
-                strangers.enter_context(closing(socket.create_connection(server.getsockname())))
+        with closing(Gate(server, KEY, refused.append, patience_s=60.0)) as gate:
+            yield gate, ("127.0.0.1", server.getsockname()[1]), refused
+
+
+def wake(gate: Gate) -> None:
+    """Let it greet until it has nothing more to do."""
+    while select.select([gate], [], [], 0.05)[0]:
+        assert gate.accept() is None
+
+
+def test_silent_strangers_make_room_for_those_who_come_and_wake_nobody_up(
+    crowded: tuple[Gate, tuple[str, int], list[str]],
+) -> None:
+    gate, address, refused = crowded
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(closing(socket.create_connection(address))) for _ in range(70)]
+        wake(gate)
+        assert refused == ["127.0.0.1: it was silent, and others came"] * 6
+        assert [stranger.recv(1) for stranger in strangers[:6]] == [b""] * 6, "the oldest"
+        strangers[6].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[6].recv(1)
+
+
+def test_a_crowd_from_one_address_crowds_out_itself(
+    crowded: tuple[Gate, tuple[str, int], list[str]],
+) -> None:
+    gate, address, refused = crowded
+    with ExitStack() as stack:
+        honest = stack.enter_context(
+            closing(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+        )
+        for _ in range(150):
+            stack.enter_context(closing(socket.create_connection(address)))
+        wake(gate)
+        assert len(refused) == 150 + 1 - 64
+        assert all(who.startswith("127.0.0.1:") for who in refused)
+        honest.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            honest.recv(1)
+
+
+def test_a_crowd_takes_little_of_a_round(crowded: tuple[Gate, tuple[str, int], list[str]]) -> None:
+    gate, address, _ = crowded
+    with ExitStack() as stack:
+        hello = Recorded()
+        Sealed(identity(KEY), listening=False).shake(b"", hello.add)
+        for _ in range(64):
+            stack.enter_context(closing(socket.create_connection(address))).sendall(hello.data)
+        calls = 0
+        while select.select([gate], [], [], 0.05)[0]:
             assert gate.accept() is None
-            assert select.select([gate], [], [], 0.1)[0] == []
-            time.sleep(0.5)
-            assert gate.accept() is None
-            assert select.select([gate], [], [], 0.1)[0], "the others have their turn"
+            calls += 1
+        assert calls >= 64 / 8
+
+
+class Recorded:
+    def __init__(self) -> None:
+        self.data = b""
+
+    def add(self, data: bytes) -> None:
+        self.data += data
+
+
+def test_peers_who_prove_themselves_at_once_are_all_let_in(guarded: Guarded) -> None:
+    found: list[SocketChannel] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(connect(guarded.listener.address, key=KEY)))
+        for _ in range(30)
+    ]
+    for thread in threads:
+        thread.start()
+    servers: list[SocketChannel] = []
+    while len(servers) < 30:
+        channel = guarded.listener.await_peer(10.0)
+        assert channel is not None
+        servers.append(channel)
+    for thread in threads:
+        thread.join()
+    for number, channel in enumerate(found):
+        assert channel.send(Abort(number))
+    assert poll(servers, 5.0)
+    heard = sorted(message.request for each in servers if each.wait(5.0) for message in aborts(each))
+    assert heard == list(range(30))
+    for channel in (*found, *servers):
+        channel.close()
+    assert guarded.refused == []
+
+
+def aborts(channel: SocketChannel) -> list[Abort]:
+    return [message for message in channel.receive() if isinstance(message, Abort)]
 
 
 def test_one_for_whom_there_is_no_descriptor_ends_nothing(guarded: Guarded) -> None:
@@ -232,22 +349,83 @@ def test_a_stranger_who_leaves_is_forgotten(guarded: Guarded) -> None:
     assert "left before it proved" in guarded.refused[0]
 
 
-def test_an_answer_heard_on_the_wire_opens_nothing(guarded: Guarded) -> None:
-    with closing(guarded.stranger()) as first, closing(guarded.stranger()) as second:
-        assert guarded.listener.accept() is None
-        heard = [connection.recv(40, socket.MSG_WAITALL) for connection in (first, second)]
-        assert heard[0] != heard[1]
+def test_a_hello_without_end_is_refused(guarded: Guarded) -> None:
+    with closing(guarded.stranger()) as stranger:
+        # A handshake message that announces the most bytes, in records of full size.
+        records = b"\x16\x03\x01\x40\x00" + b"\x01\x01\xf0\x00" + bytes(16380)
+        with contextlib.suppress(OSError):
+            stranger.sendall(records + (b"\x16\x03\x01\x40\x00" + bytes(16384)) * 3)
+        guarded.until_refused(1)
+    assert "does not know the key" in guarded.refused[0]
 
 
-def test_a_frame_that_is_too_large_closes_the_channel(guarded: Guarded) -> None:
+def test_what_was_heard_on_the_wire_opens_nothing(guarded: Guarded) -> None:
+    """Every word that a connector said, said again by somebody else."""
+    said = Recorded()
+    with closing(socket.create_server(("127.0.0.1", 0))) as between:
+
+        def relay() -> None:
+            with between.accept()[0] as connector, guarded.stranger() as listener:
+                ends = {connector: listener, listener: connector}
+                while True:
+                    for end in select.select(list(ends), [], [], 5.0)[0]:
+                        data = end.recv(65536)
+                        if not data:
+                            return
+                        if end is connector:
+                            said.add(data)
+                        ends[end].sendall(data)
+
+        relaying = threading.Thread(target=relay)
+        relaying.start()
+        connecting = threading.Thread(target=lambda: connect(address_of(between), key=KEY).close())
+        connecting.start()
+        server = guarded.listener.await_peer(10.0)
+        assert server is not None
+        server.close()
+        connecting.join()
+        relaying.join()
+    assert len(said.data) > 200
+    with closing(guarded.stranger()) as stranger:
+        stranger.sendall(said.data)
+        guarded.until_refused(1)
+    assert guarded.refused == ["127.0.0.1: it does not know the key (SSD_CLUSTER_KEY)"]
+
+
+def test_what_is_slipped_in_between_ends_the_channel(guarded: Guarded) -> None:
     server, client = meet(guarded.listener)
-    with closing(server), closing(client), socket.socket(fileno=client.fileno()) as raw:
-        raw.send(b"\xff\xff\xff\xff and more")
+    with closing(server), closing(client):
+        assert client.send(Abort(1))
         assert server.wait(5.0)
-        with pytest.raises(ProtocolError, match="larger than the limit"):
-            server.receive()
+        assert server.receive() == [Abort(1)]
+        with socket.socket(fileno=os.dup(client.fileno())) as raw:
+            raw.send(b"\x17\x03\x03\x00\x20" + bytes(32))
+        assert server.wait(5.0)
+        assert server.receive() == []
         assert server.closed
-        raw.detach()
+        assert not server.send(Abort(2))
+
+
+def test_a_frame_that_is_too_large_closes_the_channel() -> None:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(end) for end in socket.socketpair())
+        liar, channel = shaken(first, second)
+        first.sendall(liar.seal(b"\xff\xff\xff\xff and more"))
+        assert channel.wait(5.0)
+        with pytest.raises(ProtocolError, match="larger than the limit"):
+            channel.receive()
+        assert channel.closed
+
+
+def shaken(first: socket.socket, second: socket.socket) -> tuple[Sealed, SocketChannel]:
+    """An end that says what it likes, and a channel that listens to it."""
+    liar, honest = (Sealed(identity(KEY), listening=listening) for listening in (False, True))
+    received = b""
+    while not (done := liar.shake(received, first.sendall)):
+        honest.shake(second.recv(65536), second.sendall)
+        received = first.recv(65536)
+    assert done
+    return liar, SocketChannel(second, sealed=honest)
 
 
 def test_a_listener_that_greets_nobody_is_waited_for_until_the_deadline(guarded: Guarded) -> None:

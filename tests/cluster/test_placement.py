@@ -244,6 +244,6 @@ def test_impossible_drafters(settings: Settings, message: str) -> None:
 
 def test_without_drafters_of_its_own_the_target_has_all_cores_and_others_may_join() -> None:
     address = "tcp://127.0.0.1:4711"
-    settings = Settings(target="t", drafters=0, drafter_address=address, cluster_key="k" * 16)
+    settings = Settings(target="t", drafters=0, drafter_address=address, cluster_key="a key of the tests")
     assert place(settings, machine(4)) == Placement(Mode.SSD, cpu(0, 1, 2, 3), None, cpu(0, 1, 2, 3))
     assert resolved(settings, place(settings, machine(4))).draft is None
