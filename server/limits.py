@@ -45,6 +45,11 @@ class Limits:
     """Threads that tokenise at the same time."""
     keep_alive_s: int = 75
     """Idle connections stay open for so long: more than the 60 s of usual proxies, so that they end them."""
+    head_s: float = 10.0
+    """From a connection's first moment, or from the first byte of a later request, to the end of its head."""
+    unread_s: float = 60.0
+    least_read_bytes: int = 32 * 1024
+    """A client that leaves unread what it was sent takes at least so much in each `unread_s`, or is left."""
     ping_s: float = 15.0
     """A stream with nothing to say for so long sends a comment, so that proxies keep it open."""
     engine_silence_s: float = 60.0

@@ -10,14 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
+from ssd_serve.descriptors import descriptor_limit
 from ssd_serve.server.app import create_app
+from ssd_serve.server.connections import Crowd, CrowdControl
+from ssd_serve.server.door import Door, most_connections, open_door
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import Gate
+from ssd_serve.server.tls import tls_context
 from ssd_serve.server.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
 
@@ -32,9 +37,12 @@ SAME_SIGNAL_S = 1.0
 class HttpServer(uvicorn.Server):
     """uvicorn, except that a handled signal is not raised again: the caller still has to tidy up."""
 
-    def __init__(self, config: uvicorn.Config, gate: Gate, end: Callable[[], None], drain_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gate: Gate, end: Callable[[], None], drain_s: float, door: Door
+    ) -> None:
         """`end` ends all requests with an error; it is called when they had `drain_s` to end well."""
         super().__init__(config)
+        self._door = door
         self._gate = gate
         self._end = end
         self._drain_s = drain_s
@@ -55,12 +63,23 @@ class HttpServer(uvicorn.Server):
             self._hurry = True
         self.stop()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but whoever comes to the sockets comes through the door."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise RuntimeError("the application did not start")
+        welcome = partial(self._door.welcome, self.config, self.server_state, self.lifespan.state)
+        self.servers = [await open_door(welcome, sock) for sock in sockets or []]
+        self.started = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end, end the others with an answer, and close the port last: as long as requests
         run, new ones are told that this server ends. uvicorn would close it first and only cut off."""
         await self._drain()
         self._end()
         await super().shutdown(sockets)
+        self._door.crowd.dismiss()
+        await asyncio.sleep(0)  # they close when the loop comes to it
 
     async def _drain(self) -> None:
         """Wait for what ran when the signal came; what comes later is refused at once."""
@@ -147,9 +166,10 @@ def build_server(
     """The server, not yet running; its `stop` may be called from any thread."""
     limits = limits or Limits()
     gate = Gate()
+    crowd = Crowd(most_connections(settings, descriptor_limit()))
     app = create_app(settings, engine_client, tokenizer, limits, gate)
     config = uvicorn.Config(
-        app,
+        CrowdControl(app, crowd),
         # Whatever other packages have brought: one parser of HTTP is tested.
         http="h11",
         # The process's own logging is set up by whoever started it.
@@ -159,12 +179,11 @@ def build_server(
         server_header=False,
         lifespan="on",
         ws="none",
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
         timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    return HttpServer(config, gate, engine_client.stop, settings.drain_seconds)
+    door = Door(crowd, limits, tls_context(settings))
+    return HttpServer(config, gate, engine_client.stop, settings.drain_seconds, door)
 
 
 def serve(

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.engines import RunningEngine, start_engine
+from ssd_serve.descriptors import raise_descriptor_limit
 from ssd_serve.devices import pin_cores
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.finding import find_models
@@ -32,6 +33,7 @@ from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.resolving import refuse_empty_keys
 from ssd_serve.server.banner import show_banner
+from ssd_serve.server.door import most_connections
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.exposure import exposure_warnings
 from ssd_serve.server.serving import HttpServer, ServerThread, build_server, heeded_signals
@@ -126,6 +128,10 @@ def run_serve(settings: Settings) -> int:
             signal.signal(number, _leave_tidily)
     log = get_logger("server", settings.log_level, settings.log_format)
     carry_library_logs(log)
+    before, descriptors = raise_descriptor_limit()
+    log.info(
+        "descriptors", limit=descriptors, before=before, connections=most_connections(settings, descriptors)
+    )
     line = ProgressLine()
     tls_context(settings)  # wrong files are told before anything is done
     client, tokenizer = ServingClient(), ServingTokenizer()

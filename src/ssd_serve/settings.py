@@ -184,6 +184,12 @@ class Settings(BaseSettings):
         le=65535,
         description="port of SSD_HOST that has /metrics, without an API key; SSD_PORT then has none",
     )
+    max_connections: int | None = Field(
+        default=None,
+        ge=1,
+        description="connections of clients at once; idle ones make room for others, and where none is idle "
+        "the answer is 503; empty: 4 x (SSD_MAX_RUNNING + SSD_MAX_WAITING) + 64, as far as descriptors reach",
+    )
     cors_origins: Annotated[str, AfterValidator(_origins)] | None = Field(
         default=None,
         description="origins of web pages that may call this server, with commas between, or *; empty: none",

@@ -1,0 +1,196 @@
+"""Connections of clients: bounded in number, in the time for saying what they want, and in what they leave
+unread.
+
+A connection is idle while its client says nothing or has not said everything yet, and busy while a request
+runs. Builds on uvicorn's protocol; does not know what requests mean.
+"""
+
+import asyncio
+from typing import Any, Protocol, cast
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from ssd_serve.server.auth import OPEN_PATHS
+from ssd_serve.server.errors import unavailable
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.root_path import path_within
+
+
+class Guest(Protocol):
+    """One connection of a crowd."""
+
+    def leave(self) -> None:
+        """Close at once."""
+        ...
+
+
+class Crowd:
+    """All connections of a server. Where there are too many, those that are idle make room, oldest first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._idle: dict[Guest, None] = {}
+        self._busy: set[Guest] = set()
+
+    def __len__(self) -> int:
+        return len(self._idle) + len(self._busy)
+
+    @property
+    def too_busy(self) -> bool:
+        """More requests run than there may be connections, and nobody is left who could make room."""
+        return len(self._busy) > self.most
+
+    def rests(self, guest: Guest) -> None:
+        """It has come, or its request has been answered."""
+        self._busy.discard(guest)
+        self._idle[guest] = None
+        oldest = next(iter(self._idle))
+        if len(self) > self.most and oldest is not guest:
+            self.left(oldest)
+            oldest.leave()
+
+    def works(self, guest: Guest) -> None:
+        """A request of it runs."""
+        self._idle.pop(guest, None)
+        self._busy.add(guest)
+
+    def left(self, guest: Guest) -> None:
+        """Its connection is closed."""
+        self._idle.pop(guest, None)
+        self._busy.discard(guest)
+
+    def dismiss(self) -> None:
+        """Close all of them."""
+        for guest in [*self._idle, *self._busy]:
+            guest.leave()
+
+
+class CrowdControl:
+    """ASGI middleware: 503 for requests beyond the limit, but for those who ask whether the server lives."""
+
+    def __init__(self, app: ASGIApp, crowd: Crowd) -> None:
+        self._app = app
+        self._crowd = crowd
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through or answer it."""
+        if scope["type"] != "http" or not self._crowd.too_busy or path_within(scope) in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        message = f"all {self._crowd.most} connections are busy (SSD_MAX_CONNECTIONS); try again later"
+        response = unavailable(message, "too_many_connections", 1).response()
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection of one client, with bounds."""
+
+    def __init__(
+        self, config: Config, state: ServerState, app_state: dict[str, Any], crowd: Crowd, limits: Limits
+    ) -> None:
+        super().__init__(config, state, app_state)
+        self._crowd = crowd
+        self._limits = limits
+        self._deadline: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def leave(self) -> None:
+        """Close at once; what the client has not read is lost."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        super().connection_made(transport)
+        # As without TLS, whose own default is eight times as much.
+        transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
+        self._crowd.rests(self)
+        self._expect_all_within(self._limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._crowd.left(self)
+        self._expect_nothing()
+        self._unset_keepalive_if_required()
+        self._stop_judging()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Something of a request has come; what comes in drips gets no more time."""
+        super().data_received(data)
+        self._settle()
+        if self._deadline is None and not self._working and not self.transport.is_closing():
+            answered_early = self.conn.their_state is h11.SEND_BODY
+            self._expect_all_within(self._limits.body_timeout_s if answered_early else self._limits.head_s)
+
+    def on_response_complete(self) -> None:
+        """A request has been answered; the next one may have come already."""
+        super().on_response_complete()
+        if not self._working:
+            self._crowd.rests(self)
+        self._settle()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No other request has come."""
+        super().timeout_keep_alive_handler()
+        self._settle()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. Where it comes amid an answer there is nothing left to say."""
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """The client does not take what it is sent as fast as that is written."""
+        super().pause_writing()
+        self._judge_reader()
+
+    def resume_writing(self) -> None:
+        """The client has taken nearly everything."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_judging()
+
+    @property
+    def _working(self) -> bool:
+        cycle = cast("object | None", self.cycle)  # None before the first request
+        return cycle is not None and not self.cycle.response_complete
+
+    def _settle(self) -> None:
+        if self.transport.is_closing():
+            self._expect_nothing()
+            if self._reading is None:
+                self._judge_reader()  # last words may go unread, too
+        elif self._working:
+            self._expect_nothing()
+            self._crowd.works(self)
+
+    def _expect_all_within(self, seconds: float) -> None:
+        self._expect_nothing()
+        self._deadline = self.loop.call_later(seconds, self.leave)
+
+    def _expect_nothing(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _judge_reader(self, before: int | None = None) -> None:
+        """Again and again while something is unread: whether enough of it was taken since."""
+        left = self.transport.get_write_buffer_size()
+        if before is not None and before - left < self._limits.least_read_bytes:
+            self.leave()
+            return
+        self._stop_judging()
+        self._reading = self.loop.call_later(self._limits.unread_s, self._judge_reader, left)
+
+    def _stop_judging(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None

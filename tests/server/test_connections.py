@@ -1,0 +1,313 @@
+"""Connections that say nothing, say it in drips, read nothing, or are too many: all of them over sockets."""
+
+import json
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.messages import Abort
+from ssd_serve.server.connections import Crowd
+from ssd_serve.server.door import most_connections
+from ssd_serve.server.limits import Limits
+from ssd_serve.settings import Settings
+from tests.server.fakes import PATIENCE_S, say
+from tests.server.houses import Address, open_server
+from tests.server.test_tls import make_pair, trusting
+
+COMPLETIONS = "/v1/completions"
+SOON = Limits(head_s=0.3, unread_s=0.5)
+
+
+@contextmanager
+def connected(address: Address) -> Generator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", int(address.url.rpartition(":")[2])), 10.0) as client:
+        yield client
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the server has closed it: to read it to its end never lasts then."""
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def takes(client: socket.socket, data: bytes) -> bool:
+    try:
+        client.sendall(data)
+        return client.recv(65536) != b""
+    except ConnectionError:
+        return False
+
+
+def drip(client: socket.socket, data: bytes) -> int:
+    """Send a byte every tenth of a second until it is closed; how many were sent."""
+    client.settimeout(0.1)
+    for sent in range(len(data)):
+        with suppress(TimeoutError):
+            if not takes(client, data[sent : sent + 1]):
+                return sent
+    raise AssertionError("it was never closed")
+
+
+def test_who_says_nothing_is_closed() -> None:
+    with open_server(lambda _: say("x"), limits=SOON) as address, connected(address) as silent:
+        began = time.monotonic()
+        assert is_closed(silent)
+        assert time.monotonic() - began < PATIENCE_S
+
+
+def test_a_head_in_drips_gets_no_more_time() -> None:
+    with open_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
+        assert drip(client, b"GET /health HTTP/1.1\r\n" + b"X-More: and more\r\n" * 20) < 100
+
+
+def test_a_later_head_in_drips_gets_no_more_time() -> None:
+    with open_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
+        for _ in range(2):
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            told = b""
+            while not told.endswith(b"}"):
+                told += client.recv(65536)
+            assert told.startswith(b"HTTP/1.1 200")
+        assert drip(client, b"GET /health HTTP/1.1\r\n" + b"X-More: and more\r\n" * 20) < 100
+
+
+def test_the_rest_of_a_body_that_was_answered_early_gets_no_more_time() -> None:
+    limits = Limits(head_s=0.1, body_timeout_s=0.5)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+    with open_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
+        client.sendall(head.encode())
+        assert client.recv(65536).startswith(b"HTTP/1.1 415")
+        assert drip(client, b"x" * 500) < 200
+
+
+def test_a_connection_may_rest_between_requests_for_longer_than_a_head_may_take() -> None:
+    with open_server(lambda _: say("x"), limits=SOON) as address, httpx.Client() as client:
+        mine: set[object] = set()
+        for _ in range(3):
+            with client.stream("GET", f"{address.url}/health") as answer:
+                answer.read()
+                mine.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+            time.sleep(2 * SOON.head_s)
+        assert len(mine) == 1
+
+
+def test_a_request_may_take_longer_than_its_head() -> None:
+    with (
+        open_server(lambda _: say("abc", hold_after=0), limits=SOON) as address,
+        connected(address) as client,
+    ):
+        body = b'{"prompt": "a"}'
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(3 * SOON.head_s)
+        address.engine.released.set()
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_idle_connections_make_room_and_the_oldest_goes_first() -> None:
+    settings = Settings(max_connections=8, drain_seconds=1)
+    with open_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
+        idle: list[socket.socket] = []
+        for _ in range(20):
+            idle.append(crowd.enter_context(connected(address)))
+            assert httpx.get(f"{address.url}/health").status_code == 200
+        assert is_closed(idle[0])
+        idle[-1].settimeout(0.2)
+        assert not is_closed(idle[-1])
+
+
+def test_where_all_connections_are_busy_the_answer_is_503_and_health_still_tells_the_truth() -> None:
+    settings = Settings(max_connections=2, drain_seconds=1)
+    body = {"prompt": "a", "stream": True}
+    with open_server(lambda _: say("abcdef", hold_after=1), settings) as address:
+        url = f"{address.url}{COMPLETIONS}"
+        with httpx.stream("POST", url, json=body) as one, httpx.stream("POST", url, json=body) as other:
+            refused = httpx.post(url, json=body)
+            health = httpx.get(f"{address.url}/health")
+            address.engine.released.set()
+            ends = [list(stream.iter_lines())[-2] for stream in (one, other)]
+        assert httpx.post(url, json={"prompt": "a"}).status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
+    assert "SSD_MAX_CONNECTIONS" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"] == "1"
+    assert (health.status_code, ends) == (200, ["data: [DONE]"] * 2)
+
+
+@contextmanager
+def reading_little(address: Address, choices: int, length: int) -> Generator[socket.socket]:
+    """Who asks for megabytes, in a socket that takes little."""
+    more = {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
+    wish = {"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}
+    body = json.dumps(wish).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(PATIENCE_S)
+        client.connect(("127.0.0.1", int(address.url.rpartition(":")[2])))
+        client.sendall(f"{head}\r\n".encode() + body)
+        yield client
+
+
+@pytest.mark.parametrize("bytes_a_time", [0, 1, 512])
+def test_who_reads_a_little_now_and_then_is_left_and_the_request_freed(bytes_a_time: int) -> None:
+    with (
+        open_server(lambda _: say("x" * 400, group=1), limits=SOON) as address,
+        reading_little(address, 64, 400) as client,
+    ):
+        engine = address.engine
+        engine.wait_for(lambda: len(engine.submits()) == 64)
+        deadline = time.monotonic() + 60.0
+        while httpx.get(f"{address.url}/load").json() != {"server_load": 0}:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        page = ""
+        while 'finished_reason="abort"' not in page:  # it is over for the server, too
+            assert time.monotonic() < deadline, page
+            page = httpx.get(f"{address.url}/metrics").text
+            if bytes_a_time:
+                client.recv(bytes_a_time)
+            time.sleep(0.05)
+
+
+def test_who_reads_slowly_but_steadily_gets_everything() -> None:
+    limits = Limits(unread_s=1.0, least_read_bytes=2048)
+    with (
+        open_server(lambda _: say("x" * 200, group=1), limits=limits) as address,
+        reading_little(address, 32, 200) as client,
+    ):
+        whole = bytearray()
+        began = time.monotonic()
+        while part := client.recv(16384):
+            whole += part
+            time.sleep(0.03 if time.monotonic() - began < 4.0 else 0.0)
+        assert whole.endswith(b"data: [DONE]\n\n")
+        assert not address.engine.sent(Abort)
+
+
+def test_a_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
+    settings = make_pair(tmp_path, "a")
+    with open_server(lambda _: say("x"), settings, SOON) as address, connected(address) as silent:
+        with connected(address) as dripping:
+            hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)
+            assert drip(dripping, hello) < 200
+        assert is_closed(silent)
+        assert httpx.get(f"{address.url}/health", verify=trusting(settings)).status_code == 200
+
+
+def test_handshakes_make_room_as_idle_connections_do(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, "a")
+    settings = pair.model_copy(update={"max_connections": 8})
+    with open_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
+        silent = [crowd.enter_context(connected(address)) for _ in range(20)]
+        assert httpx.get(f"{address.url}/health", verify=trusting(pair)).status_code == 200
+        assert is_closed(silent[0])
+
+
+def test_an_encrypted_request_that_comes_with_the_handshake_is_answered(tmp_path: Path) -> None:
+    settings = make_pair(tmp_path, "a")
+    with open_server(lambda _: say("x"), settings) as address, connected(address) as plain:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = trusting(settings).wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                plain.sendall(outgoing.read())
+                incoming.write(plain.recv(65536))
+        tls.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        plain.sendall(outgoing.read())  # the handshake's last word and the request in one
+        told = b""
+        while b'"status"' not in told:
+            with suppress(ssl.SSLWantReadError):
+                told += tls.read()
+                continue
+            incoming.write(plain.recv(65536))
+        assert told.startswith(b"HTTP/1.1 200")
+
+
+def test_garbage_amid_a_request_closes_the_connection_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with open_server(lambda _: say("x")) as address, connected(address) as client:
+        client.sendall(head.encode())
+        assert client.recv(65536).startswith(b"HTTP/1.1 415")
+        client.sendall(b"no chunk at all\r\n")
+        assert is_closed(client)
+        assert httpx.get(f"{address.url}/health").status_code == 200
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+class Guest:
+    """Who leaves when asked to."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def leave(self) -> None:
+        self.asked = True
+
+
+@given(
+    most=st.integers(1, 5),
+    events=st.lists(st.tuples(st.sampled_from(["comes", "works", "rests", "left"]), st.integers(0, 9))),
+)
+def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
+    most: int, events: list[tuple[str, int]]
+) -> None:
+    crowd, present = Crowd(most), list[Guest]()
+    working: set[Guest] = set()
+    for event, number in events:
+        guest = present[number % len(present)] if present and event != "comes" else Guest()
+        before = [one for one in present if one not in working and one is not guest]
+        if event == "comes":
+            present.append(guest)
+            crowd.rests(guest)
+        elif guest in present and event == "works":
+            working.add(guest)
+            crowd.works(guest)
+        elif guest in working and event == "rests":
+            working.discard(guest)
+            present.remove(guest)
+            present.append(guest)
+            crowd.rests(guest)
+        elif event == "left":
+            crowd.left(guest)
+            working.discard(guest)
+            present = [one for one in present if one is not guest]
+        asked = [one for one in present if one.asked]
+        assert asked == before[: len(asked)], "the oldest that is idle, and nobody who works"
+        present = [one for one in present if not one.asked]
+        assert len(crowd) == len(present)
+        assert len(present) <= max(most, len(working) + 1)
+        assert crowd.too_busy == (len(working) > most)
+
+
+@pytest.mark.parametrize(
+    ("fields", "descriptors", "most"),
+    [
+        ({}, 1 << 20, 4 * (32 + 256) + 64),
+        ({}, 1024, 864),
+        ({}, 256, 128),
+        ({"max_connections": 5}, 1024, 5),
+        ({"max_connections": 5000}, 1024, 864),
+    ],
+)
+def test_the_limit_follows_from_capacity_and_descriptors(
+    fields: dict[str, int], descriptors: int, most: int
+) -> None:
+    assert most_connections(Settings.model_validate(fields), descriptors) == most
