@@ -145,7 +145,7 @@ def await_room(group: Any, bundles: list[dict[str, float]], seconds: float, log:
 def _for_actors(settings: Settings) -> Settings:
     """What actors get: no secret of the front end, and a key."""
     key = settings.cluster_key or secrets.token_hex(_KEY_BYTES)
-    return settings.model_copy(update={"api_key": None, "cluster_key": key})
+    return settings.model_copy(update={"api_key": None, "metrics_key": None, "cluster_key": key})
 
 
 def _plans(decision: RayPlacement) -> list[WorkerPlan]:

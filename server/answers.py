@@ -88,11 +88,8 @@ class Visit:
     service: Service
     job: Job
     tenant: Tenant
-
-    @property
-    def salt(self) -> bytes:
-        """The part of the prefix cache that the job reads and feeds."""
-        return self.service.tenants.salt(self.tenant, self.job.asked.cache_salt)
+    salt: bytes
+    """The part of the prefix cache that the job reads and feeds."""
 
     def run(self) -> Run:
         """The job's choices, to be entered."""
@@ -115,8 +112,9 @@ class Visit:
 
 async def answer(service: Service, request: Request, job: Job) -> Response:
     """Run the job for as long as the client stays connected. Raises 429 where its key has no tokens left."""
-    visit = Visit(service, job, tenant_of(request))
-    visit.tenant.begin_prompt(job.charged_tokens)
+    tenant = tenant_of(request)
+    tenant.begin_prompt(job.charged_tokens)
+    visit = Visit(service, job, tenant, service.tenants.salt(tenant, job.asked.cache_salt))
     headers = {HEADER: job.head.name}
     if job.stream:
         return EventStream(_events(visit), headers, service.limits.ping_s)

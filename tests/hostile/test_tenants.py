@@ -69,6 +69,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Generator[Guarded]:
         SSD_API_KEYS_FILE=str(file),
         SSD_METRICS_KEY=METRICS,
         SSD_METRICS_PORT=str(port),
+        SSD_LOG_LEVEL="debug",
     ) as victim:
         yield Guarded(victim, file, port)
 
@@ -182,6 +183,29 @@ def test_a_limit_holds_and_refuses_before_a_body_is_sent(guarded: Guarded) -> No
         with guarded.victim.connect(timeout_s=5.0) as attacker:
             attacker.sendall(head.encode())
             assert b"429" in attacker.recv(65536).partition(b"\r\n")[0]
+
+
+def test_nothing_that_users_write_is_in_the_log_whatever_goes_wrong(guarded: Guarded) -> None:
+    """At the level that logs most: who asked and what became of it, never a text, a salt or a key."""
+    mark = "zebra-crossing"
+    bodies: list[object] = [
+        {"prompt": mark, "max_tokens": 4},
+        {"prompt": mark, "max_tokens": 4, "stop": [mark], "cache_salt": mark, "bad_words": [mark]},
+        {"prompt": [mark, 5]},
+        {"prompt": mark * 40_000},
+        {"prompt": mark, "temperature": mark},
+        {"prompt": mark, mark: 1},
+        {"messages": [{"role": mark, "content": mark}]},
+        mark,
+    ]
+    with guarded.victim.unharmed():
+        for body in bodies:
+            for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize"):
+                assert guarded.post(BEN, body, path).status_code < 500
+    log = guarded.victim.log
+    assert mark not in log
+    assert f" of ben: POST '{COMPLETIONS}' 200" in log
+    assert not [key for key in (ANNA, BEN, MALLORY, OPERATOR, METRICS) if key in log]
 
 
 def test_metrics_are_for_their_key_at_their_port_alone(guarded: Guarded) -> None:

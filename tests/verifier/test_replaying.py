@@ -59,7 +59,7 @@ class Recorded:
 
 
 def submits() -> list[Submit]:
-    """Requests of one beginning and several kinds."""
+    """Requests of one beginning and several kinds, some of them of a user who shares it with nobody else."""
     source = random.Random(3)
     beginning = tuple(source.randrange(1, 250) for _ in range(40))
     kinds = (
@@ -74,6 +74,7 @@ def submits() -> list[Submit]:
             beginning + tuple(source.randrange(1, 250) for _ in range(number)),
             kinds[number % len(kinds)],
             number,
+            salt=b"anna" * (number % 3 == 2),
         )
         for number in range(12)
     ]

@@ -2,6 +2,8 @@
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import SamplingParameters, Submit
@@ -87,6 +89,40 @@ def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     assert later[9].figures.cached_prompt_tokens == 0
     again = run(engine, [msgspec.structs.replace(choices(1)[0], request=10, salt=b"anna")])
     assert again[10].figures.cached_prompt_tokens == LENGTH - 1
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([b"", b"anna", b"ben"]), st.sampled_from([20, 50, 90])), max_size=6)
+)
+@settings(max_examples=15, deadline=None)
+def test_nobody_is_spared_more_than_users_of_the_same_salt_have_read(kinds: list[tuple[bytes, int]]) -> None:
+    """Requests side by side, then the same ones again: against all texts of each salt."""
+    whole = choices(1)[0]
+    submits = [
+        msgspec.structs.replace(
+            whole,
+            request=number,
+            prompt=(*PROMPT[:common], *(1 + (place * (number + 3)) % 39 for place in range(40))),
+            parameters=SamplingParameters(temperature=0.0, max_tokens=4, ignore_eos=True),
+            salt=salt,
+        )
+        for number, (salt, common) in enumerate(kinds)
+    ]
+    engine, _ = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: Steps(3)))
+    first = run(engine, submits)
+    for number, submit in enumerate(submits):
+        others = [each.prompt for each in submits if each.salt == submit.salt and each is not submit]
+        most = max((shared_beginning(submit.prompt, each) for each in others), default=0)
+        assert first[number].figures.cached_prompt_tokens <= most
+    again = run(engine, [msgspec.structs.replace(each, request=100 + each.request) for each in submits])
+    for number, submit in enumerate(submits):
+        assert again[100 + number].figures.cached_prompt_tokens == len(submit.prompt) - 1
+        assert again[100 + number].tokens == first[number].tokens
+
+
+def shared_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Length of the common beginning."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
 def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
