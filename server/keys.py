@@ -13,7 +13,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class Holder:
 class Entry:
     """A key and its holder."""
 
-    key: str
+    key: str = field(repr=False)
     holder: Holder
 
 

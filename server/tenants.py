@@ -155,7 +155,7 @@ class Tenants:
         if asked is None and not tenant.private:
             return b""
         whose = tenant.name if tenant.private else ""
-        return hmac.digest(self._secret, f"{whose}\0{asked or ''}".encode(), "sha256")
+        return hmac.digest(self._secret, f"{whose}\0{asked or ''}".encode("utf-8", "surrogatepass"), "sha256")
 
     def _refresh(self) -> None:
         if self._file is not None and self._file.changed():

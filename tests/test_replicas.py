@@ -1,10 +1,15 @@
 """What a Serve config may say, and which cores a replica gets."""
 
+from io import StringIO
+from pathlib import Path
+
 import pytest
 
 from ssd_serve.devices import Machine
 from ssd_serve.errors import SettingsError
-from ssd_serve.replicas import app, cores_of, replica_settings, resources
+from ssd_serve.logs import Logger
+from ssd_serve.replicas import app, check_doors, cores_of, replica_settings, resources
+from ssd_serve.settings import Settings
 
 
 def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +34,23 @@ def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch:
 def test_a_wrong_argument_is_refused_before_anything_starts(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         app(arguments)
+
+
+def test_a_replica_without_keys_warns_and_wrong_keys_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = StringIO()
+    log = Logger("replica", stream=said)
+    check_doors(Settings(), log)
+    assert "anybody who reaches this address may use the model" in said.getvalue()
+    said.truncate(0)
+    check_doors(Settings(api_key="k" * 32), log)
+    assert said.getvalue() == ""
+    with pytest.raises(SettingsError, match="SSD_API_KEYS_FILE"):
+        check_doors(Settings(api_keys_file=tmp_path / "nowhere"), log)
+    monkeypatch.setenv("SSD_API_KEY", "")
+    with pytest.raises(SettingsError, match="set but empty"):
+        check_doors(Settings(), log)
 
 
 def test_replicas_of_a_machine_compute_on_different_cores() -> None:

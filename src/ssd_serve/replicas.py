@@ -22,7 +22,7 @@ from ssd_serve.cluster.ray_launcher import ray_engine
 from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
-from ssd_serve.logs import get_logger
+from ssd_serve.logs import Logger, get_logger
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.resolving import refuse_empty_keys, resolve, variable_name
 from ssd_serve.serve import ServingClient, ServingTokenizer
@@ -123,6 +123,16 @@ def cores_of(machine: Machine, count: int, rank: int) -> Machine:
     return Machine(machine.cores[first : first + count], machine.gpus)
 
 
+def check_doors(settings: Settings, log: Logger) -> None:
+    """Raise what is wrong with keys before anything is loaded, and warn where there are none: where Serve's
+    proxies listen is not told to replicas, and in Pods it is every address."""
+    refuse_empty_keys()
+    if settings.api_keys_file is not None:
+        read_keys(settings.api_keys_file)
+    for warning in exposure_warnings(settings, alone=False):
+        log.warning(warning)
+
+
 class Replica:
     """A front end and its engine in one process of Ray. It is ready when it has been constructed."""
 
@@ -134,12 +144,7 @@ class Replica:
         self._settings = replica_settings(arguments)
         self._log = get_logger(f"replica-{self._name}", self._settings.log_level, self._settings.log_format)
         self._limits = Limits()
-        refuse_empty_keys()
-        if self._settings.api_keys_file is not None:
-            read_keys(self._settings.api_keys_file)  # wrong ones are told before anything is loaded
-        # Where Serve's proxies listen is not told to replicas; in Pods it is every address.
-        for warning in exposure_warnings(self._settings, alone=False):
-            self._log.warning(warning)
+        check_doors(self._settings, self._log)
         self._parts = ExitStack()
         try:
             self._engine = await asyncio.to_thread(self._start_engine, context.rank.local_rank)

@@ -129,6 +129,17 @@ async def test_a_salt_is_a_short_text(salt: object) -> None:
     assert answer.json()["error"]["param"] == "cache_salt"
 
 
+async def test_a_salt_of_odd_characters_is_a_salt_or_an_error() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        for written in (rb"\ud800", rb"\u0000", "ü🙂".encode(), b"\xff"):
+            answer = await house.http.post(
+                COMPLETIONS,
+                content=b'{"prompt": "a", "cache_salt": "' + written + b'"}',
+                headers={"Content-Type": "application/json"},
+            )
+            assert answer.status_code in (200, 400)
+
+
 async def test_a_request_that_goes_on_in_another_engine_keeps_its_salt(house: MortalHouse) -> None:
     def submitted() -> list[Submit]:
         house.engine.take()
