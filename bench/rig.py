@@ -23,6 +23,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
+from ssd_serve.hub_id import pinned
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
@@ -82,9 +83,11 @@ class Rig:
     """A loaded pair on one device, by torch's name; a GPU must be the current one."""
 
     def __init__(self, settings: Settings, device: str = "cpu") -> None:
-        self.settings = settings
         target = find_model(settings, settings.target, "target")
         draft = find_model(settings, settings.draft_model or "", "draft")
+        # Drafters of other processes take the same files, and get no token to look for others.
+        names = {"target": (settings.target, target), "draft": (settings.draft_model or "", draft)}
+        self.settings = settings.model_copy(update={role: pinned(*each) for role, each in names.items()})
         self.tokenizer = Tokenizer(target)
         self.native = native_library(settings)
         invariant = settings.batch_invariant

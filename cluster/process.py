@@ -16,6 +16,7 @@ from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
+from ssd_serve.cluster.role_secrets import settings_for, without_secrets
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Settings
 
@@ -188,11 +189,12 @@ Starter = Callable[[WorkerPlan, Settings], Worker]
 
 
 def start_worker(plan: WorkerPlan, settings: Settings) -> WorkerProcess:
-    """Start a worker and hand it its settings as one JSON line. Its stdout goes to our stderr."""
+    """Start a worker and hand it the settings that are its business as one JSON line. Its stdout goes to our
+    stderr."""
     # Blocked signals stay blocked in the child, so none can end it before it ignores them by itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
     try:
-        environment = worker_environment()
+        environment = without_secrets(worker_environment())
         popen = subprocess.Popen(plan.command, stdin=subprocess.PIPE, stdout=_STDERR, env=environment)
     except OSError as error:
         raise SsdError(f"the process {plan.name} cannot be started: {error.strerror}") from error
@@ -201,6 +203,6 @@ def start_worker(plan: WorkerPlan, settings: Settings) -> WorkerProcess:
     if popen.stdin is not None:
         # A worker that died at once is noticed by its exit code, not here.
         with contextlib.suppress(BrokenPipeError):
-            popen.stdin.write(settings.model_dump_json().encode() + b"\n")
+            popen.stdin.write(settings_for(plan.name, settings).model_dump_json().encode() + b"\n")
             popen.stdin.flush()
     return WorkerProcess(plan.name, popen)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd_serve.cluster.ray_placement import RayNode, node_of
+from ssd_serve.cluster.role_secrets import hidden_secrets
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError, in_a_line
 from ssd_serve.resolving import visible_gpus
@@ -76,7 +77,7 @@ def ray_cluster(settings: Settings) -> Generator[RayCluster]:
         options = _joining(settings) if settings.ray_address else _starting(stack)
         stack.callback(ray.shutdown)
         try:
-            with _own_signals():
+            with _own_signals(), hidden_secrets():
                 ray.init(namespace=NAMESPACE, configure_logging=False, log_to_driver=True, **options)
         except Exception as error:
             where = f"at {settings.ray_address}" if settings.ray_address else "on this machine"

@@ -143,9 +143,8 @@ def await_room(group: Any, bundles: list[dict[str, float]], seconds: float, log:
 
 
 def _for_actors(settings: Settings) -> Settings:
-    """What actors get: no secret of the front end, and a key."""
-    key = settings.cluster_key or secrets.token_hex(_KEY_BYTES)
-    return settings.model_copy(update={"api_key": None, "metrics_key": None, "cluster_key": key})
+    """With the key by which they know each other."""
+    return settings.model_copy(update={"cluster_key": settings.cluster_key or secrets.token_hex(_KEY_BYTES)})
 
 
 def _plans(decision: RayPlacement) -> list[WorkerPlan]:

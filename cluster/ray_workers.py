@@ -14,6 +14,7 @@ from ssd_serve.cluster.process import WorkerPlan, added_environment
 from ssd_serve.cluster.ray_actors import Addresses, End, Order, RoleActor, kill_actor
 from ssd_serve.cluster.ray_cluster import RayCluster
 from ssd_serve.cluster.ray_placement import RayPlacement, Share
+from ssd_serve.cluster.role_secrets import blanked_secrets, settings_for
 from ssd_serve.errors import in_a_line
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
@@ -159,9 +160,8 @@ class Crew:
         number = 0 if plan.name == "verifier" else int(plan.name.rpartition("-")[2])
         share = self._placement.drafter if drafter else self._placement.rank
         named = share.of(number, self._placement.drafters if drafter else self._placement.ranks)
-        order = Order(
-            plan.name, settings.model_dump_json(), self._meeting, named, share.cpus, self._all_here()
-        )
+        told = settings_for(plan.name, settings, elsewhere=True)
+        order = Order(plan.name, told.model_dump_json(), self._meeting, named, share.cpus, self._all_here())
         handle = self._actor(share, 1 + number if drafter else 0).remote(order)
         # A drafter begins when the verifier has said where it listens; Ray waits for that too.
         running = handle.run.remote(self.addresses if drafter else None)
@@ -183,7 +183,7 @@ class Crew:
             num_gpus=share.gpus,
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": {**added_environment(), **ALL_VISIBLE}},
+            runtime_env={"env_vars": {**added_environment(), **blanked_secrets(), **ALL_VISIBLE}},
             scheduling_strategy=strategy,
         )
 

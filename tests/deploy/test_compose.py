@@ -10,7 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from ssd_serve.resolving import resolve, variable_name
-from ssd_serve.settings import Settings
+from ssd_serve.settings import SECRETS, Settings
 from tests.deploy.files import DEPLOY, KINDS, by_default, deploying, environment, read_yaml, services
 
 OURS = [f"{name}-{kind}" for name in ("ssd", "target") for kind in KINDS]
@@ -103,6 +103,20 @@ def test_target_and_drafter_meet_and_keep_to_their_devices(kind: str) -> None:
         assert service["environment"]["SSD_CLUSTER_KEY"] is None
     assert own_devices(target).isdisjoint(own_devices(drafter))
     assert len(own_devices(drafter)) == 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_has_no_power_over_the_target(name: str) -> None:
+    drafter, target = services()[name], services()[name.replace("drafter", "target")]
+    given = drafter["environment"]
+    for secret in SECRETS - {"cluster_key", "hf_token"}:  # it joins, and it downloads its model itself
+        assert given[variable_name(secret)] == ""  # whatever .env says
+    assert not sources(drafter) & sources(target)
+
+
+def sources(service: dict[str, Any]) -> set[str]:
+    """What is mounted, by volume or folder."""
+    return {mount.partition(":")[0] for mount in service["volumes"]}
 
 
 def own_devices(service: dict[str, Any]) -> set[str]:
