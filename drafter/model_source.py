@@ -12,12 +12,14 @@ import torch
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.processors import is_greedy
 from ssd_serve.kernels.sampling import draft_scores, ranked_children
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
+from ssd_serve.models.memory import release_memory, within_memory
 
 
 @dataclass(slots=True)
@@ -174,14 +176,32 @@ class ModelSource:
             choices = self._choices([picks[index] for index in wanted])
             # Before the forward: on ROCm a copy to the device waits for what was started there.
             self._noise.lines(choices.spans)
-            result = self._model.forward(build_batch([group.rows for _, group, _ in groups]))
-            self._keep(groups)
-            result.completion.wait()
-            self._prepared = result.prepared
-            ranked = self._rank(result.logits, choices, [scales[index] for index in wanted])
+            ranked = self._ranked_or_none(groups, choices, [scales[index] for index in wanted])
+            if ranked is None:
+                release_memory()
+                return found
             for index, candidates in zip(wanted, ranked, strict=True):
                 found[index] = candidates
         return found
+
+    def _ranked_or_none(
+        self, groups: Sequence[tuple[_Held, _Group, list[int]]], choices: _Choices, scales: Sequence[float]
+    ) -> list[Candidates] | None:
+        """The candidates of all groups' picks; None where the device has too little memory for them."""
+        batch = build_batch([group.rows for _, group, _ in groups])
+        try:
+            result = within_memory(lambda: self._model.forward(batch))
+        except DeviceMemoryError:
+            for _, group, _ in groups:
+                self._pool.free(group.rows.write_slots)
+            return None
+        self._keep(groups)
+        result.completion.wait()
+        self._prepared = result.prepared
+        try:
+            return within_memory(lambda: self._rank(result.logits, choices, scales))
+        except DeviceMemoryError:
+            return None
 
     def _group(self, held: _Held, picks: Sequence[Expansion], busy: set[int]) -> _Group | None:
         """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents

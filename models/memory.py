@@ -1,11 +1,16 @@
 """How much memory is free, and the refusal that is raised before anything is loaded."""
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from ssd_serve.errors import MemoryShortError
+from ssd_serve.errors import DeviceMemoryError, MemoryShortError, in_a_line
+
+T = TypeVar("T")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _RESERVE = 256 << 20
@@ -29,6 +34,23 @@ def require_memory(name: str, need: int, free: int) -> None:
             f"{free / 2**30:.1f} GiB are free; choose a smaller model or context, or less "
             "KV memory"
         )
+
+
+def within_memory(compute: Callable[[], T]) -> T:
+    """What `compute` returns. Where its device has too little memory, all that it had made is let go before
+    `DeviceMemoryError` is raised."""
+    try:
+        return compute()
+    except torch.OutOfMemoryError as error:
+        reason = in_a_line(error)
+    # With the error its frames are gone here, which held what was made.
+    raise DeviceMemoryError(reason)
+
+
+def release_memory() -> None:
+    """Give back what is not used any more, so that work of another size finds room."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing where there is no GPU
 
 
 def _container_free() -> int | None:

@@ -62,6 +62,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
         "checked attention outputs that differed from the second backend's",
         lambda s: s.attention_differences,
     ),
+    "engine_memory_shortages": (
+        "rounds that a device had too little memory for, and that were run again smaller",
+        lambda s: s.memory_shortages,
+    ),
     "engine_forward_seconds": ("time in target forwards", lambda s: s.forward_s),
     "engine_wait_seconds": ("time waiting for drafts or requests", lambda s: s.wait_s),
     "engine_host_seconds": ("time in scheduling, sampling and messages", lambda s: s.host_s),

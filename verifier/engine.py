@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.processors import TokenCounts, needs_counts
 from ssd_serve.messages import Committed, Figures, Finished, Refused, Submit, VerifierReport
+from ssd_serve.models.memory import release_memory
 from ssd_serve.verifier.deciding import Decider, Round
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.ranking import RankedNode
 from ssd_serve.verifier.request import Request, accept
 from ssd_serve.verifier.round import Flight, Rounds, TreeRows, Walk, Work
 from ssd_serve.verifier.scheduler import Part, Scheduler
+from ssd_serve.verifier.shortage import Shortage
 from ssd_serve.verifier.watching import Watch
 
 _WAKING_S = 0.0015
@@ -78,6 +81,7 @@ class Engine:
         self.watch = Watch()
         self.clocked = Clocked()
         self.totals = Totals()
+        self.shortage = Shortage(scheduler.prefill_chunk)
         self._rounds = rounds
         self._bounds = bounds
         self._clock = clock
@@ -129,9 +133,7 @@ class Engine:
         if not parts:
             return []
         nodes, waited_s = self.decider.choose(parts, self.drain)
-        flight = self._rounds.launch(self._place(parts, nodes))
-        forward_s = self._listen(flight)
-        walks = self._rounds.finish(flight)
+        flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         if self._witness is not None:
             self._witness(walks)
         reports: list[VerifierReport] = []
@@ -140,12 +142,34 @@ class Engine:
             reports.extend(self._commit(walk, rejected))
         self.scheduler.pool.free(rejected)
         self.drafters.flush()
+        self.shortage.passed()
         self._account(flight, walks, forward_s, waited_s, self._clock() - started)
         return reports
 
     def drain(self) -> None:
         """Take what drafters have said."""
         self.drafters.drain(self._active)
+
+    def _compute_or_less(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+        """`_compute`; where memory runs out once more with fewer rows, which changes no token."""
+        try:
+            return self._compute(work)
+        except DeviceMemoryError as error:
+            reason = str(error)
+        # Here the error is gone, and with it all that the round had made.
+        rows = [len(each.part.slots) for each in work]
+        self.shortage.strike(sum(count for count in rows if count > 1), reason)
+        for each in work:
+            self.scheduler.pool.free(each.node_slots)
+        release_memory()
+        parts = self.scheduler.shrink([each.part for each in work], self.shortage.chunk)
+        return self._compute([Work(part) for part in parts])
+
+    def _compute(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+        """Run a round's forward, listen meanwhile, and decide; also the seconds that the forward took."""
+        flight = self._rounds.launch(work)
+        forward_s = self._listen(flight)
+        return flight, forward_s, self._rounds.finish(flight)
 
     def _listen(self, flight: Flight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
@@ -163,7 +187,7 @@ class Engine:
             self.drafters.open(request)
         scheduler, decoding = self.scheduler, self.scheduler.decoding
         reading = decoding < len(scheduler.running)
-        rows = self.decider.prompt_rows(decoding, scheduler.prefill_chunk) if reading else 0
+        rows = self.decider.prompt_rows(decoding, self.shortage.chunk) if reading else 0
         parts, preempted = scheduler.plan(rows)
         for request in preempted:
             self._active.pop(request.number, None)

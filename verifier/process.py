@@ -98,6 +98,7 @@ class Loop:
         self._log = log
         self._health = engine.watch.health
         self._remembered_at = time.monotonic()
+        self._shortages = 0
         self._heap = Heap()
 
     def await_drafters(self, timeout_s: float, count: int) -> None:
@@ -152,6 +153,7 @@ class Loop:
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
         now = time.monotonic()
+        self._tell_shortage()
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
             if len(self._unsent) < _MOST_UNSENT:
@@ -165,6 +167,20 @@ class Loop:
             self._unsent.popleft()
         self._server.flush()
         self._heap.trim_when_due()
+
+    def _tell_shortage(self) -> None:
+        shortage = self._engine.shortage
+        if shortage.count == self._shortages:
+            return
+        self._shortages = shortage.count
+        self._log.warning(
+            "the device's memory ran out in a round: it was run again without trees and with fewer prompt "
+            "tokens, and rounds stay small for a while",
+            reason=shortage.reason,
+            times=shortage.count,
+            prompt_tokens=shortage.chunk,
+            advice="lower SSD_KV_MEMORY_MB or SSD_PREFILL_CHUNK",
+        )
 
     def _tell_health(self) -> None:
         """A speculation that has become useless changes no text: without a word nobody would know."""
@@ -275,4 +291,5 @@ def _status(engine: Engine) -> Status:
         layout=layout.value if layout else "",
         layout_gains=gains,
         health=engine.watch.health,
+        memory_shortages=engine.shortage.count,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.polling import poll
-from ssd_serve.errors import ProtocolError
+from ssd_serve.errors import DeviceMemoryError, ProtocolError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import Logger
 from ssd_serve.messages import (
@@ -28,7 +28,7 @@ from ssd_serve.models.interface import Completion, ForwardResult, Model
 from ssd_serve.verifier.deciding import Decider
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.round import Rounds, Walk
+from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
 from ssd_serve.verifier.scheduler import Scheduler
 from ssd_serve.verifier.tape import Kind, PartTold, RoundTold, TapeWriter
 
@@ -89,6 +89,13 @@ class RecordedEngine(Engine):
         self._tape.note(Kind.DRAIN)
         super().drain()
         self._tape.flush_when_due()
+
+    def _compute(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+        try:
+            return super()._compute(work)
+        except DeviceMemoryError as error:
+            self._tape.say(Kind.SHORT, Refusal(str(error)))
+            raise
 
     def _see(self, walks: Sequence[Walk]) -> None:
         self._tape.say(Kind.ROUND, round_told(walks))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ssd_serve.cluster.channel import Channel
-from ssd_serve.errors import ProtocolError, RecordingError
+from ssd_serve.errors import DeviceMemoryError, ProtocolError, RecordingError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit
@@ -23,7 +23,7 @@ from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.outside import Outside
 from ssd_serve.verifier.recorded import round_told
-from ssd_serve.verifier.round import Rounds, Walk
+from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
 from ssd_serve.verifier.scheduler import Scheduler
 from ssd_serve.verifier.tape import Kind, PartTold, RoundTold, TapeReader
 
@@ -114,6 +114,13 @@ class Replay(Outside):
             raise ProtocolError(self._said(Refusal).message)
         return [_as_message(self._tape.said()) for _ in range(int(count))]
 
+    def shortage(self) -> str:
+        """What a device said that has too little memory for this round; empty where it had enough."""
+        if self._tape.next_kind() is not Kind.SHORT:
+            return ""
+        self._tape.take()
+        return self._said(Refusal).message
+
     def _said(self, kind: type[Said]) -> Said:
         said = self._tape.said()
         if not isinstance(said, kind):
@@ -123,7 +130,8 @@ class Replay(Outside):
     def _where(self) -> str:
         return f"round {self.result.rounds + 1}"
 
-    def _witness(self, walks: Sequence[Walk]) -> None:
+    def witness(self, walks: Sequence[Walk]) -> None:
+        """Compare what a round decided with what was recorded."""
         told = round_told(walks)
         self.take(Kind.ROUND)
         recorded = self._said(RoundTold)
@@ -171,7 +179,29 @@ class Replay(Outside):
         self, rounds: Rounds, scheduler: Scheduler, drafters: Drafters, decider: Decider, bounds: Bounds
     ) -> Engine:
         """See `Outside.engine`."""
-        return Engine(rounds, scheduler, drafters, decider, bounds, self.clock, self._witness)
+        return _ReplayedEngine(self, rounds, scheduler, drafters, decider, bounds)
+
+
+class _ReplayedEngine(Engine):
+    """An engine whose device has too little memory where it had."""
+
+    def __init__(
+        self,
+        replay: Replay,
+        rounds: Rounds,
+        scheduler: Scheduler,
+        drafters: Drafters,
+        decider: Decider,
+        bounds: Bounds,
+    ) -> None:
+        super().__init__(rounds, scheduler, drafters, decider, bounds, replay.clock, replay.witness)
+        self._replay = replay
+
+    def _compute(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+        done = super()._compute(work)
+        if reason := self._replay.shortage():
+            raise DeviceMemoryError(reason)
+        return done
 
 
 class _ReplayedChannel:
@@ -230,6 +260,8 @@ class _ReplayedModel(WrappedModel):
     def forward(self, batch: Batch) -> ForwardResult:
         """See `Model.forward`."""
         result = self._model.forward(batch)
+        if reason := self._replay.shortage():
+            raise DeviceMemoryError(reason)
         prepared = bool(self._replay.take(Kind.PREPARED)[1])
         return replace(result, completion=_ReplayedEnd(result.completion, self._replay), prepared=prepared)
 

@@ -15,6 +15,7 @@ from ssd_serve.kernels.sampling import Sampled, sample, trusted_choice
 from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.memory import within_memory
 from ssd_serve.verifier.cost import Reading
 from ssd_serve.verifier.scheduler import Part
 
@@ -129,7 +130,12 @@ class Rounds:
         self._native = trusted_choice(native) if model.facts.device == "cpu" else None
 
     def launch(self, work: Sequence[Work]) -> Flight:
-        """Start the forward of all rows."""
+        """Start the forward of all rows. Raises `DeviceMemoryError`."""
+        if self._model.facts.ranks > 1:  # the others are in the middle of it: it cannot be run again
+            return self._launch(work)
+        return within_memory(lambda: self._launch(work))
+
+    def _launch(self, work: Sequence[Work]) -> Flight:
         batch = build_batch([_rows(each) for each in work])
         # Before the forward: on ROCm a copy to the device, however small, waits for what was started there.
         sampling = [rows for each in work for rows in self._sampling_rows(each)]
@@ -140,9 +146,11 @@ class Rounds:
         return Flight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: Flight) -> list[Walk]:
-        """Choose a token at every wanted row, and walk each request's tree."""
+        """Choose a token at every wanted row, and walk each request's tree. Raises `DeviceMemoryError`."""
         flight.wait()
-        sampled = sample(flight.result.logits, flight.sampling, self._noise, self._native)
+        sampled = within_memory(
+            lambda: sample(flight.result.logits, flight.sampling, self._noise, self._native)
+        )
         walks: list[Walk] = []
         start = 0
         for each in flight.work:

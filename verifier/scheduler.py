@@ -138,6 +138,18 @@ class Scheduler:
             parts.append(Part(request, tuple(slots), final=count == pending))
         return parts, preempted
 
+    def shrink(self, parts: Sequence[Part], prompt_rows: int) -> list[Part]:
+        """What is left of these parts with at most so many tokens of prompts; the other slots are freed."""
+        kept: list[Part] = []
+        for part in parts:
+            pending = len(part.slots)
+            count = pending if pending == 1 else min(pending, prompt_rows)
+            self.pool.free(part.slots[count:])
+            prompt_rows -= count if pending > 1 else 0
+            if count:
+                kept.append(Part(part.request, part.slots[:count], part.final and count == pending))
+        return kept
+
     def tree_slots(self, parts: Sequence[Part], wanted: Sequence[int]) -> list[list[int]]:
         """Slots for the tree rows of each part, at most `wanted[i]`, leaving one for each running request."""
         found: list[list[int]] = []

@@ -20,7 +20,7 @@ import msgspec
 from ssd_serve.errors import PermissionProblemError, RecordingError
 from ssd_serve.messages import Message
 
-FORMAT = 2
+FORMAT = 3
 TAPE, HEADER = "tape.msgpack", "header.json"
 MOST_PAGE_BYTES = 1 << 30
 
@@ -53,6 +53,8 @@ class Kind(IntEnum):
     """The recording has reached its limit."""
     PREPARED = 13
     """Whether a forward was recorded first, as GPUs record them."""
+    SHORT = 14
+    """A device had too little memory for a round; a `Refusal` in `said` says what it said."""
     SUBMIT = 20
     ABORT = 21
     FINISH = 22

@@ -93,6 +93,10 @@ class DeviceHangError(EngineDeadError):
     exit_code = 72
 
 
+class DeviceMemoryError(EngineDeadError):
+    """A GPU's memory ran out in the middle of its work, and smaller work did not help."""
+
+
 class CaptureError(SsdError):
     """Work of a GPU that cannot be recorded. Nothing of it has run."""
 

@@ -188,6 +188,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attention_differences: int = 0
     """Checked outputs that differed from the second backend's."""
     health: Health = Health.GOOD
+    memory_shortages: int = 0
+    """Rounds for which a device had too little memory."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

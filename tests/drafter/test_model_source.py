@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 import numpy as np
+import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -9,8 +10,10 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.models.interface import ForwardResult
 from tests.fakes import VOCABULARY, FakeModel
 
 FAN_OUT = 3
@@ -151,6 +154,36 @@ TestSource = Source.TestCase
 TestSource.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 TestShortOfMemory = ShortOfMemory.TestCase
 TestShortOfMemory.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+class Scarce(FakeModel):
+    """Has no memory left while it is `full`."""
+
+    full = False
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(batch)
+
+
+def test_a_device_without_memory_grows_nothing_and_loses_nothing() -> None:
+    pool, model = SlotPool(100), Scarce(100)
+    source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT)
+    drafted = Drafted(0, [3, 4, 5])
+    source.open(0, [3, 4, 5], drafted.parameters, 5)
+    pick = drafted.pick(drafted.tree.root)
+    for full in (True, True, False, True, False):
+        model.full = full
+        used = pool.used
+        found = source.expand([pick], [1.0])[0]
+        if full:
+            assert found is None
+            assert pool.used in (used, used - 1)  # the root is read anew
+        else:
+            assert found is not None
+            assert found.tokens.tolist() == from_scratch(drafted, pick).tokens.tolist()
+            assert pool.used == 3
 
 
 def test_a_hit_computes_nothing_again() -> None:

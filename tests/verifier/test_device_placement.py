@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 
 from ssd_serve.kernels import backends
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load
+from ssd_serve.models.decoder import Decoder, Inputs
 from ssd_serve.models.interface import ModelFacts
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
@@ -36,6 +38,7 @@ def outputs(
     there: Callable[[], AbstractContextManager[object]],
     folder: Path,
     backend: Literal["sdpa", "triton"] = "sdpa",
+    assembled: Callable[[], None] = lambda: None,
 ) -> list[Output]:
     settings = Settings(
         target=str(folder / "target"),
@@ -57,6 +60,7 @@ def outputs(
     with there():
         verifier = assemble_verifier(settings, lambda _: None)
         assert verifier.facts.device == device
+        assembled()
         found = run(verifier.engine, submits)
     return [found[number] for number in sorted(found)]
 
@@ -67,6 +71,34 @@ def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch
     expected, found = outputs("cpu", nullcontext, tmp_path), outputs(DEVICE, pretended_device, tmp_path)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert sum(each.figures.accepted for each in found) > 0
+
+
+def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In forwards of target and draft; what torch keeps for later is given back before the next try."""
+    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
+    emptied: list[bool] = []
+    forwards, run_decoder, short = 0, Decoder.run, 0
+
+    def scarce(decoder: Decoder, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        nonlocal forwards, short
+        forwards += 1
+        if forwards % 9 == 4:
+            short += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return run_decoder(decoder, inputs)
+
+    def run_out() -> None:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+        monkeypatch.setattr(Decoder, "run", scarce)
+
+    write_pair(tmp_path)
+    expected = outputs("cpu", nullcontext, tmp_path)
+    found = outputs(DEVICE, pretended_device, tmp_path, assembled=run_out)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert sum(each.figures.accepted for each in found) > 0
+    assert short == len(emptied) > 0
 
 
 @pytest.mark.slow

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from ssd_serve.cli import main
 from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.errors import PermissionProblemError
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import Close, Open, Outcome, Pause, Resync, SamplingParameters, Submit
+from ssd_serve.models.emulated import WrappedModel
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.replay import find_session, read_header
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
@@ -44,6 +48,23 @@ class SmallRecorder(Recorder):
         known = {"slots": SLOTS, "timings": cheap}.get(name.partition(" ")[0])
         return super().found(name, kind, find if known is None else lambda: cast(T, known))
 
+    def model(self, model: Model) -> Model:
+        return super().model(Scarce(model))
+
+
+class Scarce(WrappedModel):
+    """Has too little memory for a few rounds."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._forwards = 0
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        self._forwards += 1
+        if self._forwards % 50 == 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._model.forward(batch)
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -56,6 +77,7 @@ class Recorded:
     preemptions: int
     prefix_hits: int
     accepted: int
+    shortages: int
 
 
 def submits() -> list[Submit]:
@@ -152,6 +174,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         engine.scheduler.preemptions,
         prefix.hits if prefix else 0,
         figures.accepted,
+        engine.shortage.count,
     )
 
 
@@ -197,6 +220,7 @@ def test_the_session_had_what_makes_sessions_differ(recorded: Recorded) -> None:
     assert recorded.preemptions > 0
     assert recorded.prefix_hits > 0
     assert recorded.accepted > 0
+    assert recorded.shortages > 0
 
 
 def test_a_session_runs_again_as_it_was(recorded: Recorded) -> None:

@@ -1,0 +1,131 @@
+"""A device whose memory runs out in a round: smaller rounds, the same texts, and nothing lost."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.errors import DeviceMemoryError
+from ssd_serve.kernels import sampling
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.interface import ForwardResult
+from ssd_serve.models.memory import within_memory
+from ssd_serve.verifier import engine as engine_module
+from ssd_serve.verifier import round as round_module
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.growing import Steps
+from ssd_serve.verifier.shortage import Shortage
+from tests.fakes import HELLO, Case, FakeModel, Output, make_core, make_engine, mixed_requests, run
+
+CHUNK = 32
+
+
+class Scarce(FakeModel):
+    """Has memory for so many rows at once."""
+
+    most_rows = 1_000_000
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        if batch.rows > self.most_rows:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {batch.rows} rows")
+        return super().forward(batch)
+
+
+def house(monkeypatch: pytest.MonkeyPatch, most_rows: int = 1_000_000) -> Engine:
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.fakes.FakeModel", Scarce)
+        engine, model = make_engine(Case(prefill_chunk=CHUNK, slots=1024, policy=lambda: Steps(3)))
+    assert isinstance(model, Scarce)
+    model.most_rows = most_rows
+    engine.drafters.connect(InlineChannel(make_core(Case()), HELLO), synchronous=True)
+    return engine
+
+
+def tokens(outputs: dict[int, Output]) -> dict[int, tuple[int, ...]]:
+    return {number: output.tokens for number, output in outputs.items()}
+
+
+def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[bool] = []
+    monkeypatch.setattr(engine_module, "release_memory", lambda: released.append(True))
+    submits = mixed_requests(8)
+    expected = tokens(run(house(monkeypatch), submits))
+    engine = house(monkeypatch, most_rows=24)
+    assert tokens(run(engine, submits)) == expected
+    assert engine.shortage.count == len(released) > 0
+    assert "rows" in engine.shortage.reason
+    assert engine.scheduler.prefix is not None
+    assert engine.scheduler.pool.used == engine.scheduler.prefix.size, "no slot is lost"
+
+
+def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    submits = mixed_requests(6)
+    expected = tokens(run(house(monkeypatch), submits))
+    engine, sample, calls = house(monkeypatch), sampling.sample, 0
+
+    def scarce(logits: torch.Tensor, *more: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls % 10 == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sample(logits, *more)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(round_module, "sample", scarce)
+    assert tokens(run(engine, submits)) == expected
+    assert engine.shortage.count > 3
+
+
+def test_where_less_is_too_much_too_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = house(monkeypatch, most_rows=0)
+    with pytest.raises(DeviceMemoryError, match="CUDA out of memory"):
+        run(engine, mixed_requests(1))
+
+
+def test_bounds_are_halved_and_come_back() -> None:
+    shortage = Shortage(CHUNK)
+    assert (shortage.chunk, shortage.nodes) == (CHUNK, None)
+    shortage.strike(30, "too little")
+    assert (shortage.chunk, shortage.nodes) == (15, 0)
+    shortage.strike(0, "too little")  # a round without prompts
+    assert (shortage.chunk, shortage.nodes) == (7, 0)
+    seen: list[tuple[int, int | None]] = []
+    for _ in range(1000):
+        shortage.passed()
+        if (shortage.chunk, shortage.nodes) not in seen:
+            seen.append((shortage.chunk, shortage.nodes))
+    assert seen[:4] == [(7, 0), (14, 8), (28, 16), (CHUNK, 32)]
+    assert seen[-1] == (CHUNK, None)
+    assert shortage.count == 2
+
+
+@given(st.lists(st.none() | st.integers(0, 50), max_size=30))
+def test_a_chunk_is_never_empty_and_never_too_large(events: list[int | None]) -> None:
+    shortage = Shortage(CHUNK)
+    for rows in events:
+        if rows is None:
+            shortage.passed()
+        else:
+            before = shortage.chunk
+            shortage.strike(rows, "")
+            assert shortage.chunk == max(1, min(before, rows or before) // 2)
+        assert 1 <= shortage.chunk <= CHUNK
+
+
+def test_what_was_made_before_memory_ran_out_is_gone_when_the_error_comes() -> None:
+    """Its frames would hold it: nothing could be freed for the next try."""
+    made: list[int] = []
+
+    class Activation:
+        def __del__(self) -> None:
+            made.append(1)
+
+    def compute() -> None:
+        activation = Activation()
+        assert activation is not None
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(DeviceMemoryError, match="CUDA out of memory") as caught:
+        within_memory(compute)
+    assert made == [1]
+    assert caught.value.__context__ is None
