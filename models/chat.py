@@ -12,10 +12,15 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd_serve.errors import CheckpointError, RequestError
 from ssd_serve.models.config import Json, read_json
+from ssd_serve.models.sandbox import BoundedEnvironment
+
+_MOST_SECONDS = 5.0
+_MOST_CHARACTERS = 16 * 2**20
+"""Twice what a request may hold."""
+_MOST_SAID = 500
 
 
 class _Generation(Extension):
@@ -31,31 +36,42 @@ class _Generation(Extension):
 class ChatTemplate:
     """One compiled template. `variables` are those that every rendering sees (`bos_token`, ...)."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        seconds: float = _MOST_SECONDS,
+        characters: int = _MOST_CHARACTERS,
+    ) -> None:
+        self._environment = BoundedEnvironment(
+            seconds,
+            characters,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
-        environment.filters["tojson"] = _to_json
+        self._environment.add_filter("tojson", _to_json)
         functions: dict[str, Callable[..., Any]] = {"raise_exception": _refuse, "strftime_now": _now}
-        environment.globals.update(functions)
+        self._environment.globals.update(functions)
         try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
+            self._code = self._environment.compiled(source)
+        except (TemplateError, RecursionError) as error:
             raise CheckpointError(f"the model's chat template is damaged: {error}") from error
         self._variables = dict(variables)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **allowed: Any
     ) -> str:
-        """The prompt of a conversation. What the template refuses is a `RequestError` on `messages`."""
+        """The prompt of a conversation. What the template refuses, or fails at, is a `RequestError` on
+        `messages`."""
         # Templates ask whether these are none, not only whether they are defined.
         values = {"tools": None, "documents": None, **self._variables, **allowed}
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **values
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            message = f"the model's chat template does not accept these messages: {error}"
+            return self._environment.rendered(self._code, values)
+        except Exception as error:  # whatever the model's author wrote, with whatever a client sent
+            said = str(error) or type(error).__name__
+            message = f"the model's chat template does not accept these messages: {said[:_MOST_SAID]}"
             raise RequestError(message, "messages") from error
 
 
