@@ -13,10 +13,14 @@ from fastapi import Request, Response
 from ssd_serve.server.auth import tenant_of
 from ssd_serve.server.generation import Ending, Output, Piece, Plan, Run
 from ssd_serve.server.naming import HEADER
+from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.replies import Head, speculation, usage
 from ssd_serve.server.service import Service
 from ssd_serve.server.streaming import DONE, EventStream, event, obfuscated, while_connected
 from ssd_serve.server.tenants import Tenant
+
+_SCORED_UNITS = 32
+"""Writing a token with its log-probabilities takes as long as some other work for so many tokens."""
 
 
 class Shape(Protocol):
@@ -130,10 +134,20 @@ async def _whole(visit: Visit) -> dict[str, object]:
             outputs[piece.choice].add(piece)
             visit.tenant.output(len(piece.tokens))
     endings = {i: output.ending for i, output in enumerate(outputs) if output.ending is not None}
+
+    def write() -> Steps[list[msgspec.Raw]]:
+        written: list[msgspec.Raw] = []
+        for i, output in enumerate(outputs):
+            written.append(msgspec.Raw(msgspec.json.encode(job.shape.whole(i, output))))
+            yield
+        return written
+
+    units = sum(len(output.tokens) + _SCORED_UNITS * len(output.logprobs) for output in outputs)
+    choices = await visit.service.off_loop.steps(units, write())
     return {
         **job.head.object(job.shape.whole_kind),
         "seed": job.head.seed,
-        "choices": [job.shape.whole(i, output) for i, output in enumerate(outputs)],
+        "choices": choices,
         "usage": visit.usage(sum(len(output.tokens) for output in outputs), endings),
         "metrics": _metrics(endings),
         **job.shape.extra(),

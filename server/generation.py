@@ -23,6 +23,8 @@ _LONGEST_END_S = 5.0
 """How long the figures of a choice that a stop string ended are waited for: about a round."""
 
 _DECODED_AT_ONCE = 32
+MOST_UNREAD = 1 << 18
+"""Numbers in reports that wait to be read, over all choices of a request: some ten megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,9 @@ class Run:
         self._salt = salt
         self._choices: list[_Choice] = []
         self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
+        self._unread = 0
+        self._behind = False
+        """Whoever reads takes less than comes, and more would have to be kept than may be."""
 
     async def __aenter__(self) -> "Run":
         choices = [_Choice(self._service, index, plan) for index, plan in enumerate(self._plans)]
@@ -214,7 +219,7 @@ class Run:
 
     def _submit(self, choice: _Choice, plan: Plan) -> None:
         def deliver(report: Report) -> None:
-            self._reports.put_nowait((choice, report))
+            self._deliver(choice, report)
 
         if choice.stopped:  # by what the client has: there is nothing to ask for
             self._reports.put_nowait((choice, None))
@@ -224,6 +229,18 @@ class Run:
             )
         choice.running = True
         self._choices.append(choice)
+
+    def _deliver(self, choice: _Choice, report: Report) -> None:
+        """Keep a report until it is read; of those that nobody reads only so much."""
+        if self._behind:
+            return
+        self._unread += _weight(report)
+        if self._unread > MOST_UNREAD:
+            self._behind = True
+            self._reports = asyncio.Queue()
+            for each in self._choices:
+                self._service.engine.abort(each.request)
+        self._reports.put_nowait((choice, report))
 
     def _abort(self, reason: str) -> None:
         for choice in self._choices:
@@ -235,6 +252,11 @@ class Run:
         """Pieces of all choices as they come; ends when every choice has ended."""
         while any(choice.running for choice in self._choices):
             choice, report = await self._reports.get()
+            if self._behind:
+                raise ApiError(
+                    408, "the client reads too slowly: too much output waits for it", code="slow_reader"
+                )
+            self._unread -= 0 if report is None else _weight(report)
             if not choice.running:
                 continue
             if isinstance(report, Committed):
@@ -257,6 +279,15 @@ class Run:
             self._service.engine.finish(choice.request)
             loop = asyncio.get_running_loop()
             loop.call_later(_LONGEST_END_S, self._reports.put_nowait, (choice, None))
+
+
+def _weight(report: Report) -> int:
+    """About how many numbers a report holds."""
+    if not isinstance(report, Committed):
+        return 1
+    scored = report.logprobs or report.prompt_logprobs
+    alternatives = len(scored[0].top) if scored else 0
+    return 1 + len(report.tokens) + (1 + alternatives) * (len(report.logprobs) + len(report.prompt_logprobs))
 
 
 def _failure(report: Finished | Refused | EngineDeadError) -> Exception:

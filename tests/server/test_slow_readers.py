@@ -1,0 +1,75 @@
+"""Who reads a stream more slowly than it comes: what waits is bounded, and the engine is freed."""
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from ssd_serve.messages import Abort
+from tests.server.fakes import say
+from tests.server.houses import open_house, post
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+HEADERS = [(b"content-type", b"application/json")]
+
+
+class StoppedReader:
+    """A client over ASGI that takes the beginning of an answer, and the rest only when it is told to."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body: bytes | None = json.dumps(body).encode()
+        self.go = asyncio.Event()
+        self.taken: list[bytes] = []
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is None:
+            await asyncio.Event().wait()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        self.taken.append(message.get("body", b""))
+        if len(self.taken) > 2:
+            await self.go.wait()
+
+
+def scope() -> dict[str, Any]:
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "headers": HEADERS,
+        "query_string": b"",
+        "root_path": "",
+        "server": None,
+    }
+
+
+async def test_a_choice_whose_reader_is_too_far_behind_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssd_serve.server.generation.MOST_UNREAD", 100)
+    async with open_house(lambda _: say("x" * 400, group=2)) as house:
+        reader = StoppedReader({"prompt": "a", "n": 3, "max_tokens": 400, "stream": True})
+        reading = asyncio.ensure_future(house.app(scope(), reader.receive, reader.send))
+        await asyncio.to_thread(house.engine.wait_for, lambda: len(house.engine.sent(Abort)) == 3)
+        assert house.client.active == 0
+        reader.go.set()
+        await reading
+        assert (await post(house, PATH, prompt="a", max_tokens=400))["choices"][0]["text"] == "x" * 400
+    said = b"".join(reader.taken)
+    assert b'"code":"slow_reader"' in said
+    assert b"[DONE]" not in said
+
+
+async def test_a_reader_who_stops_for_a_while_gets_everything() -> None:
+    async with open_house(lambda _: say("x" * 400, group=2)) as house:
+        reader = StoppedReader({"prompt": "a", "max_tokens": 400, "stream": True})
+        reading = asyncio.ensure_future(house.app(scope(), reader.receive, reader.send))
+        await asyncio.sleep(0.05)
+        reader.go.set()
+        await reading
+    events = [line.removeprefix("data: ") for line in b"".join(reader.taken).decode().split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == "x" * 400
