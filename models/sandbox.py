@@ -60,7 +60,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """A fresh budget; some constants are computed when a template is compiled."""
         self.budget = Budget(self._seconds, self._most_characters)
         self.filters = {name: self._bounded(name, work) for name, work in self._plain_filters.items()}
-        self.concat = self.joined_parts
 
     def add_filter(self, name: str, work: Callable[..., Any]) -> None:
         """Let templates use another filter."""
@@ -77,9 +76,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         mine = self.overlay()
         mine._allow()
         template = Template.from_code(mine, code, mine.make_globals(None))
-        return mine.joined_parts(template.generate(values))
+        return mine.concat(template.generate(values))
 
-    def joined_parts(self, parts: Iterable[str]) -> str:
+    def concat(self, parts: Iterable[str]) -> str:
         """The text of some parts, unless it is too long."""
         found: list[str] = []
         length = 0
@@ -91,7 +90,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def joined(self, *parts: object) -> str:
         """What the operator `~` gives."""
-        return self.joined_parts(map(str, parts))
+        return self.concat(map(str, parts))
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
         """What a loop goes over."""
