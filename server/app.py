@@ -1,12 +1,13 @@
 """The ASGI application: routes, errors and start-up put together. Everything it needs is passed in."""
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from ssd_serve import __version__
@@ -46,9 +47,11 @@ def create_app(
     limits: Limits | None = None,
     gate: Gate | None = None,
     others: OtherPages | None = None,
+    guards: Sequence[Middleware] = (),
 ) -> FastAPI:
     """Build the application. Its lifespan starts and stops the engine client. `others`: where this server is
-    one of several behind one address, what gets the metrics page of all of them."""
+    one of several behind one address, what gets the metrics page of all of them. `guards` are passed before
+    a key is asked for."""
     limits = limits or Limits()
     tenants = Tenants(settings)
     service = Service(
@@ -89,6 +92,8 @@ def create_app(
     app.add_middleware(
         Doorkeeper, tenants=tenants, metrics_key=settings.metrics_key, metrics_port=settings.metrics_port
     )
+    for guard in guards:
+        app.add_middleware(guard.cls, *guard.args, **guard.kwargs)
     app.add_middleware(NamedRequests)
     if settings.cors_origins:
         # Outside of the key: browsers ask for permission without one.

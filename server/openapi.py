@@ -40,9 +40,11 @@ _PROBLEMS = {
     408: "The body took too long to arrive.",
     413: "The body is larger than the server reads.",
     415: "The body is not announced as application/json.",
+    421: "The server may not be called by this name; its operator can allow it.",
     429: "The queue is full, or the key has used up what it may ask for in a minute.",
     500: "A fault of the server, or of its engine.",
-    503: "No token can be generated now; `code` says why: loading, restarting, shutting down, or dead.",
+    503: "No token can be generated now; `code` says why: loading, restarting, shutting down, dead, or "
+    "all connections are busy.",
 }
 _RETRY: Schema = {
     "Retry-After": {
@@ -87,7 +89,7 @@ class Operation:
     summary: str
     answer: type | str
     problems: Sequence[int] = ()
-    """Statuses besides 500, and 401 where a key is wanted: every path may answer with those."""
+    """Statuses besides 421, 500 and 503, and 401 where a key is wanted: every path may answer with those."""
     body: type[BaseModel] | None = None
     example: Mapping[str, object] | None = None
     chunk: type | None = None
@@ -98,13 +100,11 @@ class Operation:
     parameters: Sequence[Schema] = ()
 
 
-_BODY = (400, 404, 408, 413, 415, 429, 503)
+_BODY = (400, 404, 408, 413, 415, 429)
 _ASK = [{"role": "user", "content": "What is speculative decoding?"}]
 OPERATIONS: dict[str, Operation] = {
-    "/health": Operation("can a token be generated now?", answers.Health, (503,), open=True),
-    "/ping": Operation(
-        "the same as /health", answers.Health, (503,), open=True, methods=("get", "head", "post")
-    ),
+    "/health": Operation("can a token be generated now?", answers.Health, open=True),
+    "/ping": Operation("the same as /health", answers.Health, open=True, methods=("get", "head", "post")),
     "/v1/models": Operation("the served model", answers.ModelList),
     "/v1/models/{name}": Operation("one model", answers.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)),
     "/version": Operation("the version of the package", answers.Version),
@@ -163,7 +163,10 @@ class Doors:
         """Everything that a path may answer with besides 200."""
         locked = self.locks(path, told)
         only_for_some = locked and path == METRICS_PATH
-        return sorted({*told.problems, 500, *((401,) if locked else ()), *((403,) if only_for_some else ())})
+        every = {421, 500, 503}
+        return sorted(
+            {*told.problems, *every, *((401,) if locked else ()), *((403,) if only_for_some else ())}
+        )
 
 
 def describe(app: FastAPI, doors: Doors) -> None:

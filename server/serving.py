@@ -8,18 +8,20 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
 import uvicorn
+from starlette.middleware import Middleware
 
 from ssd_serve.descriptors import descriptor_limit
 from ssd_serve.server.app import create_app
 from ssd_serve.server.connections import Crowd, CrowdControl
 from ssd_serve.server.door import Door, most_connections, open_door
 from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.hosts import AllowedHosts
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import Gate
 from ssd_serve.server.tls import tls_context
@@ -161,15 +163,23 @@ class ServerThread:
 
 
 def build_server(
-    settings: Settings, engine_client: EngineClient, tokenizer: TextTokenizer, limits: Limits | None = None
+    settings: Settings,
+    engine_client: EngineClient,
+    tokenizer: TextTokenizer,
+    limits: Limits | None = None,
+    hosts: Collection[str] | None = None,
 ) -> HttpServer:
-    """The server, not yet running; its `stop` may be called from any thread."""
+    """The server, not yet running; its `stop` may be called from any thread. `hosts`: the only names that it
+    may be called by, beside loopback's."""
     limits = limits or Limits()
     gate = Gate()
     crowd = Crowd(most_connections(settings, descriptor_limit()))
-    app = create_app(settings, engine_client, tokenizer, limits, gate)
+    guards = [Middleware(CrowdControl, crowd=crowd)]
+    if hosts is not None:
+        guards.append(Middleware(AllowedHosts, allowed=hosts))
+    app = create_app(settings, engine_client, tokenizer, limits, gate, guards=guards)
     config = uvicorn.Config(
-        CrowdControl(app, crowd),
+        app,
         # Whatever other packages have brought: one parser of HTTP is tested.
         http="h11",
         # The process's own logging is set up by whoever started it.

@@ -14,6 +14,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import BackpressureConfig
+from starlette.middleware import Middleware
 
 from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.engines import RunningEngine
@@ -28,6 +29,7 @@ from ssd_serve.resolving import refuse_empty_keys, resolve, variable_name
 from ssd_serve.serve import ServingClient, ServingTokenizer
 from ssd_serve.server.app import create_app
 from ssd_serve.server.exposure import exposure_warnings
+from ssd_serve.server.hosts import AllowedHosts, allowed_hosts
 from ssd_serve.server.keys import read_keys
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
@@ -159,8 +161,15 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The same application as `ssd serve` has; Serve calls this after the constructor."""
+        # Only where they are named: the proxies' address is not known here.
+        hosts = allowed_hosts(self._settings, alone=False)
         self._app = create_app(
-            self._engine.settings, self._client, self._tokenizer, self._limits, others=self._all_pages
+            self._engine.settings,
+            self._client,
+            self._tokenizer,
+            self._limits,
+            others=self._all_pages,
+            guards=[] if hosts is None else [Middleware(AllowedHosts, allowed=hosts)],
         )
         return self._app
 

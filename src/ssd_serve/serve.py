@@ -36,6 +36,7 @@ from ssd_serve.server.banner import show_banner
 from ssd_serve.server.door import most_connections
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.exposure import exposure_warnings
+from ssd_serve.server.hosts import allowed_hosts
 from ssd_serve.server.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.tls import tls_context
 from ssd_serve.settings import Settings
@@ -129,9 +130,8 @@ def run_serve(settings: Settings) -> int:
     log = get_logger("server", settings.log_level, settings.log_format)
     carry_library_logs(log)
     before, descriptors = raise_descriptor_limit()
-    log.info(
-        "descriptors", limit=descriptors, before=before, connections=most_connections(settings, descriptors)
-    )
+    most = most_connections(settings, descriptors)
+    log.info("open files", limit=descriptors, before=before, connections=most)
     line = ProgressLine()
     tls_context(settings)  # wrong files are told before anything is done
     client, tokenizer = ServingClient(), ServingTokenizer()
@@ -146,7 +146,7 @@ def run_serve(settings: Settings) -> int:
         alone = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
         for warning in exposure_warnings(settings, alone):
             log.warning(warning, host=settings.host)
-        server = build_server(settings, client, tokenizer)
+        server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, alone))
         with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
             tokenizer.arrive(Tokenizer(found.target))

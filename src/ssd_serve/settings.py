@@ -52,6 +52,16 @@ def _origins(value: str) -> str:
     return ",".join(origins)
 
 
+def _hosts(value: str) -> str:
+    hosts = [host.strip().strip("[]").lower() for host in value.split(",")]
+    for host in hosts:
+        if host != "*" and not re.fullmatch(r"[a-z0-9_.-]+|[0-9a-f:.]*:[0-9a-f:.]*:[0-9a-f:.]*", host):
+            raise PydanticCustomError(
+                "host", "'{host}' is no host name; write e.g. llm.example.org, or * for all", {"host": host}
+            )
+    return ",".join(hosts)
+
+
 def _root_path(value: str) -> str:
     if not re.fullmatch(r"(/[^/\s?#]+)+", value):
         raise PydanticCustomError("root_path", "must begin with / and not end with it, e.g. /llm")
@@ -189,6 +199,11 @@ class Settings(BaseSettings):
         ge=1,
         description="connections of clients at once; idle ones make room for others, and where none is idle "
         "the answer is 503; empty: 4 x (SSD_MAX_RUNNING + SSD_MAX_WAITING) + 64, as far as descriptors reach",
+    )
+    allowed_hosts: Annotated[str, AfterValidator(_hosts)] | None = Field(
+        default=None,
+        description="names that this server may be called by beside localhost, with commas between, or * for "
+        "any; empty: any, but none without a key on loopback",
     )
     cors_origins: Annotated[str, AfterValidator(_origins)] | None = Field(
         default=None,

@@ -5,13 +5,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from starlette.middleware import Middleware
 
 from ssd_serve.server.app import create_app
 from ssd_serve.server.engine_client import EngineClient
@@ -44,6 +45,7 @@ async def open_house(
     *,
     ready: bool = True,
     tokenizer: TextTokenizer | None = None,
+    guards: Sequence[Middleware] = (),
 ) -> AsyncGenerator[House, None]:
     """The application in this process, its engine in a thread. Whatever it answers is in its document."""
     ours, theirs = channel_pair()
@@ -53,7 +55,7 @@ async def open_house(
     engine.start()
     client, gate = EngineClient(ours), Gate()
     settings = settings or Settings()
-    app = create_app(settings, client, tokenizer or ByteTokenizer(), limits, gate)
+    app = create_app(settings, client, tokenizer or ByteTokenizer(), limits, gate, guards=guards)
     contract = Contract(app, app, settings.root_path or "")
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=contract, raise_app_exceptions=False)

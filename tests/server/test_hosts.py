@@ -1,0 +1,87 @@
+"""A page whose name leads to this machine is refused; who calls the machine by its own name is not."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.middleware import Middleware
+
+from ssd_serve.errors import SettingsError
+from ssd_serve.resolving import resolve
+from ssd_serve.server.hosts import AllowedHosts, allowed_hosts, name_of
+from ssd_serve.settings import Settings
+from tests.server.fakes import say
+from tests.server.houses import open_house
+
+LOOPBACK = ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", "localhost."]
+STRANGE = [
+    "evil.example",
+    "localhost.evil.example:8000",
+    "127.0.0.1.evil.example",
+    "192.0.2.1",
+    "[2001:db8::1]:80",
+]
+
+pytestmark = pytest.mark.anyio
+
+
+async def statuses(settings: Settings, hosts: list[str], path: str = "/health") -> list[int]:
+    allowed = allowed_hosts(settings, alone=True)
+    assert allowed is not None
+    guards = [Middleware(AllowedHosts, allowed=allowed)]
+    async with open_house(lambda _: say("x"), settings, guards=guards) as house:
+        return [(await house.http.get(path, headers={"Host": host})).status_code for host in hosts]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+async def test_without_a_key_on_loopback_only_loopbacks_names_are_answered(path: str) -> None:
+    assert await statuses(Settings(), LOOPBACK, path) == [200] * len(LOOPBACK)
+    assert await statuses(Settings(), STRANGE, path) == [421] * len(STRANGE)
+
+
+async def test_other_names_can_be_allowed_beside_them() -> None:
+    settings = Settings(allowed_hosts="llm.example.org, 192.0.2.1")
+    assert await statuses(settings, ["LLM.example.org:443", "192.0.2.1", *LOOPBACK]) == [200] * (
+        2 + len(LOOPBACK)
+    )
+    assert await statuses(settings, ["evil.example"]) == [421]
+
+
+async def test_the_answer_says_what_to_do() -> None:
+    guards = [Middleware(AllowedHosts, allowed=frozenset[str]())]
+    async with open_house(lambda _: say("x"), guards=guards) as house:
+        error = (await house.http.get("/health", headers={"Host": "evil.example"})).json()["error"]
+    assert (error["code"], "SSD_ALLOWED_HOSTS" in error["message"]) == ("host_not_allowed", True)
+    assert "'evil.example'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "alone"),
+    [
+        (Settings(), False),
+        (Settings(api_key="sesame"), True),
+        (Settings(allowed_hosts="*"), True),
+    ],
+)
+async def test_with_a_key_or_for_others_or_where_all_are_allowed_any_name_will_do(
+    settings: Settings, alone: bool
+) -> None:
+    assert allowed_hosts(settings, alone) is None
+
+
+@pytest.mark.parametrize("value", ["https://a.example", "a.example:80", "a b", ","])
+async def test_what_is_no_name_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_ALLOWED_HOSTS", value)
+    with pytest.raises(SettingsError, match="is no host name"):
+        resolve({})
+
+
+def _ports() -> Iterator[str]:
+    yield from ("", ":", ":80", ":65535")
+
+
+@given(host=st.from_regex(r"[a-z0-9.-]{1,20}[a-z0-9]", fullmatch=True), port=st.sampled_from([*_ports()]))
+def test_ports_and_brackets_are_no_part_of_a_name(host: str, port: str) -> None:
+    assert name_of(host.upper() + port) == host
+    assert name_of(f"[{host}]{port}") == host
