@@ -9,7 +9,8 @@ from ssd_serve.cluster.channel import SocketChannel
 from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.placement import Placement
-from ssd_serve.devices import Machine, gpu_driver_loaded, this_machine
+from ssd_serve.devices import Machine, this_machine
+from ssd_serve.errors import NoGpuError
 from ssd_serve.logs import Logger
 from ssd_serve.settings import Settings
 
@@ -74,18 +75,20 @@ def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "r
     return "ray" if machine.gpus > 1 and importlib.util.find_spec("ray") is not None else "local"
 
 
-def misses_gpus(settings: Settings, machine: Machine, driver_loaded: bool) -> bool:
-    """Whether cores of this machine compute although nobody has named them, and there is a GPU."""
+def usable_machine(settings: Settings, machine: Machine | None = None) -> Machine:
+    """This machine. Raises `NoGpuError` where cores would compute although there is a GPU, and nobody has
+    said that they are meant."""
+    machine = machine if machine is not None else this_machine()
     named = settings.target_device or settings.ray_address
-    return driver_loaded and not machine.gpus and named is None
+    if machine.trouble and named is None and not settings.allow_cpu:
+        raise NoGpuError(f"{machine.trouble}; or let cores compute with SSD_ALLOW_CPU=1")
+    return machine
 
 
 @contextmanager
-def start_engine(settings: Settings, log: Logger) -> Generator[RunningEngine]:
-    """Start an engine for the length of a `with` block."""
-    machine = this_machine()
-    if misses_gpus(settings, machine, gpu_driver_loaded()):
-        log.warning("torch can use no GPU, though a driver is loaded: cores compute; `ssd doctor` says why")
+def start_engine(settings: Settings, log: Logger, machine: Machine | None = None) -> Generator[RunningEngine]:
+    """Start an engine for the length of a `with` block. `machine`: as `usable_machine` found it before."""
+    machine = machine if machine is not None else usable_machine(settings)
     if chosen_launcher(settings, machine) == "local":
         with local_engine(settings, log, machine=machine) as engine:
             yield engine

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,12 @@ from typing import Literal
 from ssd_serve.errors import SettingsError
 
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-_COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+_NVIDIA, _AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
+_ASK_TORCH = (
+    "import torch; "
+    "print(torch.cuda.device_count(), torch.__version__, torch.version.hip or '-', torch.version.cuda or '-')"
+)
+_LONGEST_ANSWER_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Machine:
 
     cores: tuple[int, ...]
     gpus: int
+    trouble: str = ""
+    """Why torch can use no GPU although a driver is loaded, and what to do about it; empty: no such thing."""
 
 
 def parse_device(text: str) -> Device:
@@ -76,9 +83,13 @@ def parse_device(text: str) -> Device:
     return Device("cpu", tuple(sorted(indices)))
 
 
-def this_machine() -> Machine:
-    """Cores that this process may run on, and GPUs that torch can use."""
-    return Machine(_available_cores(), _count_gpus())
+def this_machine(nvidia: Path = _NVIDIA, amd: Path = _AMD, python: str = sys.executable) -> Machine:
+    """Cores that this process may run on, and GPUs that torch can use. Where no driver has made its file,
+    torch is not asked: importing it takes seconds."""
+    drivers = {"NVIDIA": nvidia, "AMD": amd}
+    loaded = {vendor: path for vendor, path in drivers.items() if path.exists()}
+    gpus, trouble = _ask_torch(loaded, python) if loaded else (0, "")
+    return Machine(_available_cores(), gpus, trouble)
 
 
 def check_device(device: Device, machine: Machine, setting: str) -> None:
@@ -124,19 +135,35 @@ def _available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def gpu_driver_loaded() -> bool:
-    """Whether there is a GPU, be it one that torch can use or not."""
-    return any(path.exists() for path in _DRIVERS)
-
-
-def _count_gpus() -> int:
-    """Ask torch only where a GPU driver is loaded: importing it takes seconds."""
-    if not gpu_driver_loaded():
-        return 0
-    answer = subprocess.run(
-        [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=120, check=False
-    )
-    return int(answer.stdout) if answer.returncode == 0 and answer.stdout.strip().isdigit() else 0
+def _ask_torch(drivers: Mapping[str, Path], python: str) -> tuple[int, str]:
+    """How many GPUs torch can use, or what is wrong."""
+    where = " and ".join(f"an {vendor} GPU ({path})" for vendor, path in drivers.items())
+    try:
+        answer = subprocess.run(
+            [python, "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST_ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 0, f"there is {where}, but torch says nothing of it for {_LONGEST_ANSWER_S} s: a driver hangs"
+    words = (answer.stdout.splitlines() or [""])[-1].split()
+    if answer.returncode or len(words) != 4:
+        why = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        return 0, f"there is {where}, but torch cannot be asked for it: {why}"
+    count, version, hip, cuda = int(words[0]), words[1], words[2] != "-", words[3]
+    if count:
+        return count, ""
+    built = "ROCm" if hip else "CPUs" if cuda == "-" else f"CUDA {cuda}"
+    fits = hip if "AMD" in drivers else not hip and cuda != "-"
+    advice = {
+        ("AMD", True): "join the groups of /dev/kfd and /dev/dri, and let HIP_VISIBLE_DEVICES hide none",
+        ("AMD", False): "run ./setup_rocm.sh with a Python that has AMD's torch, then what it prints",
+        ("NVIDIA", True): f"nvidia-smi must show CUDA {cuda} or newer, and CUDA_VISIBLE_DEVICES hide none",
+        ("NVIDIA", False): "install a torch that is built for CUDA",
+    }[("AMD" if "AMD" in drivers else "NVIDIA", fits)]
+    return 0, f"there is {where}, but torch {version}, built for {built}, can use none: {advice}"
 
 
 def _as_ranges(indices: tuple[int, ...]) -> str:

@@ -16,7 +16,7 @@ from ssd_serve.cluster.listener import check_address
 from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.worker import leave_worker
 from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
-from ssd_serve.errors import DeviceHangError, SettingsError
+from ssd_serve.errors import DeviceHangError, NoGpuError, SettingsError
 from ssd_serve.flags import Commands, add_settings_flags, given_flags
 from ssd_serve.resolving import resolve
 from ssd_serve.settings import Mode, Settings
@@ -82,6 +82,8 @@ def _drafting(settings: Settings) -> Settings:
     if len(settings.draft_models) > 1 or settings.drafters not in (None, 0, 1):
         raise SettingsError("`ssd draft` is one drafter with one draft model: start it once for each")
     machine = this_machine()
+    if machine.trouble and settings.draft_device is None and not settings.allow_cpu:
+        raise NoGpuError(f"{machine.trouble}; or let cores compute with SSD_ALLOW_CPU=1")
     device = Device("cuda", (0,)) if machine.gpus else Device("cpu", machine.cores)
     if settings.draft_device is not None:
         device = parse_device(settings.draft_device)

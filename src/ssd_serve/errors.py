@@ -57,6 +57,12 @@ class PairMismatchError(UserError):
     exit_code = 8
 
 
+class NoGpuError(UserError):
+    """There is a GPU that torch cannot use, and nobody has said that cores shall compute."""
+
+    exit_code = 9
+
+
 class RecordingError(UserError):
     """A recorded session is missing, damaged, of another version or of another model."""
 

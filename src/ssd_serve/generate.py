@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ssd_serve.cluster.channel import Channel
-from ssd_serve.cluster.engines import RunningEngine, start_engine
+from ssd_serve.cluster.engines import RunningEngine, start_engine, usable_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import get_logger
@@ -151,10 +151,11 @@ def run_generate(settings: Settings, wish: Wish, *, as_json: bool) -> int:
         settings = settings.model_copy(update={"log_level": "warning"})
     line = ProgressLine()
     log = get_logger("generate", settings.log_level, settings.log_format)
+    machine = usable_machine(settings)
     found = find_models(settings, line.show, log.warning)
     tokenizer = Tokenizer(found.target)
     line.show("starting")
-    with start_engine(found.settings, log) as engine:
+    with start_engine(found.settings, log, machine) as engine:
         channel = engine.connect()
         ready = await_ready(engine, channel, line.show)
         line.clear()

@@ -22,7 +22,7 @@ import setproctitle
 from rich.console import Console
 
 from ssd_serve.cluster.channel import Channel
-from ssd_serve.cluster.engines import RunningEngine, start_engine
+from ssd_serve.cluster.engines import RunningEngine, start_engine, usable_machine
 from ssd_serve.descriptors import raise_descriptor_limit
 from ssd_serve.devices import pin_cores
 from ssd_serve.errors import EngineDeadError
@@ -134,6 +134,7 @@ def run_serve(settings: Settings) -> int:
     log.info("open files", limit=descriptors, before=before, connections=most)
     line = ProgressLine()
     tls_context(settings)  # wrong files are told before anything is done
+    machine = usable_machine(settings)
     client, tokenizer = ServingClient(), ServingTokenizer()
 
     def tell(text: str) -> None:
@@ -151,7 +152,7 @@ def run_serve(settings: Settings) -> int:
             found = find_models(settings, tell, log.warning)
             tokenizer.arrive(Tokenizer(found.target))
             tell("starting")
-            with start_engine(found.settings, log) as engine:
+            with start_engine(found.settings, log, machine) as engine:
                 # After the workers: they would inherit the binding.
                 answering.call(partial(pin_cores, engine.placement.front_end))
                 pin_cores(engine.placement.front_end)

@@ -139,6 +139,9 @@ class Settings(BaseSettings):
         description="address at which drafters of other places join, e.g. tcp://127.0.0.1:4711 "
         "(`ssd draft --connect`); empty: none",
     )
+    allow_cpu: bool = Field(
+        default=False, description="let cores compute on a machine with a GPU that torch cannot use"
+    )
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
         description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "

@@ -6,10 +6,10 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from ssd_serve.cluster.engines import chosen_launcher, misses_gpus
+from ssd_serve.cluster.engines import chosen_launcher, usable_machine
 from ssd_serve.cluster.ray_cluster import ray_cluster
 from ssd_serve.devices import Machine
-from ssd_serve.errors import SettingsError
+from ssd_serve.errors import NoGpuError, SettingsError
 from ssd_serve.resolving import resolve
 from ssd_serve.settings import Settings
 
@@ -46,13 +46,19 @@ def test_several_gpus_without_ray_are_for_the_local_launcher(monkeypatch: pytest
     assert chosen(Settings(), 8) == "local"
 
 
-def test_a_gpu_that_torch_cannot_use_is_missed_unless_cores_are_named() -> None:
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_cores_are_meant() -> None:
     """As with a torch for CPUs on a machine with GPUs."""
-    without, with_one = Machine((0, 1), 0), Machine((0, 1), 1)
-    assert misses_gpus(Settings(), without, driver_loaded=True)
-    assert not misses_gpus(Settings(target_device="cpu:0"), without, driver_loaded=True)
-    assert not misses_gpus(Settings(), with_one, driver_loaded=True)
-    assert not misses_gpus(Settings(), without, driver_loaded=False)
+    troubled = Machine((0, 1), 0, "torch cannot use it: do this")
+    with pytest.raises(NoGpuError, match=r"do this; or let cores compute with SSD_ALLOW_CPU=1") as caught:
+        usable_machine(Settings(), troubled)
+    assert caught.value.exit_code == 9
+    with pytest.raises(NoGpuError):
+        usable_machine(Settings(draft_device="cpu:0"), troubled)
+    meant = Settings(allow_cpu=True), Settings(target_device="cpu:0"), Settings(ray_address="auto")
+    for settings in meant:
+        assert usable_machine(settings, troubled) == troubled
+    for machine in (Machine((0, 1), 1), Machine((0, 1), 0)):
+        assert usable_machine(Settings(), machine) == machine
 
 
 def test_rays_own_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
