@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd_serve.cluster.ray_placement import RayNode, node_of
+from ssd_serve.cluster.ray_token import prepare_token
 from ssd_serve.cluster.role_secrets import hidden_secrets
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError, in_a_line
@@ -69,6 +70,7 @@ class RayCluster:
 def ray_cluster(settings: Settings) -> Generator[RayCluster]:
     """Join for the length of a `with` block; a connection that is there already is used, and stays."""
     visible_gpus()  # where it is contradictory, nobody's devices would be the right ones
+    prepare_token(os.environ, joining=bool(settings.ray_address))
     ray = _import_ray()
     if ray.is_initialized():
         yield RayCluster(ray)
@@ -80,8 +82,11 @@ def ray_cluster(settings: Settings) -> Generator[RayCluster]:
             with _own_signals(), hidden_secrets():
                 ray.init(namespace=NAMESPACE, configure_logging=False, log_to_driver=True, **options)
         except Exception as error:
-            where = f"at {settings.ray_address}" if settings.ray_address else "on this machine"
-            raise SettingsError(f"Ray {where} cannot be used: {in_a_line(error)}") from error
+            where, advice = "on this machine", ""
+            if settings.ray_address:
+                where = f"at {settings.ray_address}"
+                advice = " (where it asks for a token, set RAY_AUTH_TOKEN to it here too)"
+            raise SettingsError(f"Ray {where} cannot be used: {in_a_line(error)}{advice}") from error
         yield RayCluster(ray)
 
 

@@ -19,6 +19,7 @@ from ssd_serve.cluster.placement import resolved
 from ssd_serve.cluster.process import WorkerPlan
 from ssd_serve.cluster.ray_cluster import RayCluster, ray_cluster
 from ssd_serve.cluster.ray_placement import STRATEGY, RayPlacement, check_gpus_are_known, ray_place
+from ssd_serve.cluster.ray_token import warn_of_strangers
 from ssd_serve.cluster.ray_workers import LONGEST_SILENCE_S, Crew, PingWatch, told
 from ssd_serve.cluster.supervised import SupervisedEngine
 from ssd_serve.cluster.supervisor import Supervisor
@@ -114,6 +115,7 @@ def ray_engine(
     """Start an engine for the length of a `with` block, in the cluster that is named or one of its own. For
     `place_s` seconds it waits for devices that others use."""
     with ray_cluster(settings) as cluster:
+        warn_of_strangers(cluster.ray, log)
         nodes = cluster.nodes
         check_gpus_are_known(settings, nodes, lambda: this_machine().gpus)
         decision = ray_place(settings, nodes)

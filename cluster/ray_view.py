@@ -4,11 +4,14 @@ Without an address Ray starts a node for it, for some seconds. Knows names of Ra
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from ssd_serve.cluster.ray_token import prepare_token
+from ssd_serve.settings import RAY_VARIABLE
 from ssd_serve.trying import tried
 
 _TIMEOUT_S = 60.0
@@ -43,6 +46,7 @@ def ray_view(timeout_s: float = _TIMEOUT_S, program: Sequence[str] = _PROGRAM) -
 
 def main() -> int:
     """Print Ray's resources as JSON."""
+    prepare_token(os.environ, joining=RAY_VARIABLE in os.environ)
     import ray
 
     ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)

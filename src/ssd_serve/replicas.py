@@ -20,6 +20,7 @@ from ssd_serve.cluster.deaths import WorkerDiedError
 from ssd_serve.cluster.engines import RunningEngine
 from ssd_serve.cluster.launcher import local_engine
 from ssd_serve.cluster.ray_launcher import ray_engine
+from ssd_serve.cluster.ray_token import warn_of_strangers
 from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
@@ -200,6 +201,7 @@ class Replica:
         self._tokenizer.arrive(Tokenizer(found.target))
         if self._settings.launcher == "ray":
             return self._parts.enter_context(ray_engine(found.settings, self._log, place_s=_PLACE_S))
+        warn_of_strangers(ray, self._log)
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
         machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
         return self._parts.enter_context(local_engine(found.settings, self._log, machine=machine))

@@ -1,0 +1,103 @@
+"""Ray's token: set before Ray is imported, never in place of the user's; a Ray without one is told of."""
+
+import socket
+import sys
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from io import StringIO
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ssd_serve.cluster.ray_token import answers_strangers, prepare_token, warn_of_strangers
+from ssd_serve.logs import Logger
+
+grpc: Any = pytest.importorskip("grpc")
+TOKEN = "what the user chose"
+
+
+@pytest.fixture(autouse=True)
+def ray_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+
+
+def prepared(given: dict[str, str], *, joining: bool) -> dict[str, str]:
+    environment = dict(given)
+    prepare_token(environment, joining=joining)
+    return environment
+
+
+def test_a_ray_of_ones_own_has_a_token_that_nobody_else_knows() -> None:
+    first, second = prepared({}, joining=False), prepared({}, joining=False)
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+
+
+@pytest.mark.parametrize("joining", [False, True])
+@pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_that_the_user_has_is_shown(name: str, joining: bool) -> None:
+    assert prepared({name: TOKEN}, joining=joining) == {name: TOKEN, "RAY_AUTH_MODE": "token"}
+
+
+def test_without_a_token_another_ray_is_joined_as_ray_does() -> None:
+    assert prepared({}, joining=True) == {}
+
+
+@pytest.mark.parametrize("joining", [False, True])
+def test_who_switches_tokens_off_means_it(joining: bool) -> None:
+    assert prepared({"RAY_AUTH_MODE": "disabled"}, joining=joining) == {"RAY_AUTH_MODE": "disabled"}
+
+
+def test_a_ray_that_is_imported_has_read_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    assert prepared({}, joining=False) == {}
+
+
+@contextmanager
+def directory(*, asks_for_token: bool) -> Generator[str]:
+    """Something that answers as Ray's directory does."""
+
+    def answer(_request: bytes, context: Any) -> bytes:
+        if asks_for_token:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b""
+
+    handlers = {"CheckAlive": grpc.unary_unary_rpc_method_handler(answer)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers)]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def warned(address: str) -> str:
+    out = StringIO()
+    context = SimpleNamespace(gcs_address=address)
+    warn_of_strangers(SimpleNamespace(get_runtime_context=lambda: context), Logger("server", stream=out))
+    return out.getvalue()
+
+
+def test_a_ray_that_answers_strangers_is_warned_of_with_what_to_do() -> None:
+    with directory(asks_for_token=False) as address:
+        assert answers_strangers(address)
+        assert "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN" in warned(address)
+
+
+def test_a_ray_that_asks_for_a_token_is_nothing_to_talk_about() -> None:
+    with directory(asks_for_token=True) as address:
+        assert not answers_strangers(address)
+        assert warned(address) == ""
+
+
+def test_an_address_where_nobody_answers_is_no_warning() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert warned(address) == ""
