@@ -3,8 +3,8 @@
 Knows the shapes of values that people type, not what the server does with them.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    WithJsonSchema,
 )
 from pydantic import Strict as Strictness
 from pydantic_core import PydanticCustomError
@@ -47,6 +48,11 @@ class Strict(BaseModel):
     """Fields that may hold more token ids than pydantic should see, and the least that each list has."""
 
 
+def only_where(field: str, harmless: Sequence[object], needs: Mapping[str, object]) -> dict[str, Any]:
+    """For the document: `field` has one of the `harmless` values, or the other fields are as `needs` says."""
+    return {field: {"anyOf": [{"properties": {field: {"enum": list(harmless)}}}, dict(needs)]}}
+
+
 def not_built(*harmless: object) -> BeforeValidator:
     """A known field that this server cannot honour: only absent, null or a `harmless` value passes."""
 
@@ -55,7 +61,23 @@ def not_built(*harmless: object) -> BeforeValidator:
             return value
         raise PydanticCustomError("not_built", "not built in this server; leave this field out")
 
-    return BeforeValidator(check)
+    return BeforeValidator(check, json_schema_input_type=_one_of(None, *harmless))
+
+
+_JSON_TYPES: dict[type[Any], str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+}
+
+
+def _one_of(*values: object) -> Any:
+    """A type that the document describes as one of these values."""
+    types = dict.fromkeys(_JSON_TYPES[type(value)] for value in values)
+    return Annotated[object, WithJsonSchema({"type": list(types), "enum": list(values)})]
 
 
 NotBuilt = Annotated[object, not_built()]
@@ -112,7 +134,11 @@ def _temperature(value: float) -> float:
     return value
 
 
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_temperature)]
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=100, json_schema_extra={"anyOf": [{"const": 0}, {"minimum": LEAST_TEMPERATURE}]}),
+    AfterValidator(_temperature),
+]
 """Between 0 and `LEAST_TEMPERATURE` a division by it would overflow."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -130,7 +156,12 @@ TokenIds = Annotated[SomeTokenIds, AfterValidator(_not_empty), Field(json_schema
 StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]
 BadWords = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+    list[
+        Annotated[
+            str,
+            Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS, json_schema_extra={"pattern": r"\S"}),
+        ]
+    ],
     Field(fail_fast=True, max_length=MAX_BAD_WORDS),
 ]
 
@@ -147,7 +178,9 @@ def _few_biases(value: object) -> object:
 LogitBias = Annotated[
     # The names of a JSON object are always strings, so these are read as numbers.
     dict[Annotated[TokenId, Strictness(False)], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_LOGIT_BIAS),
+    Field(
+        max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
+    ),
     BeforeValidator(_few_biases),
 ]
 
@@ -173,9 +206,11 @@ def _prompt_shape(value: object) -> str | None:
 
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(max_length=MAX_PROMPTS), Tag("<texts>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("<id lists>")],
+    | Annotated[
+        list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("<id lists>")
+    ],
     Discriminator(
         _prompt_shape,
         custom_error_type="prompt_type",

@@ -6,7 +6,7 @@ vocabulary, its context) are told in words, with the answer 400.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -98,6 +98,8 @@ class Operation:
     """Needs no key."""
     methods: Sequence[str] = ("get", "head")
     parameters: Sequence[Schema] = ()
+    links: Schema = field(default_factory=dict[str, Any])
+    """What a success is good for elsewhere."""
 
 
 _BODY = (400, 404, 408, 413, 415, 429)
@@ -105,7 +107,13 @@ _ASK = [{"role": "user", "content": "What is speculative decoding?"}]
 OPERATIONS: dict[str, Operation] = {
     "/health": Operation("can a token be generated now?", answers.Health, open=True),
     "/ping": Operation("the same as /health", answers.Health, open=True, methods=("get", "head", "post")),
-    "/v1/models": Operation("the served model", answers.ModelList),
+    "/v1/models": Operation(
+        "the served model",
+        answers.ModelList,
+        links={
+            "card": {"operationId": "get_v1_models_name", "parameters": {"name": "$response.body#/data/0/id"}}
+        },
+    ),
     "/v1/models/{name}": Operation("one model", answers.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)),
     "/version": Operation("the version of the package", answers.Version),
     "/load": Operation("requests in flight", answers.Load),
@@ -136,6 +144,12 @@ OPERATIONS: dict[str, Operation] = {
         protocol.TokenizeRequest,
         {"prompt": "Once upon a time"},
         methods=("post",),
+        links={
+            "text": {
+                "operationId": "post_detokenize",
+                "requestBody": {"tokens": "$response.body#/tokens"},
+            }
+        },
     ),
     "/detokenize": Operation(
         "the text of token ids",
@@ -163,10 +177,8 @@ class Doors:
         """Everything that a path may answer with besides 200."""
         locked = self.locks(path, told)
         only_for_some = locked and path == METRICS_PATH
-        every = {421, 500, 503}
-        return sorted(
-            {*told.problems, *every, *((401,) if locked else ()), *((403,) if only_for_some else ())}
-        )
+        anywhere = (421, 500, 503, *((401,) if locked else ()), *((403,) if only_for_some else ()))
+        return sorted({*told.problems, *anywhere})
 
 
 def describe(app: FastAPI, doors: Doors) -> None:
@@ -227,6 +239,7 @@ def _operation(
                 "description": "Success.",
                 "headers": {HEADER: _NAME_HEADER, **(_LIMITS if told.body else {})},
                 "content": _content(told, references),
+                **({"links": told.links} if told.links and method != "head" else {}),
             },
             **{str(each): {"$ref": f"#/components/responses/{each}"} for each in doors.problems(path, told)},
         },

@@ -7,7 +7,7 @@ Unknown fields are errors. Ranges that need the model (vocabulary, context) are 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ssd_serve.server.fields import (
     AllowedTokenIds,
@@ -27,6 +27,7 @@ from ssd_serve.server.fields import (
     Temperature,
     TokenIds,
     not_built,
+    only_where,
 )
 from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
 
@@ -49,6 +50,20 @@ class TextFormat(Strict):
     """The one response format that is built."""
 
     type: Literal["text"]
+
+
+_STREAMED = {"properties": {"stream": {"const": True}}, "required": ["stream"]}
+_SEEDED = {"properties": {"seed": {"type": "integer"}}, "required": ["seed"]}
+_FRESH: dict[str, object] = {"properties": {"generated_token_ids": {"enum": [None, []]}}}
+_RULES = {
+    **only_where("stream_options", [None], _STREAMED),
+    **only_where("generated_token_ids", [None, []], _SEEDED),
+}
+"""Of fields that go together; they are checked where they are used."""
+_SCORED_OR_STREAMED = [
+    {"properties": {"logprobs": {"enum": [None]}}},
+    {"properties": {"stream": {"enum": [None, False]}}},
+]
 
 
 class GenerationRequest(Strict):
@@ -128,6 +143,14 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "dependentSchemas": {
+                **_RULES,
+                **only_where("echo", [None, False], {**_FRESH, "anyOf": _SCORED_OR_STREAMED}),
+            }
+        }
+    )
     long_lists: ClassVar[Mapping[str, int]] = {"prompt": 1, "generated_token_ids": 0}
 
     prompt: Prompt
@@ -172,6 +195,18 @@ class ChatTemplateOptions(Strict):
 class ChatRequest(GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "dependentSchemas": {
+                **_RULES,
+                **only_where(
+                    "top_logprobs",
+                    [None, 0],
+                    {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
+                ),
+            }
+        }
+    )
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(
         None, ge=1, le=2**31 - 1, description="newer name of max_tokens"
@@ -209,6 +244,15 @@ class ChatRequest(GenerationRequest):
 
 class TokenizeRequest(Strict):
     """Body of `/tokenize`: a text or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}, "required": [one]}
+                for one, other in (("prompt", "messages"), ("messages", "prompt"))
+            ]
+        }
+    )
 
     model: str | None = None
     prompt: str | None = None

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,10 +29,10 @@ class _Answer:
 class Contract:
     """ASGI middleware for tests. `broken` tells what the document does not allow."""
 
-    def __init__(self, app: ASGIApp, described: FastAPI, root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, document: dict[str, Any], root_path: str | None) -> None:
         self._app = app
-        self._described = described
-        self._root = root_path
+        self._document = strict(document)
+        self._root = root_path or ""
         self.broken: list[str] = []
         self.seen: set[tuple[str, str, int, str]] = set()
         """Path, method, status and content type of every answer."""
@@ -65,7 +64,7 @@ class Contract:
             self.broken.append(f"{request}: {error!r}")
 
     def _check(self, method: str, path: str, answer: _Answer) -> Iterator[str]:
-        document = strict(self._described.openapi())
+        document = self._document
         template = next((each for each in document["paths"] if _fits(each, path)), None)
         operation = document["paths"].get(template, {}).get(method.lower())
         content_type = answer.headers.get("content-type", "").partition(";")[0]

@@ -56,7 +56,7 @@ async def open_house(
     client, gate = EngineClient(ours), Gate()
     settings = settings or Settings()
     app = create_app(settings, client, tokenizer or ByteTokenizer(), limits, gate, guards=guards)
-    contract = Contract(app, app, settings.root_path or "")
+    contract = Contract(app, app.openapi(), settings.root_path)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=contract, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://house") as http:
@@ -75,6 +75,7 @@ class Address:
     engine: FakeEngine
     stop: Callable[[], None]
     stopped: threading.Event
+    contract: Contract
 
 
 @contextmanager
@@ -100,7 +101,7 @@ def open_server(
     server = build_server(settings, EngineClient(ours), ByteTokenizer(), limits)
     app = server.config.app
     assert isinstance(app, FastAPI)
-    contract = server.config.app = Contract(app, app, settings.root_path or "")
+    contract = server.config.app = Contract(app, app.openapi(), settings.root_path)
     stopped = threading.Event()
 
     def live() -> None:
@@ -112,7 +113,7 @@ def open_server(
     url = f"{'http' if settings.tls_key is None else 'https'}://127.0.0.1:{port}"
     try:
         wait_until_healthy(url, 200 if ready else 503)
-        yield Address(url, engine, server.stop, stopped)
+        yield Address(url, engine, server.stop, stopped, contract)
     finally:
         server.stop()
         thread.join(PATIENCE_S)
