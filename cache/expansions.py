@@ -2,18 +2,25 @@
 
 An expanded node is named by its parent and the token that leads to it, so that a receiver can find it among
 candidates that nobody has looked at yet. Most of what comes is never looked at: a receiver checks a whole
-message at once, and reads the candidates of a node when it wants them. Knows messages and buffers, not trees.
+message at once, and reads the candidates of a node when it wants them. What is kept of a message is never
+much more than the candidates that are kept. Knows messages and buffers, not trees.
 """
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Growth
 from ssd_serve.seeds import mix
 
+MOST_CANDIDATES = 65_536
+"""Of one message: a snapshot of the largest tree that a setting allows."""
+_SHARED_BYTES = 2048
+"""An expansion that is kept keeps so much of its message, which costs less than a copy of its part."""
 ROOT_STEP = -1
 """Stands for the token of a root, which is named itself."""
 
@@ -35,12 +42,20 @@ class Packed(NamedTuple):
     step: int
     size: int
     start: int
-    growth: Growth
+    tokens: bytes
+    log_probabilities: bytes
 
     def read(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The candidates, best first, and their conditional log-probabilities."""
-        tokens = struct.unpack_from(f"<{self.size}i", self.growth.tokens, 4 * self.start)
-        return tokens, struct.unpack_from(f"<{self.size}f", self.growth.log_probabilities, 4 * self.start)
+        tokens = struct.unpack_from(f"<{self.size}i", self.tokens, 4 * self.start)
+        return tokens, struct.unpack_from(f"<{self.size}f", self.log_probabilities, 4 * self.start)
+
+    def alone(self) -> "Packed":
+        """The same, without the rest of its message."""
+        part = slice(4 * self.start, 4 * (self.start + self.size))
+        return self._replace(
+            start=0, tokens=self.tokens[part], log_probabilities=self.log_probabilities[part]
+        )
 
 
 def pack(
@@ -65,26 +80,36 @@ def pack(
 
 
 def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
-    """The expansions of a message, or None when its buffers do not fit each other or name impossible
-    tokens."""
+    """The expansions of a message, or None when it names tokens that the target does not have.
+
+    Raises `ProtocolError` for what no drafter says: buffers that do not fit each other, nodes without
+    candidates, more candidates than a tree can have, log-probabilities that are no numbers.
+    """
     count, edges = len(growth.parents) // 8, len(growth.tokens) // 4
     sizes = (len(growth.parents), len(growth.steps), len(growth.counts))
     if sizes != (8 * count, 4 * count, 2 * count):
-        return None
+        raise ProtocolError("the buffers of a growth message do not fit each other")
     if (len(growth.tokens), len(growth.log_probabilities)) != (4 * edges, 4 * edges):
-        return None
+        raise ProtocolError("the candidates of a growth message do not fit each other")
+    if max(count, edges) > MOST_CANDIDATES:
+        raise ProtocolError(f"a growth message brings more than {MOST_CANDIDATES} candidates")
     counts = struct.unpack(f"<{count}H", growth.counts)
-    # As unsigned numbers, negative tokens are too large.
-    if sum(counts) != edges or (edges and np.frombuffer(growth.tokens, "<u4").max() >= vocabulary):
-        return None
+    if sum(counts) != edges or 0 in counts:
+        raise ProtocolError("a growth message expands nodes without candidates")
     if not np.isfinite(np.frombuffer(growth.log_probabilities, "<f4")).all():
+        raise ProtocolError("a growth message has log-probabilities that are no numbers")
+    # As unsigned numbers, negative tokens are too large.
+    if edges and np.frombuffer(growth.tokens, "<u4").max() >= vocabulary:
         return None
     parents = struct.unpack(f"<{count}Q", growth.parents)
     steps = struct.unpack(f"<{count}i", growth.steps)
-    found: list[Packed] = []
-    start = 0
-    for parent, step, length in zip(parents, steps, counts, strict=True):
-        name = parent if step == ROOT_STEP else mix(parent, step)
-        found.append(Packed(name, parent, step, length, start, growth))
-        start += length
-    return found
+    tokens, values = growth.tokens, growth.log_probabilities
+    found = [
+        Packed(
+            parent if step == ROOT_STEP else mix(parent, step), parent, step, length, start, tokens, values
+        )
+        for parent, step, length, start in zip(
+            parents, steps, counts, accumulate(counts, initial=0), strict=False
+        )
+    ]
+    return found if len(tokens) <= _SHARED_BYTES else [each.alone() for each in found]

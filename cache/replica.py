@@ -12,6 +12,9 @@ from ssd_serve.messages import Growth
 
 _ORPHAN_LIMIT = 256
 _ORPHAN_ROUNDS = 2
+_MERGED_A_MESSAGE = 16_384
+"""Nodes that a message may touch again which were there: a snapshot of a whole tree touches as many. More
+would let one message stop a round."""
 
 
 class _Orphan(NamedTuple):
@@ -29,41 +32,51 @@ class Replica:
         self.epoch = epoch
         self.tree = SpeculationTree(root_name, limit)
         self._vocabulary = vocabulary
-        self._next_sequence: dict[str, int] = {}
+        self._next_sequence: dict[int, int] = {}
         self._orphans: dict[int, list[_Orphan]] = {}
         """By the name of the node whose expansion they wait for."""
         self._waiting = 0
+        self._waiting_candidates = 0
         self._round = 0
 
-    def apply(self, growth: Growth) -> bool:
-        """Add what one message brings. False: messages before it are missing, so ask its drafter for a
+    def apply(self, growth: Growth, sender: int = 0) -> bool:
+        """Add what one message of this drafter brings. False: messages before it are missing, so ask for a
         snapshot.
 
-        Messages of other requests or epochs, malformed buffers and impossible tokens change nothing.
+        Messages of other requests or epochs and impossible tokens change nothing; neither do malformed
+        buffers, which are a `ProtocolError`.
         """
         if growth.request != self.request or growth.epoch != self.epoch:
             return True
         expansions = unpack(growth, self._vocabulary)
         if expansions is None:
             return True
+        self.tree.patience = _MERGED_A_MESSAGE
         for expansion in expansions:
             if not self.tree.take(expansion):
                 self._keep(_Orphan(expansion, self._round))
             elif expansion.name in self._orphans:
                 self._adopt(expansion.name)
-        return self._in_sequence(growth)
+        return self._in_sequence(growth, sender)
 
-    def restart(self, source: str) -> None:
-        """A drafter begins with this request, perhaps again: it will count its messages from 0."""
-        self._next_sequence.pop(source, None)
+    @property
+    def merged(self) -> int:
+        """How much of what the last message brought was there already: candidates that it touched again."""
+        return _MERGED_A_MESSAGE - int(self.tree.patience)
+
+    def restart(self, sender: int) -> None:
+        """A drafter begins with this request, perhaps again: it will count its messages from 0. Or it has
+        left."""
+        self._next_sequence.pop(sender, None)
 
     def advance(self, tokens: tuple[int, ...]) -> Advance:
         """Move the root along the committed tokens of a round."""
         self._round += 1
+        self.tree.patience = _MERGED_A_MESSAGE
         advance = self.tree.advance(tokens)
         left = [each for several in self._orphans.values() for each in several]
         self._orphans.clear()
-        self._waiting = 0
+        self._waiting = self._waiting_candidates = 0
         for orphan in left:
             if orphan.round + _ORPHAN_ROUNDS <= self._round:
                 continue
@@ -75,9 +88,11 @@ class Replica:
 
     def _keep(self, orphan: _Orphan) -> None:
         """Keep an expansion for a while: its node may still come."""
-        if self._waiting < _ORPHAN_LIMIT:
+        candidates = self._waiting_candidates + orphan.expansion.size
+        if self._waiting < _ORPHAN_LIMIT and candidates <= self.tree.limit:
             self._orphans.setdefault(orphan.expansion.parent, []).append(orphan)
             self._waiting += 1
+            self._waiting_candidates = candidates
 
     def _adopt(self, name: int) -> None:
         """Take what waited for the candidates of this node, and what waited for those of it."""
@@ -85,12 +100,13 @@ class Replica:
         while names:
             for orphan in self._orphans.pop(names.pop(), ()):
                 self._waiting -= 1
+                self._waiting_candidates -= orphan.expansion.size
                 if self.tree.take(orphan.expansion):
                     names.append(orphan.expansion.name)
                 else:
                     self._keep(orphan)
 
-    def _in_sequence(self, growth: Growth) -> bool:
-        expected = self._next_sequence.get(growth.source, 0)
-        self._next_sequence[growth.source] = max(expected, growth.sequence + 1)
+    def _in_sequence(self, growth: Growth, sender: int) -> bool:
+        expected = self._next_sequence.get(sender, 0)
+        self._next_sequence[sender] = max(expected, growth.sequence + 1)
         return growth.snapshot or growth.sequence <= expected

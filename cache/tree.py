@@ -84,6 +84,9 @@ class SpeculationTree:
     def __init__(self, root_name: int, limit: int) -> None:
         self.root = Node(root_name, -1, None, 0.0)
         self.limit = limit
+        self.patience = math.inf
+        """How many candidates expansions of expanded nodes may still touch again: whoever takes them from
+        strangers sets it."""
         self._known: dict[int, Node] = {root_name: self.root}
         self._unread: dict[int, _Hanging] = {}
         """By the name of their node, each after its parent's; none of these nodes has been looked at."""
@@ -289,6 +292,9 @@ class SpeculationTree:
             self.expand(node, *hanging.expansion.read())
 
     def _merge(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
+        self.patience -= len(node.tokens) + len(tokens)
+        if self.patience < 0:
+            return False
         merged = dict(zip(node.tokens, node.cumulatives, strict=True))
         for token, log_probability in zip(tokens, log_probabilities, strict=True):
             cumulative = node.cumulative + min(log_probability, 0.0)
@@ -305,17 +311,20 @@ class SpeculationTree:
             if merged[token] > child.cumulative:
                 by = merged[token] - child.cumulative
                 child.cumulative = merged[token]
-                _raise_below(child, by)
+                self.patience -= _raise_below(child, by)
         return True
 
 
-def _raise_below(node: Node, by: float) -> None:
-    """Make everything below a node more probable, but nothing more than its parent, by rounding."""
-    waiting = [node]
+def _raise_below(node: Node, by: float) -> int:
+    """Make everything below a node more probable, but nothing more than its parent, by rounding. Returns how
+    many candidates that were."""
+    waiting, touched = [node], 0
     while waiting:
         each = waiting.pop()
+        touched += 1 + len(each.cumulatives)
         most = each.cumulative
         each.cumulatives = [min(value + by, most) for value in each.cumulatives]
         for child in each.children.values():
             child.cumulative = min(child.cumulative + by, most)
             waiting.append(child)
+    return touched

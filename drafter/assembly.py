@@ -13,6 +13,7 @@ from ssd_serve.errors import SettingsError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
+from ssd_serve.labels import as_label
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
@@ -84,7 +85,7 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
         context=facts.context,
         name=name,
         instance=secrets.randbits(63),
-        source=without_revision(settings.draft_model),
+        source=as_label(without_revision(settings.draft_model)),
         step_ms=1e3 * seconds[widths.width],
     )
     return Assembled(core, hello, emulated)

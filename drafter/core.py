@@ -155,7 +155,7 @@ class DrafterCore:
     def _append(self, drafted: _Drafted, node: Node, candidates: Candidates) -> Expanded | None:
         tokens: list[int] = candidates.tokens.tolist()
         values: list[float] = candidates.log_probabilities.tolist()
-        if not drafted.tree.expand(node, tokens, values):
+        if not tokens or not drafted.tree.expand(node, tokens, values):
             return None
         drafted.candidates[node.name] = candidates
         drafted.frontier.offer(node)

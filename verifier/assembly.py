@@ -16,9 +16,11 @@ from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
+from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
+from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.config import model_name
@@ -31,9 +33,10 @@ from ssd_serve.models.parallel import Alone, Group
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.admission import check_hello
 from ssd_serve.verifier.cost import CostTable, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
-from ssd_serve.verifier.drafters import Drafters, check_hello
+from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
@@ -120,6 +123,7 @@ def assemble_verifier(
         policy = next(iter(governing.policies.values()))
     rounds = _rounds(outside.model(model), native, outside)
     drafters = outside.drafters(hello, log)
+    drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
     engine = _engine(settings, model.facts, rounds, slots, drafters, cost, policy, governing, outside)
     wanted = Layout.INLINE in governing.policies and outside.drafts_inline
     inline = _inline(settings, hello, native, say) if wanted else None

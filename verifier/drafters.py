@@ -2,26 +2,43 @@
 replicas.
 
 Every request is drafted by one drafter of each team: of those that guess with the same model. Replicas merge
-what comes by the names of nodes. Drafters may die, stall or talk nonsense: the worst that follows is a round
-without nodes. Knows channels and messages, not how drafts are made, and no tensors.
+what comes by the names of nodes. Drafters may die, stall, flood or talk nonsense: whatever fails about a link
+ends that link alone (`_attempt`), and the worst that follows is a round without nodes. Knows channels and
+messages, not how drafts are made, and no tensors.
 """
 
+import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.polling import poll
-from ssd_serve.errors import PairMismatchError, ProtocolError
-from ssd_serve.logs import Logger, get_logger
+from ssd_serve.errors import PairMismatchError, ProtocolError, RecordingError, SsdError, in_a_line
+from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.messages import Growth, Heartbeat, Hello, Message, Refusal, Resync
+from ssd_serve.verifier.admission import Admission
 from ssd_serve.verifier.layout import Layout
 from ssd_serve.verifier.link import Link
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.teams import Move, Team
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _HEARTBEAT_S = 2.0
 _ANSWERS_S = 10.0
 """Longer than a drafter reads at a prompt without a heartbeat."""
+_HELLO_S = 10.0
+"""For whoever has connected to say who it is."""
+_GOOD_S = 60.0
+"""Whoever has behaved for so long is not remembered for what was before."""
+_WORK_A_DRAIN, _LEAST_WORK = 2048, 32
+"""Messages and expansions that one drain takes, of all drafters and of each at least: some milliseconds. What
+comes faster waits in its socket."""
+_CANDIDATES_A_WORK = 16
+_LONGEST_REASON = 200
 _HERE_S = 2.0
 """Who has said something since then holds its name; drafters beat four times as often."""
 
@@ -41,12 +58,13 @@ class Drafters:
         self._clock = clock
         self._poll = poll
         self._log = log or get_logger("verifier")
+        self._refused, self._banned = Sparingly(self._log), Sparingly(self._log)
+        self.admission = Admission(hello, clock)
         self._links: dict[int, Link] = {}
         self._connected = 0
         self._teams: dict[tuple[bool, str], Team] = {}
         self._beat_at = 0.0
         self._layout: Layout | None = None
-        self._known: set[str] = set()
         self._round_over = False
         self._silent: set[int] = set()
         self.rejoins = 0
@@ -59,7 +77,7 @@ class Drafters:
     @property
     def alive(self) -> int:
         """Number of drafters that have joined."""
-        return sum(link.joined for link in self._links.values())
+        return sum(link.here for link in self._links.values())
 
     @property
     def beside(self) -> int:
@@ -74,7 +92,10 @@ class Drafters:
     @property
     def requests(self) -> dict[str, int]:
         """How many requests each drafter with a device of its own has, by its name."""
-        return {link.name: self._teams[_team(link)].requests(link.number) for link in self._beside()}
+        counted: Counter[str] = Counter()
+        for link in self._beside():
+            counted[self.admission.label(link.name)] += self._teams[_team(link)].requests(link.number)
+        return dict(counted)
 
     @property
     def working(self) -> bool:
@@ -98,18 +119,31 @@ class Drafters:
         late, forwards = (sum(link.overruns[index] for link in self._links.values()) for index in range(2))
         return late / forwards if forwards else 0.0
 
-    def connect(self, channel: Channel, synchronous: bool = False) -> None:
+    def admit(self, channel: Channel, peer: str, stranger: bool) -> None:
+        """Somebody from this address has connected, a stranger where drafters of other places do. It may try
+        to join, or not even that."""
+        peers = Counter(link.peer for link in self._links.values() if link.stranger is stranger)
+        why = self.admission.keeps_out(peer, stranger, peers)
+        if why:
+            self._refused.warning("drafter refused", peer=peer or "unix", reason=why)
+            channel.close()
+        else:
+            self.connect(channel, stranger=stranger, peer=peer if stranger else "")
+
+    def connect(
+        self, channel: Channel, synchronous: bool = False, stranger: bool = False, peer: str = ""
+    ) -> None:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
-        link = Link(channel, self._clock, synchronous, self._connected)
+        link = Link(channel, self._clock, synchronous, self._connected, stranger, peer)
         self._connected += 1
         self._links[link.number] = link
-        link.pause(self._pauses(link))
+        self._attempt(link, link.pause, self._pauses(link))
 
     def use(self, layout: Layout) -> None:
         """Let the drafters of this layout work, and the others pause."""
         self._layout = layout
         for link in self._links.values():
-            link.pause(self._pauses(link))
+            self._attempt(link, link.pause, self._pauses(link))
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, or start again at its current tokens, under a new epoch."""
@@ -117,7 +151,8 @@ class Drafters:
         for team in self._teams.values():
             home = team.give(request.number)
             if home is not None:
-                self._links[home].open(request, message)
+                link = self._links[home]
+                self._attempt(link, link.open, request, message)
 
     def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
         """Publish what a round committed, with the next `flush`; call after the request's tokens were
@@ -125,39 +160,35 @@ class Drafters:
         for team in self._teams.values():
             home = team.home(request.number)
             if home is not None:
-                self._links[home].outcome(request, tokens, root)
+                link = self._links[home]
+                self._attempt(link, link.outcome, request, tokens, root)
 
     def flush(self) -> None:
         """The end of a round: send its outcomes together."""
         self._round_over = True
         for link in self._links.values():
-            link.flush()
+            self._attempt(link, link.flush)
 
     def close(self, request: Request) -> None:
         """Stop drafting for a request."""
         for team in self._teams.values():
             home = team.drop(request.number)
             if home is not None:
-                self._links[home].close(request)
+                link = self._links[home]
+                self._attempt(link, link.close, request)
 
     def drain(self, requests: Mapping[int, Request]) -> int:
-        """Take every waiting message; growth goes into the replicas. Returns the number of growth
-        messages."""
+        """Take the messages that wait, as many as a round has time for; growth goes into the replicas.
+        Returns the number of growth messages."""
         grown = 0
+        share = max(_LEAST_WORK, _WORK_A_DRAIN // max(1, len(self._links)))
         for link in list(self._links.values()):
-            try:
-                messages = link.channel.receive()
-                for message in messages:
-                    grown += self._take(link, message, requests)
-            except (ProtocolError, PairMismatchError) as error:
-                self._log.warning("drafter refused", name=link.name, reason=str(error))
-                link.channel.send(Refusal(str(error)))
-                link.channel.flush()
-                link.channel.close()
-            if link.channel.closed:
+            link.earn(share)
+            grown += self._attempt(link, self._hear, link, requests) or 0
+            if link.failed or (link.channel.closed and not link.inbox):
                 self._leave(link, requests)
             else:
-                link.catch_up(requests)
+                self._attempt(link, link.catch_up, requests)
         if self._round_over:
             self._round_over = False
             self._balance(requests)
@@ -165,13 +196,16 @@ class Drafters:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a drafter says something."""
-        return bool(self._poll([link.channel for link in self._links.values() if not link.paused], timeout_s))
+        return self._await([link for link in self._links.values() if not link.paused], timeout_s)
 
     def listen(self, timeout_s: float) -> bool:
         """Wait until a drafter with a device of its own says something; False when there is none."""
-        return bool(
-            self._poll([link.channel for link in self._links.values() if not link.synchronous], timeout_s)
-        )
+        return self._await([link for link in self._links.values() if not link.synchronous], timeout_s)
+
+    def _await(self, links: Sequence[Link], timeout_s: float) -> bool:
+        if any(link.inbox for link in links):
+            return True
+        return bool(self._poll([link.channel for link in links], timeout_s))
 
     def worth_waiting(self) -> bool:
         """Whether a drafter works that has not been silent for too long after it was asked."""
@@ -182,65 +216,146 @@ class Drafters:
         rounds, so that a session can be run again."""
         now = self._clock()
         self._silent = {link.number for link in self._beside() if link.silent_s > _ANSWERS_S}
+        for link in self._links.values():
+            if not link.joined and not link.synchronous and now - link.since > _HELLO_S:
+                self._fail(link, ProtocolError(f"it did not say who it is in {_HELLO_S:.0f} s"))
+            elif link.joined and not link.behaves and now - link.since > _GOOD_S:
+                link.behaves = True
+                self.admission.forgive(link.peer, link.name)
         if now - self._beat_at >= _HEARTBEAT_S:
             self._beat_at = now
             for link in self._links.values():
                 if link.joined:
-                    link.channel.send(Heartbeat())
+                    self._attempt(link, link.channel.send, Heartbeat())
+
+    def _attempt(self, link: Link, action: Callable[P, R], *args: P.args, **named: P.kwargs) -> R | None:
+        """Do something with a link. Its failure, whatever it is, ends the link and nothing else; but the
+        engine's own inline drafter is no stranger."""
+        if link.synchronous:
+            return action(*args, **named)
+        if link.failed:
+            return None
+        try:
+            return action(*args, **named)
+        except RecordingError:  # a session is run again, and its tape has ended
+            raise
+        except Exception as error:
+            self._fail(link, error)
+            return None
+
+    def _fail(self, link: Link, error: Exception) -> None:
+        """Say why once, keep it out for a while, and hang up; the next `drain` lets it go."""
+        link.failed = True
+        link.inbox.clear()
+        reason = (str(error) if isinstance(error, SsdError) else in_a_line(error))[:_LONGEST_REASON]
+        if not isinstance(error, PairMismatchError):
+            seconds = self.admission.ban(link.peer, link.name)
+            self._banned.warning(
+                "drafter banned", name=link.name, peer=link.peer, reason=reason, seconds=seconds
+            )
+        else:
+            self._refused.warning("drafter refused", name=link.name, peer=link.peer, reason=reason)
+        with contextlib.suppress(Exception):
+            link.channel.send(Refusal(reason))
+            link.channel.flush()
+        with contextlib.suppress(Exception):
+            link.channel.close()
 
     def _beside(self) -> list[Link]:
-        return [link for link in self._links.values() if link.joined and not link.synchronous]
+        return [link for link in self._links.values() if link.here and not link.synchronous]
 
     def _pauses(self, link: Link) -> bool:
         wanted = Layout.INLINE if link.synchronous else Layout.BESIDE
         return self._layout is not None and self._layout is not wanted
 
+    def _hear(self, link: Link, requests: Mapping[int, Request]) -> int:
+        grown, inbox = 0, link.inbox
+        if not inbox:
+            inbox.extend(link.channel.receive())
+        while inbox and link.credit > 0:
+            grown += self._take(link, inbox.popleft(), requests)
+        if not inbox and link.channel.closed:
+            inbox.extend(link.channel.receive())  # says why, if it was nonsense
+        return grown
+
     def _take(self, link: Link, message: Message, requests: Mapping[int, Request]) -> int:
         link.heard(message)
-        if not link.joined and not isinstance(message, Hello | Refusal):
-            return 0  # who has not been checked yet is not listened to
-        if isinstance(message, Growth):
-            self.expansions += len(message.parents) // 8
-            request = requests.get(message.request)
-            if request is not None and request.replica is not None and not request.replica.apply(message):
-                link.channel.send(Resync(message.request, request.epoch))
-            return 1
-        if isinstance(message, Hello):
-            check_hello(self._hello, message)
+        link.credit -= 1
+        if isinstance(message, Hello) and not link.joined:
             self._join(link, message, requests)
+        elif isinstance(message, Refusal):
+            self._refused.warning("drafter left", name=link.name, reason=message.message[:_LONGEST_REASON])
+            link.channel.close()
+        elif not link.joined:
+            link.said_nothing()  # who has not been checked yet is not listened to
+        elif isinstance(message, Growth):
+            self._grow(link, message, requests)
+            return 1
         elif isinstance(message, Resync):
             request = requests.get(message.request)
-            mine = self._teams[_team(link)].home(message.request) == link.number
-            if request is not None and message.epoch == request.epoch and mine:
-                self.open(request)
-        elif isinstance(message, Refusal):
-            self._log.warning("drafter left", name=link.name, reason=message.message)
-            link.channel.close()
+            if request is None or message.epoch != request.epoch or not self._drafts(link, message.request):
+                link.said_nothing()
+            else:
+                link.resync(request)
+        elif not isinstance(message, Heartbeat | Hello):
+            raise ProtocolError(f"a drafter says nothing like {type(message).__name__}")
         return 0
 
-    def _join(self, link: Link, hello: Hello, requests: Mapping[int, Request]) -> None:
-        if link.joined:
+    def _grow(self, link: Link, growth: Growth, requests: Mapping[int, Request]) -> None:
+        """Of requests that are another drafter's nothing is taken, but for the end of what was on its way."""
+        expansions = len(growth.parents) // 8
+        self.expansions += expansions
+        link.credit -= expansions + len(growth.tokens) // (4 * _CANDIDATES_A_WORK)
+        request = requests.get(growth.request)
+        replica = request.replica if request is not None else None
+        mine = replica is not None and growth.epoch == replica.epoch and self._drafts(link, growth.request)
+        if replica is None or not mine or not expansions:
+            link.said_nothing()
+        if replica is None or not mine:
             return
+        if not replica.apply(growth, link.number):
+            link.channel.send(Resync(growth.request, growth.epoch))
+        link.credit -= replica.merged // _CANDIDATES_A_WORK
+
+    def _drafts(self, link: Link, request: int) -> bool:
+        return self._teams[_team(link)].home(request) == link.number
+
+    def _join(self, link: Link, hello: Hello, requests: Mapping[int, Request]) -> None:
+        sources = {source for synchronous, source in self._teams if not synchronous}
+        self.admission.check(hello, link.stranger, sources)
         if not link.synchronous:
+            if not link.peer and self.admission.names.banned(hello.name):
+                link.failed = True
+                return
             for other in self._beside():
-                if other.name != hello.name:
-                    continue
-                if other.instance != hello.instance and other.silent_s < _HERE_S:
-                    raise PairMismatchError(
-                        f"another drafter has joined as {hello.name}: give each a name of its own (--name)"
-                    )
-                other.channel.close()  # it has come back before its old connection was seen to end
-            self.rejoins += hello.name in self._known
-            self._known.add(hello.name)
+                if other.name == hello.name:
+                    self._replace(other, link, hello)
+            self.rejoins += self.admission.knows(hello.name)
         link.join(self._hello, hello)
         self._log.info("drafter joined", name=link.name, step_ms=round(hello.step_ms, 2))
         team = self._teams.setdefault(_team(link), Team())
         self._move(team.join(link.number, requests), requests)
 
+    def _replace(self, other: Link, link: Link, hello: Hello) -> None:
+        """A name comes again: of the same drafter, whose old connection was not seen to end, or of another
+        one. This server's own drafters come before strangers."""
+        same = other.instance == hello.instance or other.silent_s >= _HERE_S
+        if link.stranger > other.stranger or (link.stranger == other.stranger and not same):
+            raise PairMismatchError(
+                f"another drafter has joined as {hello.name}: give each a name of its own (--name)"
+            )
+        other.failed = True
+        other.channel.close()
+
     def _leave(self, link: Link, requests: Mapping[int, Request]) -> None:
-        link.channel.close()  # our own end too
+        with contextlib.suppress(Exception):
+            link.channel.close()  # our own end too
         del self._links[link.number]
-        self._log.warning("drafter left", name=link.name)
+        if not link.failed:
+            self._log.warning("drafter left", name=link.name)
+        for request in requests.values():
+            if request.replica is not None:
+                request.replica.restart(link.number)
         if link.joined:
             team = self._teams[_team(link)]
             self._move(team.leave(link.number), requests)
@@ -263,24 +378,11 @@ class Drafters:
                 continue
             self.moves += move.origin is not None
             if move.origin in self._links:
-                self._links[move.origin].close(request)
-            self._links[move.home].open(request, request.opened())
+                origin = self._links[move.origin]
+                self._attempt(origin, origin.close, request)
+            home = self._links[move.home]
+            self._attempt(home, home.open, request, request.opened())
 
 
 def _team(link: Link) -> tuple[bool, str]:
     return link.synchronous, link.source
-
-
-def check_hello(mine: Hello, theirs: Hello) -> None:
-    """Raise `PairMismatchError` with what differs and what to do, unless the two can work together."""
-    if mine.protocol != theirs.protocol:
-        raise PairMismatchError(
-            f"protocol versions differ (verifier {mine.protocol}, drafter {theirs.protocol}): "
-            "install the same version of ssd-serve on both sides"
-        )
-    if mine.noise != theirs.noise:
-        raise PairMismatchError(f"noise schemes differ (verifier {mine.noise}, drafter {theirs.noise})")
-    if mine.tokenizer != theirs.tokenizer:
-        raise PairMismatchError(
-            "the draft model's tokenizer differs from the target's: choose a draft model of the same family"
-        )

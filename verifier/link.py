@@ -5,11 +5,15 @@ what drafts are for.
 """
 
 import math
+import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ssd_serve.cluster.channel import Channel
+from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Close, DrafterMessage, Heartbeat, Hello, Message, Open, Outcome, Pause
+from ssd_serve.verifier.admission import check_figures
 from ssd_serve.verifier.request import Request
 
 _SILENT_STEPS = 3
@@ -18,6 +22,10 @@ _LAGGING_S, _LAGGING_STEPS = 1.0, 20
 """So long a silence means that a drafter does not keep up; a long prompt alone takes less."""
 _GOOD_S = 2.0
 """For so long who lagged must do well: else its requests would go to and fro."""
+_MOST_IDLE_WORDS = 20_000
+"""Messages a second that change nothing; a request that ends leaves some hundreds on their way."""
+_RESYNCS, _RESYNC_S = 8, 8.0
+"""A drafter may be told so often in so many seconds where one request stands."""
 _HELD_TOKENS = 64
 """Tokens of a request that a paused drafter hears together: one cheap chunk. What begins while it pauses and
 ends sooner costs it nothing."""
@@ -34,14 +42,31 @@ class _Held:
 
 class Link:
     """One connected drafter; it has joined once its `Hello` was checked. `synchronous`: it works only while
-    it is waited for, so its silence means nothing. `number` is nobody else's."""
+    it is waited for, so its silence means nothing. `stranger`: this server's launcher has not started it.
+    `peer`: its address, where it is to be banned by that. `number` is nobody else's."""
 
     def __init__(
-        self, channel: Channel, clock: Callable[[], float], synchronous: bool = False, number: int = 0
+        self,
+        channel: Channel,
+        clock: Callable[[], float],
+        synchronous: bool = False,
+        number: int = 0,
+        stranger: bool = False,
+        peer: str = "",
     ) -> None:
         self.channel = channel
         self.number = number
         self.synchronous = synchronous
+        self.stranger = stranger
+        self.peer = peer
+        self.failed = False
+        """Nothing is expected of it any more."""
+        self.behaves = False
+        """It has joined a while ago, and was thanked for it."""
+        self.inbox: deque[Message] = deque()
+        """What has come and was not taken yet: the rest waits in its socket."""
+        self.credit = 0
+        """Work that may be done for it in this drain; below 0 it owes some of the next ones'."""
         self.name = ""
         self.instance = 0
         self.source = ""
@@ -52,7 +77,10 @@ class Link:
         self.overruns = (0, 0)
         """Of an emulated device: forwards longer than its table says, and all forwards."""
         self._clock = clock
-        self._heard_at = clock()
+        self._heard_at = self.since = self._idle_since = clock()
+        self._idle_words = 0
+        self._resynced: dict[int, deque[float]] = {}
+        """When it was last told again of a request because it had asked."""
         self._asked_at = 0.0
         self._lagged_at = -math.inf
         self._told: set[int] = set()
@@ -68,9 +96,14 @@ class Link:
         """Requests whose `Close` did not fit, with its epoch."""
 
     @property
+    def here(self) -> bool:
+        """Whether it has joined and has not failed."""
+        return self.joined and not self.failed
+
+    @property
     def working(self) -> bool:
         """Whether nodes may be expected of it."""
-        return self.joined and not self.paused
+        return self.here and not self.paused
 
     @property
     def silent_s(self) -> float:
@@ -94,17 +127,33 @@ class Link:
             self._lagged_at = now
         return not self.synchronous and now - self._lagged_at < _GOOD_S
 
+    def earn(self, share: int) -> None:
+        """Another drain has come, with so much work for each link."""
+        self.credit = sys.maxsize if self.synchronous else min(share, self.credit + share)
+
     def heard(self, message: Message) -> None:
         """It has said something."""
         self._heard_at = self._clock()
-        if isinstance(message, Heartbeat) and message.step_ms > 0:
-            self.step_s = message.step_ms / 1e3
-            self.overruns = (message.overruns, message.forwards)
+        if isinstance(message, Heartbeat):
+            check_figures(message)
+            self.said_nothing()
+            if message.step_ms > 0:
+                self.step_s = message.step_ms / 1e3
+                self.overruns = (message.overruns, message.forwards)
+
+    def said_nothing(self) -> None:
+        """Its last message has changed nothing. Raises `ProtocolError` where there are too many of them."""
+        if self._heard_at - self._idle_since >= 1.0:
+            self._idle_since, self._idle_words = self._heard_at, 0
+        self._idle_words += 1
+        if self._idle_words > _MOST_IDLE_WORDS:
+            raise ProtocolError(f"it sends more than {_MOST_IDLE_WORDS} messages a second that mean nothing")
 
     def join(self, mine: Hello, theirs: Hello) -> None:
         """Its `Hello` was found to agree: answer."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
         self.joined, self.step_s = True, theirs.step_ms / 1e3
+        self.since = self._heard_at
         self.channel.send(mine)
         self._unpaused = True
         self._say_paused()
@@ -133,6 +182,16 @@ class Link:
             return
         self._say_open(request, message)
 
+    def resync(self, request: Request) -> None:
+        """It asks where a request of its own stands, and is told, but not as often as it likes. Under the
+        same epoch: nodes keep their names, and other drafters their trees."""
+        told = self._resynced.setdefault(request.number, deque(maxlen=_RESYNCS))
+        if len(told) == _RESYNCS and self._heard_at - told[0] < _RESYNC_S:
+            self.said_nothing()
+            return
+        told.append(self._heard_at)
+        self._reopen(request)
+
     def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
         """A round committed `tokens`, which the request has already; it is said with the next `flush`."""
         if not self.joined:
@@ -158,6 +217,7 @@ class Link:
     def close(self, request: Request) -> None:
         """A request has ended, or went to another drafter."""
         number = request.number
+        self._resynced.pop(number, None)
         if self._untold.pop(number, None) is not None:
             return
         self._held.pop(number, None)
@@ -198,7 +258,7 @@ class Link:
     def _say_open(self, request: Request, message: Open) -> None:
         number = message.request
         if request.replica is not None:
-            request.replica.restart(self.name)
+            request.replica.restart(self.number)
         self._untold.pop(number, None)
         self._unclosed.pop(number, None)  # a late `Close` must not end what begins now
         self._told.add(number)

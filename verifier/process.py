@@ -29,6 +29,7 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.admission import FROM_DRAFTERS
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
@@ -39,6 +40,8 @@ _CONNECT_S = 3600.0
 """A front end that has no descriptor comes later; one that dies takes this process with it."""
 _JOIN_S = 60.0
 _MOST_UNSENT = 4096
+_MOST_ACCEPTED = 16
+"""Drafters in one turn of the loop."""
 _REMEMBER_S = 5.0
 
 
@@ -86,8 +89,8 @@ class Loop:
         remember: Callable[[], None],
         log: Logger,
     ) -> None:
-        """`remember` keeps for the next start what was learnt; it is called now and then, since a process may
-        be killed."""
+        """The first of `joining` is for this server's own drafters. `remember` keeps for the next start what
+        was learnt; it is called now and then, since a process may be killed."""
         self._server = server
         self._joining = joining
         self._engine = engine
@@ -144,11 +147,12 @@ class Loop:
         poll(sources, timeout_s)
 
     def _accept(self) -> None:
-        for listener in self._joining:
-            channel = listener.accept()
-            while channel is not None:
-                self._engine.drafters.connect(channel)
-                channel = listener.accept()
+        for place, listener in enumerate(self._joining):
+            for _ in range(_MOST_ACCEPTED):
+                channel = listener.accept(FROM_DRAFTERS)
+                if channel is None:
+                    break
+                self._engine.drafters.admit(channel, channel.peer, stranger=place > 0)
 
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""

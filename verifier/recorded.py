@@ -113,10 +113,12 @@ class RecordedDrafters(Drafters):
         """See `Drafters.channels`: those that a caller waits on beside others are not recorded."""
         return [_inner(channel) for channel in super().channels]
 
-    def connect(self, channel: Channel, synchronous: bool = False) -> None:
+    def connect(
+        self, channel: Channel, synchronous: bool = False, stranger: bool = False, peer: str = ""
+    ) -> None:
         """See `Drafters.connect`."""
-        self._tape.note(Kind.CONNECT, synchronous)
-        super().connect(RecordingChannel(channel, self._tape), synchronous)
+        self._tape.note(Kind.CONNECT, synchronous + 2 * stranger + 4 * bool(peer))
+        super().connect(RecordingChannel(channel, self._tape), synchronous, stranger, peer)
 
     def beat(self) -> None:
         """See `Drafters.beat`."""

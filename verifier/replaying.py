@@ -31,11 +31,11 @@ T = TypeVar("T")
 Said = TypeVar("Said")
 
 
-class TapeEndedError(Exception):
+class TapeEndedError(RecordingError):
     """The engine asks for more than was recorded: the session was cut off here."""
 
 
-class DifferenceError(Exception):
+class DifferenceError(RecordingError):
     """The engine did something else than what was recorded; the text says what."""
 
 
@@ -92,7 +92,10 @@ class Replay(Outside):
         elif kind is Kind.BEAT:
             engine.drafters.beat()
         elif kind is Kind.CONNECT:
-            engine.drafters.connect(_ReplayedChannel(self), synchronous=bool(value))
+            synchronous, stranger, peer = (bool(int(value) & bit) for bit in (1, 2, 4))
+            engine.drafters.connect(
+                _ReplayedChannel(self), synchronous, stranger, "elsewhere" if peer else ""
+            )
         else:
             raise DifferenceError(f"{self._where()}: the engine does not ask for {kind.name} any more")
 

@@ -2,15 +2,19 @@
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, unpack
+from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Growth
 from ssd_serve.seeds import mix
 
 VOCABULARY = 1000
-CANDIDATES = st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-50, 0, width=32)), max_size=6)
+CANDIDATES = st.lists(
+    st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-50, 0, width=32)), min_size=1, max_size=6
+)
 EXPANSIONS = st.lists(
     st.builds(
         lambda parent, step, pairs: Expansion(
@@ -34,7 +38,7 @@ def test_what_is_packed_is_unpacked(expansions: list[Expansion]) -> None:
 
 
 def test_a_node_is_named_by_its_parent_and_token_and_a_root_by_itself() -> None:
-    expansions = [Expansion(5, ROOT_STEP, [], []), Expansion(5, 9, [1], [-0.5])]
+    expansions = [Expansion(5, ROOT_STEP, [2], [-0.1]), Expansion(5, 9, [1], [-0.5])]
     packed = unpack(pack(3, 1, 0, expansions, "d", snapshot=False), VOCABULARY)
     assert packed is not None
     assert [each.name for each in packed] == [5, mix(5, 9)]
@@ -50,7 +54,10 @@ def test_a_node_is_named_by_its_parent_and_token_and_a_root_by_itself() -> None:
 def test_random_bytes_are_refused_or_sound(
     parents: bytes, steps: bytes, counts: bytes, tokens: bytes, values: bytes
 ) -> None:
-    found = unpack(Growth(1, 1, 0, parents, steps, counts, tokens, values), VOCABULARY)
+    try:
+        found = unpack(Growth(1, 1, 0, parents, steps, counts, tokens, values), VOCABULARY)
+    except ProtocolError:
+        return
     for each in found or []:
         read, log_probabilities = each.read()
         assert len(read) == len(log_probabilities) == each.size
@@ -64,8 +71,10 @@ def test_buffers_that_do_not_fit_each_other_are_refused() -> None:
     for field in ("parents", "steps", "counts", "tokens", "log_probabilities"):
         buffer: bytes = getattr(good, field)
         for wrong in (buffer[:-1], buffer + b"\0", buffer + buffer, b""):
-            assert unpack(replace(good, **{field: wrong}), VOCABULARY) is None
-    assert unpack(replace(good, counts=np.array([3], dtype="<u2").tobytes()), VOCABULARY) is None
+            with pytest.raises(ProtocolError):
+                unpack(replace(good, **{field: wrong}), VOCABULARY)
+    with pytest.raises(ProtocolError):
+        unpack(replace(good, counts=np.array([3], dtype="<u2").tobytes()), VOCABULARY)
 
 
 def test_impossible_tokens_and_values_are_refused() -> None:
@@ -74,4 +83,22 @@ def test_impossible_tokens_and_values_are_refused() -> None:
         assert unpack(growth, VOCABULARY) is None
     for value in (float("nan"), float("inf"), float("-inf")):
         growth = pack(1, 1, 0, [Expansion(5, 2, [1, 2], [-0.1, value])], "d", snapshot=False)
-        assert unpack(growth, VOCABULARY) is None
+        with pytest.raises(ProtocolError, match="no numbers"):
+            unpack(growth, VOCABULARY)
+
+
+def test_nodes_without_candidates_and_too_many_candidates_are_refused() -> None:
+    empty = pack(1, 1, 0, [Expansion(5, each, [], []) for each in range(3)], "d", snapshot=False)
+    with pytest.raises(ProtocolError, match="without candidates"):
+        unpack(empty, VOCABULARY)
+    wide = pack(1, 1, 0, [Expansion(5, 1, [1] * 40_000, [-1.0] * 40_000)] * 2, "d", snapshot=False)
+    with pytest.raises(ProtocolError, match="more than 65536 candidates"):
+        unpack(wide, VOCABULARY)
+
+
+def test_an_expansion_of_a_large_message_keeps_only_its_own_part() -> None:
+    expansions = [Expansion(5, step, [step, 7], [-0.5, -1.0]) for step in range(900)]
+    packed = unpack(pack(3, 1, 0, expansions, "d", snapshot=True), VOCABULARY)
+    assert packed is not None
+    assert {len(each.tokens) + len(each.log_probabilities) for each in packed} == {16}
+    assert [each.read() for each in packed[:2]] == [((0, 7), (-0.5, -1.0)), ((1, 7), (-0.5, -1.0))]

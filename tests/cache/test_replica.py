@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import DrafterMessage, Growth, Open, Outcome, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
 from tests.fakes import EOS, VOCABULARY, ScriptedSource
@@ -183,10 +185,8 @@ def test_root_names_agree_on_hits_and_misses(ranks: list[int]) -> None:
         assert ends.core.handle(ends.commit((token,))) == []  # else: Resync
 
 
-def growth_of(
-    *expansions: Expansion, sequence: int = 0, source: str = "d0", snapshot: bool = False
-) -> Growth:
-    return pack(REQUEST, 1, sequence, expansions, source, snapshot)
+def growth_of(*expansions: Expansion, sequence: int = 0, snapshot: bool = False) -> Growth:
+    return pack(REQUEST, 1, sequence, expansions, "d0", snapshot)
 
 
 ROOT_EXPANSION = Expansion(50, ROOT_STEP, [1, 2], [-0.5, -1.0])
@@ -201,11 +201,12 @@ def test_other_requests_epochs_and_malformed_buffers_change_nothing() -> None:
         replace(good, request=9),
         replace(good, epoch=2),
         replace(good, epoch=0),
-        replace(good, tokens=good.tokens[:-1]),
-        replace(good, counts=b""),
         impossible,
     ):
         assert replica.apply(message)
+    for message in (replace(good, tokens=good.tokens[:-1]), replace(good, counts=b"")):
+        with pytest.raises(ProtocolError):
+            replica.apply(message)
     assert len(replica.tree) == 0
     replica.apply(good)
     assert replica.tree.root.tokens == [1, 2]
@@ -244,15 +245,15 @@ def test_a_gap_is_reported_once_and_a_snapshot_is_no_gap() -> None:
     assert replica.apply(growth_of(sequence=1))
     assert replica.apply(growth_of(sequence=9, snapshot=True))
     assert replica.apply(growth_of(sequence=10))
-    assert replica.apply(growth_of(sequence=0, source="d1"))
-    assert not replica.apply(growth_of(sequence=2, source="d1"))
+    assert replica.apply(growth_of(sequence=0), sender=1)
+    assert not replica.apply(growth_of(sequence=2), sender=1)
 
 
 def test_two_drafters_share_a_tree() -> None:
     replica = make_replica(1, 50)
-    replica.apply(growth_of(ROOT_EXPANSION, source="d0"))
-    replica.apply(growth_of(Expansion(50, ROOT_STEP, [2, 8], [-0.1, -0.7]), source="d1"))
-    replica.apply(growth_of(Expansion(50, 8, [6], [-0.1]), sequence=1, source="d1"))
+    replica.apply(growth_of(ROOT_EXPANSION))
+    replica.apply(growth_of(Expansion(50, ROOT_STEP, [2, 8], [-0.1, -0.7])), sender=1)
+    replica.apply(growth_of(Expansion(50, 8, [6], [-0.1]), sequence=1), sender=1)
     assert contents(replica.tree) == {50: [2, 1, 8], mix(50, 8): [6]}
 
 
@@ -262,7 +263,7 @@ def test_a_drafter_that_begins_again_counts_from_0() -> None:
         assert replica.apply(growth_of(sequence=sequence))
     assert replica.apply(growth_of(sequence=0))
     assert replica.apply(growth_of(sequence=2))  # nobody said that it begins again
-    replica.restart("d0")
+    replica.restart(0)
     assert replica.apply(growth_of(sequence=0))
     assert not replica.apply(growth_of(sequence=2))
 
@@ -274,3 +275,23 @@ def test_a_full_replica_drops_growth_and_goes_on() -> None:
     assert replica.advance((1,)).hit
     assert replica.apply(growth_of(Expansion(50, 1, [3, 4], [-0.5, -1.0]), sequence=1))
     assert replica.tree.root.tokens == [3, 4]
+
+
+def test_orphans_are_held_by_candidates_and_not_with_their_messages() -> None:
+    replica = Replica(REQUEST, 1, 50, limit=100, vocabulary=VOCABULARY)
+    for parent in range(1000, 1400):
+        replica.apply(growth_of(*[Expansion(parent, step, [1, 2], [-0.5, -1.0]) for step in range(300)]))
+    orphans = [each for several in replica._orphans.values() for each in several]  # pyright: ignore[reportPrivateUsage]
+    assert sum(each.expansion.size for each in orphans) <= 100
+    assert sum(len(each.expansion.tokens) for each in orphans) <= 400
+
+
+def test_one_message_touches_a_grown_tree_only_so_often() -> None:
+    replica = Replica(REQUEST, 1, 50, limit=5000, vocabulary=10_000)
+    wide = list(range(4000))
+    replica.apply(growth_of(Expansion(50, ROOT_STEP, wide, [-9.0] * 4000)))
+    better = [Expansion(50, ROOT_STEP, [token], [-1.0]) for token in wide]
+    replica.apply(growth_of(*better, sequence=1))
+    assert 0 < sum(value == -1.0 for value in replica.tree.root.cumulatives) < 10
+    replica.apply(growth_of(*better[-2:], sequence=2))
+    assert replica.tree.root.tokens.index(3999) < 10, "the next message is heard again"

@@ -15,7 +15,7 @@ from ssd_serve.messages import (
     Refusal,
     Resync,
 )
-from ssd_serve.verifier.drafters import check_hello
+from ssd_serve.verifier.admission import check_hello
 from tests.fakes import HELLO
 from tests.verifier.drafter_house import OTHER, House, growth, of
 
@@ -114,19 +114,26 @@ def test_a_gap_in_growth_is_answered_by_asking_for_a_snapshot() -> None:
     assert its.receive() == [Resync(0, house.requests[0].epoch)]
 
 
-def test_a_resync_is_answered_by_a_new_epoch_with_the_tokens_so_far_once() -> None:
+def test_a_resync_is_answered_with_the_tokens_so_far_and_not_without_end() -> None:
     house = House()
     its = house.join()
     its.receive()
     house.commit(0, 8, 9)
     epoch = house.requests[0].epoch
     its.receive()
-    its.send(Resync(0, epoch))
-    its.send(Resync(0, epoch))
-    house.drain()
-    (opened,) = its.receive()
-    assert isinstance(opened, Open)
-    assert (opened.epoch, opened.prompt, opened.output) == (epoch + 1, (1, 2, 3), (8, 9))
+    other = house.join(replace(OTHER, source="another model"))
+    other.receive()
+    for _ in range(3):
+        for _ in range(50):
+            its.send(Resync(0, epoch))
+        house.drain()
+        heard = its.receive()
+        assert len(heard) == 8
+        for opened in heard:
+            assert isinstance(opened, Open)
+            assert (opened.epoch, opened.prompt, opened.output) == (epoch, (1, 2, 3), (8, 9))
+        house.clock.now += 8.0
+    assert other.receive() == [], "other drafters keep their trees"
 
 
 def test_an_outcome_says_where_it_stands() -> None:

@@ -175,9 +175,11 @@ def test_a_drafter_that_dies_is_done_without_and_a_new_one_rejoins() -> None:
 
 
 class Garbage:
-    """Answers every outcome with nonsense: invented children, impossible probabilities and tokens."""
+    """Answers every outcome with nonsense: invented children, impossible probabilities and tokens; a `rude`
+    one also with what no drafter says."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, rude: bool) -> None:
+        self.rude = rude
         self.mine, self.its = memory_pair(faultless, faultless)
         self.its.send(HELLO)
         self.mine.on_wait = self.work
@@ -200,13 +202,18 @@ class Garbage:
             impossible = [Expansion(root, ROOT_STEP, [-2, VOCABULARY], [0.0, 0.0])]
             self.its.send(pack(message.request, epoch, 0, wild, "garbage", snapshot=False))
             self.its.send(pack(message.request, epoch, 1, impossible, "garbage", snapshot=False))
+            if not self.rude:
+                continue
             self.its.send(pack(message.request, epoch, 2, infinite, "garbage", snapshot=False))
             self.its.send(Growth(message.request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
 
 
-def test_garbage_is_harmless() -> None:
+@pytest.mark.parametrize("rude", [False, True])
+def test_garbage_is_harmless(rude: bool) -> None:
     engine, _ = make_engine(Case(slots=4096))
-    garbage = Garbage(engine)
+    garbage = Garbage(engine, rude)
     outputs = run(engine, mixed_requests(6), lambda step: garbage.work())
     assert same(outputs, plain(6))
-    assert sum(output.figures.drafted for output in outputs.values()) > 0
+    assert (engine.drafters.alive == 0) is rude
+    if not rude:
+        assert sum(output.figures.drafted for output in outputs.values()) > 0

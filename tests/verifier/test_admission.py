@@ -1,0 +1,317 @@
+"""Who may join and stay: strangers that break a rule are kept out for a while, and nobody else suffers."""
+
+from collections import Counter
+from typing import cast
+
+import pytest
+from msgspec.structs import replace
+
+from ssd_serve.cluster.channel import Channel
+from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.errors import PairMismatchError, ProtocolError
+from ssd_serve.labels import LONGEST_LABEL, as_label, is_label
+from ssd_serve.messages import Growth, Heartbeat, Message, Open, Outcome, Refusal, Resync, SamplingParameters
+from ssd_serve.verifier.admission import OTHERS, Admission, Bans
+from tests.fakes import HELLO, FakeClock
+from tests.verifier.drafter_house import OTHER, House, growth, of
+
+ELSEWHERE = "10.0.0.7"
+
+
+def test_bans_grow_to_a_limit_end_and_are_forgotten() -> None:
+    clock = FakeClock()
+    bans = Bans(clock)
+    lengths: list[float] = []
+    for _ in range(11):
+        lengths.append(bans.ban("a"))
+        assert bans.banned("a")
+        assert not bans.banned("b")
+        clock.now += lengths[-1]
+        assert not bans.banned("a")
+    assert lengths == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    clock.now += Bans.REMEMBERED_S
+    assert bans.ban("a") == 1
+    bans.ban("a")
+    bans.forgive("a")
+    assert bans.ban("a") == 1
+
+
+def test_no_more_bans_are_remembered_than_there_is_room_for() -> None:
+    bans = Bans(FakeClock())
+    for number in range(3000):
+        bans.ban(str(number))
+    assert len(bans) <= 1024
+    assert bans.banned("2999")
+
+
+def make_admission(*sources: str) -> Admission:
+    admission = Admission(HELLO, FakeClock(), FakeClock())
+    admission.restrict(sources)
+    return admission
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "x" * (LONGEST_LABEL + 1)},
+        {"name": "two\nlines"},
+        {"source": "\u00e9" * LONGEST_LABEL},
+        {"step_ms": float("nan")},
+        {"step_ms": float("inf")},
+        {"step_ms": -1.0},
+        {"step_ms": 1e-300},
+    ],
+)
+def test_names_and_figures_are_checked(change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        make_admission().check(replace(HELLO, **change), stranger=False, sources=())
+
+
+def test_strangers_draft_with_the_models_that_were_named() -> None:
+    admission = make_admission("A", "B")
+    admission.check(replace(HELLO, source="A"), stranger=True, sources=())
+    admission.check(replace(HELLO, source="C"), stranger=False, sources=())
+    with pytest.raises(PairMismatchError, match="drafts with A, B"):
+        admission.check(replace(HELLO, source="C"), stranger=True, sources=())
+
+
+def test_where_no_model_was_named_there_are_four_at_most() -> None:
+    admission, sources = make_admission(), list[str]()
+    for source in "abcd":
+        admission.check(replace(HELLO, source=source), stranger=True, sources=sources)
+        sources.append(source)
+    admission.check(replace(HELLO, source="a"), stranger=True, sources=sources)
+    with pytest.raises(PairMismatchError, match="4 other draft models"):
+        admission.check(replace(HELLO, source="e"), stranger=True, sources=sources)
+
+
+def test_an_address_has_only_so_many_drafters_and_tries() -> None:
+    admission = make_admission()
+    assert admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter({ELSEWHERE: 31})) == ""
+    assert "too many" in admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter({ELSEWHERE: 32}))
+    assert "too many" in admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter({"a": 32, "b": 32}))
+    assert "too many" in admission.keeps_out("", stranger=False, peers=Counter({"": 128}))
+    answers = [admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter()) for _ in range(200)]
+    assert answers[100] == ""
+    assert "connects too often" in answers[117]
+    assert answers[-1] == "it is banned"
+    assert admission.keeps_out("10.0.0.8", stranger=True, peers=Counter()) == ""
+
+
+def test_figures_have_room_for_so_many_names() -> None:
+    admission = make_admission()
+    assert [admission.knows("a"), admission.knows("a")] == [False, True]
+    for number in range(1000):
+        admission.knows(f"name {number}")
+    assert admission.label("a") == "a"
+    assert admission.label("name 999") == OTHERS
+
+
+def test_a_long_model_name_becomes_a_label_that_stays_its_own() -> None:
+    assert as_label("owner/model") == "owner/model"
+    paths = ["/" + "x" * 300 + end for end in ("/a", "/b")]
+    assert len({as_label(path) for path in paths}) == 2
+    assert all(is_label(as_label(path)) for path in paths)
+
+
+class Hostile(House):
+    """A house with an honest drafter of its own, and strangers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.honest = self.join()
+
+    def strange(self, *messages: Message, peer: str = ELSEWHERE) -> MemoryChannel:
+        mine, its = memory_pair(capacity=100_000)
+        self.drafters.admit(mine, peer, stranger=True)
+        for message in messages:
+            its.send(message)
+        self.drain()
+        return its
+
+    def still_works(self) -> bool:
+        self.honest.receive()
+        self.commit(0, 5)
+        return len(of(Outcome, self.honest.receive())) == 1
+
+
+STRANGE = replace(HELLO, name="strange", source="another model")
+
+
+@pytest.mark.parametrize(
+    "offence",
+    [
+        Heartbeat(step_ms=float("nan")),
+        Heartbeat(overruns=2, forwards=1),
+        Growth(0, 1, 0, b"123", b"", b"", b"", b""),
+        Growth(0, 1, 0, bytes(8), bytes(4), bytes(2), b"", b""),
+        Outcome(0, 1, 1, (1,), 1),
+        Open(0, 1, (1,), (), SamplingParameters(), 1, 1),
+    ],
+)
+def test_who_breaks_a_rule_is_told_why_and_kept_out_for_a_while(offence: Message) -> None:
+    house = Hostile()
+    its = house.strange(STRANGE, offence)
+    assert len(of(Refusal, its.receive())) == 1
+    assert its.closed
+    assert house.drafters.alive == 1
+    assert house.still_works()
+    assert house.strange(STRANGE).closed
+    house.strange(STRANGE, peer="10.0.0.8")
+    assert house.drafters.alive == 2
+
+
+def test_one_of_this_server_is_kept_out_by_its_name_and_told_nothing_more() -> None:
+    house = House()
+    house.join(HELLO).send(Heartbeat(step_ms=-1.0))
+    house.drain()
+    again = house.join(HELLO)
+    assert again.closed
+    assert again.receive() == [], "a refusal would end its process for good"
+    house.join(OTHER)
+    assert house.drafters.alive == 1
+    house.clock.now += 1.0
+    house.join(HELLO)
+    assert house.drafters.alive == 2
+
+
+def test_good_behaviour_is_rewarded() -> None:
+    house = House()
+    for _ in range(3):
+        house.clock.now += 10.0
+        house.join(HELLO).send(Heartbeat(step_ms=-1.0))
+        house.drain()
+    house.clock.now += 10.0
+    its = house.join(HELLO)
+    house.clock.now += 61.0
+    house.drafters.beat()
+    its.send(Heartbeat(step_ms=-1.0))
+    house.drain()
+    house.clock.now += 1.0
+    house.join(HELLO)
+    assert house.drafters.alive == 1
+
+
+def test_who_does_not_say_who_it_is_is_hung_up_on() -> None:
+    house = Hostile()
+    silent = house.strange()
+    house.clock.now += 9.0
+    house.drafters.beat()
+    house.drain()
+    assert not silent.closed
+    house.clock.now += 2.0
+    house.drafters.beat()
+    house.drain()
+    assert silent.closed
+    assert len(house.drafters.channels) == 1
+
+
+def test_a_mismatch_is_refused_but_no_offence() -> None:
+    house = Hostile()
+    its = house.strange(replace(STRANGE, tokenizer="other"))
+    assert len(of(Refusal, its.receive())) == 1
+    house.strange(STRANGE)
+    assert house.drafters.alive == 2
+
+
+def test_a_stranger_cannot_have_the_name_of_an_own_drafter() -> None:
+    house = Hostile()
+    house.clock.now += 60.0  # the honest one has long been silent
+    its = house.strange(replace(STRANGE, name=HELLO.name, instance=9))
+    assert len(of(Refusal, its.receive())) == 1
+    assert house.drafters.alive == 1
+    taken = house.strange(replace(STRANGE, name=OTHER.name))
+    house.join(OTHER)
+    assert taken.closed
+    assert house.drafters.alive == 2
+
+
+class Failing:
+    """A channel of which something fails in a way that nobody has thought of."""
+
+    def __init__(self, inner: MemoryChannel, what: str, error: BaseException) -> None:
+        self._inner, self._what, self._error = inner, what, error
+        self.broken = False
+
+    def __getattr__(self, name: str) -> object:
+        return self._fail if self.broken and name == self._what else getattr(self._inner, name)
+
+    def _fail(self, *_arguments: object) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("what", ["receive", "send", "post", "flush", "close"])
+@pytest.mark.parametrize("error", [RecursionError(), MemoryError(), OSError(24, "files"), KeyError("x")])
+def test_whatever_fails_about_a_link_ends_that_link_alone(what: str, error: Exception) -> None:
+    house = Hostile()
+    mine, its = memory_pair()
+    channel = Failing(mine, what, error)
+    house.drafters.connect(cast(Channel, channel), stranger=True, peer=ELSEWHERE)
+    its.send(STRANGE)
+    house.drain()
+    assert house.drafters.alive == 2
+    channel.broken = True
+    if what == "close":
+        its.send(Refusal("I leave"))
+    for _ in range(3):
+        house.commit(0, 5)
+        house.drafters.open(house.requests[1])
+        house.clock.now += 3.0
+        house.drafters.beat()
+        house.end_round()
+    assert (house.drafters.alive == 1) is (what in ("receive", "send", "post", "close"))
+    assert house.still_works()
+    house.drafters.close(house.requests[0])
+
+
+def test_a_flood_is_taken_in_portions_and_holds_nobody_up() -> None:
+    house = Hostile()
+    request = house.requests[0]
+    its = house.strange(STRANGE)
+    taken: list[int] = []
+    flood = [growth(request, sequence) for sequence in range(10_000)]
+    for each in flood:
+        its.send(each)
+    for _ in range(30):
+        before = house.drafters.expansions
+        house.drain()
+        taken.append(house.drafters.expansions - before)
+        assert house.still_works()
+    assert 0 < max(taken) <= 1024
+    assert sum(taken) == 10_000
+    assert house.drafters.alive == 2
+
+
+def test_who_talks_without_end_about_nothing_is_banned() -> None:
+    house = Hostile()
+    its = house.strange(STRANGE)
+    for number in range(30_000):
+        its.send(replace(growth(house.requests[0]), request=number + 100))
+    for _ in range(40):
+        house.drain()
+    assert its.closed
+    assert house.drafters.alive == 1
+
+
+def test_growth_of_a_request_that_another_one_drafts_is_not_taken() -> None:
+    house = Hostile()
+    request = house.requests[0]
+    assert request.replica is not None
+    its = house.strange(replace(STRANGE, source=HELLO.source))
+    its.send(growth(request))
+    house.drain()
+    assert len(request.replica.tree) == 0
+    house.honest.send(growth(request))
+    house.drain()
+    assert len(request.replica.tree) == 2
+
+
+def test_a_resync_of_a_request_that_is_not_its_own_changes_nothing() -> None:
+    house = Hostile()
+    its = house.strange(replace(STRANGE, source=HELLO.source))
+    its.receive()
+    house.honest.receive()
+    its.send(Resync(0, house.requests[0].epoch))
+    house.drain()
+    assert its.receive() == []
+    assert house.honest.receive() == []
