@@ -6,7 +6,7 @@ runs. Builds on uvicorn's protocol; does not know what requests mean.
 """
 
 import asyncio
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +19,9 @@ from ssd_serve.server.auth import OPEN_PATHS
 from ssd_serve.server.errors import unavailable
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.root_path import path_within
+
+Expected = Literal["head", "body", "request"]
+"""What an idle client has to send: the rest of a head or of a body, or another request if it likes."""
 
 
 class Guest(Protocol):
@@ -97,6 +100,7 @@ class Connection(H11Protocol):
         super().__init__(config, state, app_state)
         self._crowd = crowd
         self._limits = limits
+        self._expected: Expected | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
 
@@ -110,23 +114,20 @@ class Connection(H11Protocol):
         # As without TLS, whose own default is eight times as much.
         transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
         self._crowd.rests(self)
-        self._expect_all_within(self._limits.head_s)
+        self._settle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
         self._crowd.left(self)
-        self._expect_nothing()
+        self._expect(None)
         self._unset_keepalive_if_required()
         self._stop_judging()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Something of a request has come; what comes in drips gets no more time."""
+        """Something of a request has come."""
         super().data_received(data)
         self._settle()
-        if self._deadline is None and not self._working and not self.transport.is_closing():
-            answered_early = self.conn.their_state is h11.SEND_BODY
-            self._expect_all_within(self._limits.body_timeout_s if answered_early else self._limits.head_s)
 
     def on_response_complete(self) -> None:
         """A request has been answered; the next one may have come already."""
@@ -160,26 +161,41 @@ class Connection(H11Protocol):
 
     @property
     def _working(self) -> bool:
-        cycle = cast("object | None", self.cycle)  # None before the first request
-        return cycle is not None and not self.cycle.response_complete
+        return not self._fresh and not self.cycle.response_complete
+
+    @property
+    def _fresh(self) -> bool:
+        """No request has come yet."""
+        return cast("object | None", self.cycle) is None
 
     def _settle(self) -> None:
+        """After whatever has happened: what is expected of the client now, and until when."""
         if self.transport.is_closing():
-            self._expect_nothing()
+            self._expect(None)
             if self._reading is None:
                 self._judge_reader()  # last words may go unread, too
         elif self._working:
-            self._expect_nothing()
+            self._expect(None)
             self._crowd.works(self)
+        elif self.conn.their_state is h11.SEND_BODY:  # answered before it was all there
+            self._expect("body")
+        elif self.conn.trailing_data[0] or self._fresh:
+            self._expect("head")
+        else:
+            self._expect("request")
 
-    def _expect_all_within(self, seconds: float) -> None:
-        self._expect_nothing()
-        self._deadline = self.loop.call_later(seconds, self.leave)
-
-    def _expect_nothing(self) -> None:
+    def _expect(self, what: Expected | None) -> None:
+        """Give the client its time for this, once: what comes in drips gets no more."""
+        if what is self._expected:
+            return
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+        self._expected = what
+        if what is not None:
+            limits = self._limits
+            times = {"head": limits.head_s, "body": limits.body_timeout_s, "request": limits.keep_alive_s}
+            self._deadline = self.loop.call_later(times[what], self.leave)
 
     def _judge_reader(self, before: int | None = None) -> None:
         """Again and again while something is unread: whether enough of it was taken since."""

@@ -95,6 +95,22 @@ def test_the_rest_of_a_body_that_was_answered_early_gets_no_more_time() -> None:
         assert drip(client, b"x" * 500) < 200
 
 
+def test_after_a_body_that_was_answered_early_the_connection_is_as_good_as_before() -> None:
+    limits = Limits(body_timeout_s=0.3)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n"
+    with open_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
+        for _ in range(2):
+            client.sendall(head.encode())
+            told = b""
+            while not told.endswith(b"}"):
+                told += client.recv(65536)
+            assert told.startswith(b"HTTP/1.1 415")
+            client.sendall(b"x" * 5)
+            time.sleep(0.05)
+            client.sendall(b"x" * 5)
+            time.sleep(2 * limits.body_timeout_s)
+
+
 def test_a_connection_may_rest_between_requests_for_longer_than_a_head_may_take() -> None:
     with open_server(lambda _: say("x"), limits=SOON) as address, httpx.Client() as client:
         mine: set[object] = set()
