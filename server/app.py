@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from ssd_serve import __version__
 from ssd_serve.errors import SsdError
+from ssd_serve.server.ambiguous import OneMeaning
 from ssd_serve.server.auth import Doorkeeper
 from ssd_serve.server.body import Bodies
 from ssd_serve.server.chat import ChatEndpoint
@@ -92,6 +93,7 @@ def create_app(
     app.add_middleware(
         Doorkeeper, tenants=tenants, metrics_key=settings.metrics_key, metrics_port=settings.metrics_port
     )
+    app.add_middleware(OneMeaning)
     for guard in guards:
         app.add_middleware(guard.cls, *guard.args, **guard.kwargs)
     app.add_middleware(NamedRequests)

@@ -19,6 +19,7 @@ REFUSED: dict[str, bytes] = {
     "a TLS hello": bytes.fromhex("1603010200010001fc0303") + b"\x11" * 512,
     "HTTP/2 at once": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00" * 9,
     "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: 127.0.0.1\r\n\r\n",
     "a head without an end": b"GET /health HTTP/1.1\r\nX: " + b"a" * (1 << 20),
     "ten thousand headers": b"GET /health HTTP/1.1\r\n" + b"X-A: b\r\n" * 10_000 + b"\r\n",
     "a path of a megabyte": b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
@@ -67,6 +68,20 @@ def test_what_is_no_request_is_refused_at_once(victim: Victim, name: str) -> Non
     status = told.partition(b"\r\n")[0]
     assert status == b"" or status.startswith(b"HTTP/1.1 4"), told[:300]
     assert b"root:" not in told
+
+
+@pytest.mark.parametrize("chunks_first", [False, True])
+def test_a_length_and_chunks_are_not_two_requests(victim: Victim, chunks_first: bool) -> None:
+    """Request smuggling: what a proxy takes for a body must not be answered as a request."""
+    hidden = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    lengths = [b"Content-Length: %d\r\n" % (5 + len(hidden)), b"Transfer-Encoding: chunked\r\n"]
+    if chunks_first:
+        lengths.reverse()
+    with victim.unharmed(), victim.connect() as attacker:
+        attacker.sendall(HEAD + b"".join(lengths) + b"\r\n0\r\n\r\n" + hidden)
+        told = answer(attacker)
+    assert told.startswith(b"HTTP/1.1 400")
+    assert b'"version"' not in told
 
 
 def test_a_hundred_requests_in_one_breath_are_answered_in_order(victim: Victim) -> None:
