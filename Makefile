@@ -1,13 +1,23 @@
 # Needs nothing but Python (3.10 or newer) and make: every target creates .venv by itself.
 # Settings pass through: `SSD_PORT=9000 make serve`, or `make serve ARGS="--port 9000 --mode sd"`.
+# With AMD's driver `make serve` uses what ./setup_rocm.sh has prepared instead: the torch that is there.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 ARGS ?=
+comma := ,
 
-SERVING := $(VENV)/.stamp-serving
+NVIDIA ?= /dev/nvidiactl
+KFD ?= /dev/kfd
+# What the drivers' files say, unless cores are meant.
+CORES := $(filter 1 true True yes on,$(SSD_ALLOW_CPU)) $(filter cpu%,$(SSD_TARGET_DEVICE))
+GPU := $(if $(strip $(CORES)),,$(if $(wildcard $(NVIDIA)),nvidia,$(if $(wildcard $(KFD)),amd)))
+EXTRAS := $(if $(filter nvidia,$(GPU)),[flashinfer$(comma)triton])
+CACHE := $(patsubst ~/%,$(HOME)/%,$(or $(SSD_CACHE_DIR),~/.cache/ssd-serve))
+
+SERVING := $(VENV)/.stamp-serving$(if $(EXTRAS),-nvidia)
 DEVELOPING := $(VENV)/.stamp-developing
 
 .DEFAULT_GOAL := help
@@ -29,7 +39,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(SERVING): $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e ".$(EXTRAS)"
 	@touch $@
 
 $(DEVELOPING): $(SERVING)
@@ -38,8 +48,23 @@ $(DEVELOPING): $(SERVING)
 
 install: $(DEVELOPING)
 
+ifeq ($(GPU),amd)
+OTHERS_WRITE = \( ! -user "$$(id -u)" -o -perm -g+w -o -perm -o+w \)
+# rocm.env is run by this shell: nobody else may be able to write it.
+serve:
+	@if [ ! -f "$(CACHE)/rocm.env" ]; then \
+		echo "there is an AMD GPU ($(KFD)): run ./setup_rocm.sh first, or SSD_ALLOW_CPU=1 make serve for cores"; \
+		exit 9; \
+	elif [ -n "$$(find "$(CACHE)" "$(CACHE)/rocm.env" -prune $(OTHERS_WRITE))" ]; then \
+		echo "others may write to $(CACHE)/rocm.env: delete it, chmod go-w $(CACHE), and run ./setup_rocm.sh again"; \
+		exit 9; \
+	fi; \
+	. "$(CACHE)/rocm.env"; \
+	exec $(if $(filter file,$(origin PYTHON)),"$$ROCM_PYTHON",$(PYTHON)) -m ssd_serve serve $(ARGS)
+else
 serve: $(SERVING)
 	@exec $(BIN)/ssd serve $(ARGS)
+endif
 
 test: $(DEVELOPING)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -112,7 +112,7 @@ check_gpu() {
     problem 10 "neither rocminfo nor amd-smi shows a GPU" "see what rocminfo says; ROCM_PATH tells where ROCm is"
   elif [[ -z $known ]]; then
     problem 11 "the GPU is $found; FlashInfer for ROCm runs on gfx942 and gfx950 only" \
-      "take another machine, or use ssd without this script: 'make serve' runs on the CPU"
+      "take another machine, or use ssd without this script: SSD_ALLOW_CPU=1 make serve runs on the CPU"
   else
     ARCHITECTURE=$known
     say "GPU: $ARCHITECTURE"
@@ -211,13 +211,20 @@ write_environment() {
   workspace=$CACHE/rocm/${key//[^A-Za-z0-9._+-]/-}
   ENVIRONMENT=$CACHE/rocm.env
   text=$(printf 'export %s=%q\n' FLASHINFER_WORKSPACE_BASE "$workspace" TRITON_CACHE_DIR "$workspace/triton")
+  text+=$(printf '\nROCM_PYTHON=%q' "$(command -v "$PYTHON")") # what `make serve` starts
+  if [[ -n $(find "$CACHE" -maxdepth 0 \( ! -user "$(id -u)" -o -perm /022 \) 2>/dev/null) ]]; then
+    problem 2 "others may write to $CACHE, and what is compiled there is run" \
+      "chmod go-w it, or set SSD_CACHE_DIR to a folder that is yours alone"
+  fi
   if [[ ! -d $workspace || ! -r $ENVIRONMENT || $(<"$ENVIRONMENT") != "$text" ]]; then
     step "write $ENVIRONMENT" store_environment "$workspace" "$text"
   fi
 }
 
 store_environment() { # folder of compiled kernels, text
-  if mkdir -p "$1" && printf '%s\n' "$2" >"$ENVIRONMENT"; then return; fi
+  if (umask 077 && mkdir -p "$1" && printf '%s\n' "$2" >"$ENVIRONMENT.new" && mv "$ENVIRONMENT.new" "$ENVIRONMENT"); then
+    return
+  fi
   problem 2 "$ENVIRONMENT cannot be written" "set SSD_CACHE_DIR to a folder of yours"
 }
 
@@ -266,7 +273,9 @@ main() {
     verify_versions
     verify_imports
     run_doctor
-    say "done. Before ssd, in each shell:  . $(printf %q "$ENVIRONMENT")"
+    say "done. Without make, first in each shell:  . $(printf %q "$ENVIRONMENT")"
+    say "To serve:"
+    say "  make -C $(printf %q "$HERE") serve"
   elif [[ $MODE == dry-run ]]; then
     say "would check torch, FlashInfer and Triton again, and run ssd doctor. Nothing was changed."
   elif ((EXIT_CODE == 0)); then

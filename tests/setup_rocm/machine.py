@@ -35,6 +35,10 @@ import os, sys
 from pathlib import Path
 if sys.argv[1:] == ["--help"]:
     print("usage: ssd COMMAND", "", "    serve   serve a model", {doctor!r}, sep="\\n")
+elif sys.argv[1:2] == ["serve"]:
+    import torch
+    kernels = os.environ["FLASHINFER_WORKSPACE_BASE"]
+    print("serves with HIP", torch.version.hip, "kernels in", kernels, *sys.argv[2:])
 elif sys.argv[1:] == ["doctor", "--target-device", "cuda:0"]:
     seen = {{name: value for name, value in os.environ.items() if name.startswith(("SSD_", "FLASHINFER_"))}}
     Path({report!r}).write_text(repr(seen))
