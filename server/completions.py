@@ -30,6 +30,7 @@ from ssd_serve.server.tokenizer import TokenTexts
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
+_DECODED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,8 @@ class CompletionsEndpoint:
                 for token in prompt.ids if scored else ():
                     offsets.append(length)
                     length += len(stream.push(token))
-                    yield
+                    if len(offsets) % _DECODED_AT_ONCE == 0:
+                        yield
                 found.append(Echo(text, tuple(offsets)))
                 yield
             return found

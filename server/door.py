@@ -12,6 +12,7 @@ from uvicorn.server import ServerState
 
 from ssd_serve.server.connections import Connection, Crowd
 from ssd_serve.server.limits import Limits
+from ssd_serve.server.pieces import Pieces
 from ssd_serve.settings import Settings
 
 _AT_ONCE = 32
@@ -41,7 +42,7 @@ class Door:
         """The protocol of a new connection."""
 
         def let_in() -> asyncio.Protocol:
-            return Connection(config, state, app_state, self.crowd, self.limits)
+            return Pieces(Connection(config, state, app_state, self.crowd, self.limits))
 
         if self.tls is None:
             return let_in()

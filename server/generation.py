@@ -23,6 +23,7 @@ _LONGEST_END_S = 5.0
 """How long the figures of a choice that a stop string ended are waited for: about a round."""
 
 _DECODED_AT_ONCE = 32
+_READ_AT_ONCE = 16
 MOST_UNREAD = 1 << 18
 """Numbers in reports that wait to be read, over all choices of a request: some ten megabytes."""
 
@@ -250,8 +251,12 @@ class Run:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces of all choices as they come; ends when every choice has ended."""
+        read = 0
         while any(choice.running for choice in self._choices):
             choice, report = await self._reports.get()
+            read += 1
+            if read % _READ_AT_ONCE == 0:
+                await asyncio.sleep(0)  # a queue that is not empty keeps nobody waiting
             if self._behind:
                 raise ApiError(
                     408, "the client reads too slowly: too much output waits for it", code="slow_reader"

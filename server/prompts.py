@@ -20,8 +20,14 @@ class TokenPrompt:
     text: str | None
 
 
+FEW_CHARACTERS = 4
+"""Most texts have more characters a token."""
+
 PLENTY_CHARACTERS = 16
-"""More characters a token than almost any text has."""
+"""Almost none has more."""
+
+COUNTED_AT_ONCE = 1 << 16
+"""Characters, at most."""
 
 CUT_TOKENS = 16
 """A text that is cut may have a few tokens more there than the whole has."""
@@ -86,14 +92,19 @@ async def chat_prompt(
 def text_ids(
     tokenizer: TextTokenizer, ready: Ready, text: str, special: bool, param: str
 ) -> Steps[list[int]]:
-    """Tokenise a text, but no more of a hopelessly long one than it takes to see that."""
-    enough = ready.context * PLENTY_CHARACTERS
-    while len(text) > enough:
-        least = len(encode(tokenizer, text[:enough], special, param)) - CUT_TOKENS
-        if least > ready.context:
-            raise too_long(f"at least {least}", ready.context, param)
-        enough *= 2
-        yield
+    """Tokenise a text, but no more of a hopelessly long one than it takes to see that.
+
+    A tokenizer takes some hundred bytes for each character. So what may not fit is first counted in slices.
+    """
+    size = min(COUNTED_AT_ONCE, ready.context * PLENTY_CHARACTERS)
+    if len(text) > max(ready.context * FEW_CHARACTERS, size):
+        least = 0
+        for place in range(0, len(text), size):
+            piece = text[place : place + size]
+            least += max(0, len(encode(tokenizer, piece, False, param)) - CUT_TOKENS)
+            if least > ready.context:
+                raise too_long(f"at least {least}", ready.context, param)
+            yield
     return encode(tokenizer, text, special, param)
 
 
