@@ -169,13 +169,15 @@ def test_a_limit_holds_and_refuses_before_a_body_is_sent(guarded: Guarded) -> No
         "Content-Type: application/json\r\nContent-Length: 8000000\r\n\r\n"
     )
     with guarded.victim.unharmed():
+        begun = time.monotonic()
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: guarded.post(MALLORY, ask), range(90)))
         served = sum(answer.status_code == 200 for answer in answers)
         refused = [answer for answer in answers if answer.status_code == 429]
         assert served + len(refused) == 90
-        # A minute's worth, and what flows in meanwhile.
-        assert 30 <= served <= 45
+        # A minute's worth, and what flows in meanwhile: one each two seconds.
+        assert 30 <= served <= 31 + (time.monotonic() - begun) / 2
+        assert refused
         assert {answer.json()["error"]["code"] for answer in refused} == {"rate_limit_exceeded"}
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
         while guarded.post(MALLORY, ask).status_code == 200:
@@ -192,7 +194,7 @@ def test_nothing_that_users_write_is_in_the_log_whatever_goes_wrong(guarded: Gua
         {"prompt": mark, "max_tokens": 4},
         {"prompt": mark, "max_tokens": 4, "stop": [mark], "cache_salt": mark, "bad_words": [mark]},
         {"prompt": [mark, 5]},
-        {"prompt": mark * 40_000},
+        {"prompt": mark * 2_000},
         {"prompt": mark, "temperature": mark},
         {"prompt": mark, mark: 1},
         {"messages": [{"role": mark, "content": mark}]},
