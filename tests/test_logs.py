@@ -57,3 +57,13 @@ def test_libraries_log_in_the_same_way() -> None:
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["Invalid request received", "a stream failed"]
     assert "ZeroDivisionError" in lines[1]["traceback"]
+
+
+def test_a_librarys_warnings_from_one_place_are_told_once_a_minute() -> None:
+    out = io.StringIO()
+    carry_library_logs(Logger("server", "info", "json", stream=out))
+    for number in range(1000):
+        logging.getLogger("uvicorn.error").warning("Invalid HTTP request %d", number)
+    logging.getLogger("uvicorn.error").warning("something else")
+    events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
+    assert events == ["Invalid HTTP request 0", "something else"]

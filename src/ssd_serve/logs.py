@@ -91,17 +91,23 @@ def get_logger(process: str, level: Level = "info", style: Style = "text") -> Lo
 
 
 class Bridge(logging.Handler):
-    """Passes what libraries log through the standard library's `logging` on to a logger of ours."""
+    """Passes what libraries log through the standard library's `logging` on to a logger of ours; a library's
+    warning from one place once a minute, since clients can cause some as often as they like."""
 
     def __init__(self, log: Logger) -> None:
         super().__init__()
         self._to = log
+        self._warned: dict[tuple[str, int], Sparingly] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, a traceback included."""
         fields: dict[str, object] = {"logger": record.name}
         if record.exc_info is not None and record.exc_info[1] is not None:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        if record.levelno == logging.WARNING and not record.name.startswith("ssd_serve"):
+            place = self._warned.setdefault((record.pathname, record.lineno), Sparingly(self._to))
+            place.warning(record.getMessage().rstrip("."), **fields)
+            return
         levels = (
             (logging.ERROR, self._to.error),
             (logging.WARNING, self._to.warning),
