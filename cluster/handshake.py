@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ssd_serve.cluster.scarcity import PAUSE_S, is_scarce
-from ssd_serve.cluster.tls import Identity, Sealed, identity
+from ssd_serve.cluster.tls import Identity, Sealed
 from ssd_serve.errors import ProtocolError, SettingsError
 
 _LOOK_EVERY_S = 0.2
@@ -94,13 +94,13 @@ class Gate:
     def __init__(
         self,
         server: socket.socket,
-        key: str,
+        own: Identity,
         on_refusal: Callable[[str], None],
         patience_s: float = _GREETING_S,
     ) -> None:
         self._server = server
         self._patience_s = patience_s
-        self._identity = identity(key)
+        self._own = own
         self._on_refusal = on_refusal
         self._greetings: list[Greeting] = []
         # One descriptor that is readable when the socket or any of the greeted peers is.
@@ -177,7 +177,7 @@ class Gate:
                 continue
             if len(self._greetings) >= _MOST_GREETINGS:
                 self._make_room()
-            sealed = Sealed(self._identity, listening=True)
+            sealed = Sealed(self._own, listening=True)
             deadline = time.monotonic() + self._patience_s
             greeting = Greeting(connection, str(address[0]), sealed, deadline)
             self._selector.register(connection, selectors.EVENT_READ, greeting)

@@ -68,6 +68,7 @@ class Listener:
         """Listen on a TCP port of one address of this machine; port 0 takes a free one. `on_refusal` is told
         of every peer that does not prove that it knows the key."""
         _check_key(key, f"listening on {host}")
+        own = identity(key)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             server = socket.create_server((host, port), family=family)
@@ -76,7 +77,7 @@ class Listener:
         name = f"[{host}]" if ":" in host else host
         server.setblocking(False)
         address = f"{_TCP}{name}:{server.getsockname()[1]}"
-        return cls(server, address, Gate(server, key, on_refusal))
+        return cls(server, address, Gate(server, own, on_refusal))
 
     @classmethod
     def at(

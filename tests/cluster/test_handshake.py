@@ -210,7 +210,7 @@ def test_a_stranger_who_stays_silent_is_sent_away() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         refused: list[str] = []
         server.setblocking(False)
-        gate = Gate(server, KEY, refused.append, patience_s=0.2)
+        gate = Gate(server, identity(KEY), refused.append, patience_s=0.2)
         with closing(gate), closing(socket.create_connection(server.getsockname())) as stranger:
             deadline = time.monotonic() + 5.0
             while not refused and time.monotonic() < deadline:
@@ -226,7 +226,7 @@ def crowded() -> Iterator[tuple[Gate, tuple[str, int], list[str]]]:
     refused: list[str] = []
     with closing(socket.create_server(("0.0.0.0", 0), backlog=200)) as server:
         server.setblocking(False)
-        with closing(Gate(server, KEY, refused.append, patience_s=60.0)) as gate:
+        with closing(Gate(server, identity(KEY), refused.append, patience_s=60.0)) as gate:
             yield gate, ("127.0.0.1", server.getsockname()[1]), refused
 
 
