@@ -21,7 +21,7 @@ from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.measuring import measure_cost
-from ssd_serve.verifier.request import accept
+from ssd_serve.verifier.request import accept, share
 
 TARGET_CORE, DRAFT_CORE = "cpu:0", "cpu:1"
 CORES = Devices(parse_device(TARGET_CORE), parse_device(DRAFT_CORE))
@@ -154,10 +154,8 @@ class _Bench:
         alone = measure_steps(self._rig.target, counts, repeats=15)
         parameters = SamplingParameters(temperature=0.0, max_tokens=64, ignore_eos=True)
         vocabulary = self._rig.target.facts.vocabulary
-        requests = [
-            accept(Submit((1 << 40) + index, prompt.tokens, parameters, 1), (), None, 512, vocabulary)
-            for index in range(_DISTURBING)
-        ]
+        submits = [Submit((1 << 40) + index, prompt.tokens, parameters, 1) for index in range(_DISTURBING)]
+        requests = [accept(submit, share(submit, ()), 512, vocabulary) for submit in submits]
         for request in requests:
             ssd.drafters.open(request)
         ssd.drafters.wait(1.0)

@@ -85,6 +85,15 @@ class TokenCounts:
                 self._tokens[index] = token
             self._counts[index] += 1
 
+    def behind(self, output: Iterable[int]) -> "TokenCounts":
+        """Another text of the same beginning, which goes on with this output."""
+        other = TokenCounts(())
+        other._index = dict(self._index)
+        other._tokens, other._counts = self._tokens.copy(), self._counts.copy()
+        other._output = list(self._output)
+        other.extend(output)
+        return other
+
     def with_path(self, path: Sequence[int]) -> tuple[Int64Array, Int32Array]:
         """Distinct tokens int64 [n], and int32 [n] how often each stands in the output and the path."""
         size = len(self._index)

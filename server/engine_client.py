@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ssd_serve.errors import EngineDeadError, OverloadedError, in_a_line
+from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError, in_a_line
 from ssd_serve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -29,7 +29,7 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.server.line import Line, MessageChannel, NoChannel
-from ssd_serve.server.submitted import Deliver, Interrupted, Submitted
+from ssd_serve.server.submitted import MOST_TOKENS, Deliver, Interrupted, Submitted, Wanted, together
 from ssd_serve.server.trial import Trial, interrupt_all
 
 logger = logging.getLogger(__name__)
@@ -130,26 +130,42 @@ class EngineClient:
         output: tuple[int, ...] = (),
         salt: bytes = b"",
     ) -> int:
-        """Send a request and return its number; `deliver` is called on the event loop with each report.
+        """`submit_all` of one request."""
+        return self.submit_all([Wanted(prompt, parameters, seed, deliver, output)], salt)[0]
 
-        Its output begins with `output`, of which nothing is reported. While another engine is awaited, the
-        request waits with those that will go on there.
+    def submit_all(self, wanted: Sequence[Wanted], salt: bytes = b"") -> list[int]:
+        """Send requests, all or none of them, and return their numbers; `deliver` is called on the event loop
+        with each report.
+
+        While another engine is awaited, they wait with those that will go on there.
         """
         if self.dead is None and self._lost_at is None and self._line.closed:
             self._line.drain()
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        request = next(self._numbers)
-        message = Submit(request, prompt, parameters, seed, output, salt=salt)
-        submitted = Submitted(message, deliver, list(output))
+        if any(len(each.prompt) + len(each.output) > MOST_TOKENS for each in wanted):
+            raise RequestError(f"a prompt and its output have more than {MOST_TOKENS} tokens", "prompt")
+        made: list[Submitted] = []
+        for each in wanted:
+            number = next(self._numbers)
+            message = Submit(number, each.prompt, each.parameters, each.seed, each.output, salt=salt)
+            made.append(Submitted(message, each.deliver, list(each.output)))
         if self._trial.over and not self._line.closed:
-            if self._lost_at is not None:
+            self._send(made)
+        self._running.update({each.first.request: each for each in made})
+        return [each.first.request for each in made]
+
+    def _send(self, made: Sequence[Submitted]) -> None:
+        """What is begun is sent whole: who is told to try again would come with as much."""
+        surely = self._lost_at is not None
+        for message in together(each.first for each in made):
+            if surely:
                 self._line.send_surely(message)
             elif not self._line.send(message) and not self._line.closed:
                 raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
-            submitted.sent = not self._line.closed
-        self._running[request] = submitted
-        return request
+            surely = True
+        for each in made:
+            each.sent = not self._line.closed
 
     def abort(self, request: int) -> None:
         """The client is gone: free the request. Does nothing when it has already ended."""
@@ -297,8 +313,10 @@ class EngineClient:
 
     def _admit(self) -> None:
         """Send what the engine may have now."""
-        for submitted in self._trial.admitted():
-            self._line.send_surely(submitted.again())
+        admitted = self._trial.admitted()
+        for message in together(submitted.again() for submitted in admitted):
+            self._line.send_surely(message)
+        for submitted in admitted:
             submitted.sent = True
 
     def _die(self, reason: str) -> None:

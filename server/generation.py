@@ -7,6 +7,7 @@ protocol of either side but the engine's reports.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
@@ -16,7 +17,7 @@ from ssd_serve.server.metrics import Stopwatch
 from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.prompts import token_units
 from ssd_serve.server.service import Service
-from ssd_serve.server.submitted import Interrupted, Report
+from ssd_serve.server.submitted import Interrupted, Report, Wanted
 from ssd_serve.server.text import TextAssembler, TextRules
 
 _LONGEST_END_S = 5.0
@@ -199,8 +200,7 @@ class Run:
             await self._service.off_loop.steps(token_units(had), self._catch_up(choices))
             self._service.require_room(len(choices))  # others may have come meanwhile
         try:
-            for choice, plan in zip(choices, self._plans, strict=True):
-                self._submit(choice, plan)
+            self._submit(choices)
         except BaseException:
             self._abort("error")
             raise
@@ -218,18 +218,26 @@ class Run:
                 choice.catch_up(plan.generated[place : place + _DECODED_AT_ONCE])
                 yield
 
-    def _submit(self, choice: _Choice, plan: Plan) -> None:
-        def deliver(report: Report) -> None:
-            self._deliver(choice, report)
-
-        if choice.stopped:  # by what the client has: there is nothing to ask for
-            self._reports.put_nowait((choice, None))
-        else:
-            choice.request = self._service.engine.submit(
-                plan.prompt, plan.parameters, plan.seed, deliver, plan.generated, self._salt
+    def _submit(self, choices: Sequence[_Choice]) -> None:
+        """All at once; of those that what the client has stopped there is nothing to ask for."""
+        asked = [
+            (
+                choice,
+                Wanted(
+                    plan.prompt, plan.parameters, plan.seed, partial(self._deliver, choice), plan.generated
+                ),
             )
-        choice.running = True
-        self._choices.append(choice)
+            for choice, plan in zip(choices, self._plans, strict=True)
+            if not choice.stopped
+        ]
+        numbers = self._service.engine.submit_all([wanted for _, wanted in asked], self._salt)
+        for (choice, _), number in zip(asked, numbers, strict=True):
+            choice.request = number
+        for choice in choices:
+            if choice.stopped:
+                self._reports.put_nowait((choice, None))
+            choice.running = True
+            self._choices.append(choice)
 
     def _deliver(self, choice: _Choice, report: Report) -> None:
         """Keep a report until it is read; of those that nobody reads only so much."""

@@ -4,17 +4,29 @@ Shared noise makes that possible: another verifier gives the tokens that this on
 messages, no channel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ssd_serve.errors import EngineDeadError
-from ssd_serve.messages import Committed, Finished, Refused, Submit
+from ssd_serve.messages import (
+    Choice,
+    Committed,
+    Finished,
+    Refused,
+    SamplingParameters,
+    Submit,
+    SubmitChoices,
+)
 
 MOST_LOSSES = 3
 """A request that was there at so many deaths in a row, at the last one alone, and was given no token between
 them, is their cause."""
+
+
+MOST_TOKENS = 1 << 21
+"""Most of one message: at five bytes each it stays well below the largest frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +38,17 @@ Report = Committed | Interrupted | Finished | Refused | EngineDeadError
 """What a submitter is told about its request. Only after Committed and Interrupted something follows."""
 
 Deliver = Callable[[Report], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request for the engine. Its output begins with `output`, of which nothing is reported."""
+
+    prompt: tuple[int, ...]
+    parameters: SamplingParameters
+    seed: int
+    deliver: Deliver
+    output: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,3 +98,33 @@ class Submitted:
         """The request for an engine that knows nothing of it."""
         first = self.first
         return msgspec.structs.replace(first, output=tuple(self.tokens), scored=self.scored)
+
+
+def together(submits: Iterable[Submit]) -> list[Submit | SubmitChoices]:
+    """The same requests, in order, with a prompt that several of them share told once a message."""
+    groups: list[list[Submit]] = []
+    room = 0
+    for each in submits:
+        before = groups[-1][-1] if groups else None
+        fits = len(each.output) <= room
+        if before is not None and fits and _alike(before, each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+            room = MOST_TOKENS - len(each.prompt)
+        room -= len(each.output)
+    return [_message(group) for group in groups]
+
+
+def _alike(one: Submit, other: Submit) -> bool:
+    """Whether they are choices of one prompt."""
+    same = one.prompt is other.prompt and one.salt == other.salt
+    return same and (one.parameters is other.parameters or one.parameters == other.parameters)
+
+
+def _message(group: list[Submit]) -> Submit | SubmitChoices:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    choices = tuple([Choice(each.request, each.seed, each.output, each.scored) for each in group])
+    return SubmitChoices(first.prompt, first.parameters, choices, first.salt)

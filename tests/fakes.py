@@ -1,6 +1,7 @@
 """Deterministic stand-ins: a model whose logits are a function of the tokens that its rows attend to."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -219,12 +220,12 @@ class Output:
 def run(
     engine: Engine, submits: Sequence[Submit], each_step: Callable[[int], None] = lambda step: None
 ) -> dict[int, Output]:
-    """Submit everything, step until done."""
+    """Submit everything, step until done; what the engine was given before is done too."""
     for submit in submits:
         refused = engine.submit(submit)
         if refused is not None:
             raise AssertionError(refused.message)
-    tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
+    tokens = defaultdict[int, list[int]](list)
     done: dict[int, Output] = {}
     step = 0
     while engine.busy:

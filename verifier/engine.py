@@ -11,13 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ssd_serve.errors import DeviceMemoryError
-from ssd_serve.kernels.processors import TokenCounts, needs_counts
-from ssd_serve.messages import Committed, Figures, Finished, Refused, Submit, VerifierReport
+from ssd_serve.messages import (
+    Committed,
+    Figures,
+    Finished,
+    Refused,
+    SamplingParameters,
+    Submit,
+    SubmitChoices,
+    VerifierReport,
+)
 from ssd_serve.models.memory import release_memory
 from ssd_serve.verifier.deciding import Decider, Round
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.ranking import RankedNode
-from ssd_serve.verifier.request import Request, accept
+from ssd_serve.verifier.request import Request, Shared, accept, share
 from ssd_serve.verifier.round import Flight, Rounds, TreeRows, Walk, Work
 from ssd_serve.verifier.scheduler import Part, Scheduler
 from ssd_serve.verifier.shortage import Shortage
@@ -95,20 +103,37 @@ class Engine:
         return bool(self._requests)
 
     def submit(self, message: Submit) -> Refused | Finished | None:
-        """Queue a request, or say why it is impossible, or how the output that it brings had ended."""
-        refused = self._impossible(message)
-        if refused is not None:
-            return refused
-        counts = TokenCounts(message.prompt, message.output) if needs_counts(message.parameters) else None
-        request = accept(message, self._bounds.eos, counts, self._bounds.tree_nodes, self._bounds.vocabulary)
-        ended = request.ended(request.tokens[-1], request.left) if message.output else ""
+        """`submit_all` of one request; None: it is queued."""
+        return next(iter(self.submit_all(message)), None)
+
+    def submit_all(self, message: Submit | SubmitChoices) -> list[Refused | Finished]:
+        """Queue a request, or the choices of a prompt; returns why some are impossible, and how the output
+        that others bring had ended."""
+        each = message.each() if isinstance(message, SubmitChoices) else [message]
+        wrong = self._impossible(message.prompt, message.parameters)
+        if wrong is not None:
+            return [Refused(one.request, *wrong) for one in each]
+        shared: Shared | None = None
+        answers: list[Refused | Finished] = []
+        for one in each:
+            answer: Refused | Finished | None = self._impossible_choice(one)
+            if answer is None:
+                shared = shared or share(one, self._bounds.eos)
+                answer = self._queue(accept(one, shared, self._bounds.tree_nodes, self._bounds.vocabulary))
+            if answer is not None:
+                answers.append(answer)
+        return answers
+
+    def _queue(self, request: Request) -> Finished | None:
+        """Queue a request, unless it is over."""
+        ended = request.ended(request.tokens[-1], request.left) if request.generated else ""
         if ended:
             return Finished(
                 request.number, ended, request.figures, request.tokens[-1] if ended == "stop" else None
             )
         self._requests[request.number] = request
         self.scheduler.submit(request)
-        self.totals.prompt_tokens += len(message.prompt)
+        self.totals.prompt_tokens += request.prompt_length
         return None
 
     def abort(self, number: int) -> None:
@@ -291,21 +316,31 @@ class Engine:
             )
         )
 
-    def _impossible(self, message: Submit) -> Refused | None:
-        bounds, number = self._bounds, message.request
-        if not message.prompt:
-            return Refused(number, "the prompt is empty", "prompt")
-        if not all(0 <= token < bounds.vocabulary for token in (*message.prompt, *message.output)):
-            return Refused(number, f"token ids must lie in 0..{bounds.vocabulary - 1}", "prompt")
+    def _impossible(self, prompt: Sequence[int], parameters: SamplingParameters) -> tuple[str, str] | None:
+        """What is wrong with what all choices share, and in which field."""
+        bounds, asked = self._bounds, parameters.max_tokens
+        if not prompt:
+            return "the prompt is empty", "prompt"
+        if not self._known(prompt):
+            return f"token ids must lie in 0..{bounds.vocabulary - 1}", "prompt"
         longest = min(bounds.context, self.scheduler.pool.slots - 1)
-        length = len(message.prompt) + message.parameters.max_tokens
-        if length > longest:
-            text = f"prompt ({len(message.prompt)} tokens) + max_tokens ({message.parameters.max_tokens})"
-            return Refused(number, f"{text} exceed the context of {longest} tokens", "max_tokens")
-        if message.parameters.max_tokens < 1:
-            return Refused(number, "max_tokens must be at least 1", "max_tokens")
+        if len(prompt) + asked > longest:
+            text = f"prompt ({len(prompt)} tokens) + max_tokens ({asked})"
+            return f"{text} exceed the context of {longest} tokens", "max_tokens"
+        if asked < 1:
+            return "max_tokens must be at least 1", "max_tokens"
+        return None
+
+    def _impossible_choice(self, message: Submit) -> Refused | None:
+        number = message.request
+        if not self._known(message.output):
+            return Refused(number, f"token ids must lie in 0..{self._bounds.vocabulary - 1}", "prompt")
         if number in self._requests:
             return Refused(number, "request number is in use", "request")
         if self.scheduler.full() and not message.output:
             return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
         return None
+
+    def _known(self, tokens: Sequence[int]) -> bool:
+        """Whether the vocabulary has all of them."""
+        return not tokens or (min(tokens) >= 0 and max(tokens) < self._bounds.vocabulary)

@@ -27,6 +27,7 @@ from ssd_serve.messages import (
     Ready,
     Status,
     Submit,
+    SubmitChoices,
 )
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.admission import FROM_DRAFTERS
@@ -130,10 +131,8 @@ class Loop:
 
     def _take(self) -> None:
         for message in self._server.receive():
-            if isinstance(message, Submit):
-                answer = self._engine.submit(message)
-                if answer is not None:
-                    self._unsent.append(answer)
+            if isinstance(message, Submit | SubmitChoices):
+                self._unsent.extend(self._engine.submit_all(message))
             elif isinstance(message, Finish):
                 finished = self._engine.finish(message.request)
                 if finished is not None:

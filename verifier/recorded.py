@@ -21,6 +21,7 @@ from ssd_serve.messages import (
     Refusal,
     Refused,
     Submit,
+    SubmitChoices,
     VerifierReport,
 )
 from ssd_serve.models.emulated import WrappedModel
@@ -50,10 +51,10 @@ class RecordedEngine(Engine):
         self._tape = tape
         self._stepping = False
 
-    def submit(self, message: Submit) -> Refused | Finished | None:
-        """See `Engine.submit`."""
+    def submit_all(self, message: Submit | SubmitChoices) -> list[Refused | Finished]:
+        """See `Engine.submit_all`."""
         self._tape.say(Kind.SUBMIT, message)
-        return super().submit(message)
+        return super().submit_all(message)
 
     def abort(self, number: int) -> None:
         """See `Engine.abort`."""

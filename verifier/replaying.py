@@ -15,7 +15,7 @@ from ssd_serve.cluster.channel import Channel
 from ssd_serve.errors import DeviceMemoryError, ProtocolError, RecordingError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit
+from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit, SubmitChoices
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import Completion, ForwardResult, Model
 from ssd_serve.verifier.deciding import Decider
@@ -84,7 +84,7 @@ class Replay(Outside):
         elif kind is Kind.DRAIN:
             engine.drain()
         elif kind is Kind.SUBMIT:
-            self.result.requests += engine.submit(self._said(Submit)) is None
+            self._submit(engine)
         elif kind is Kind.ABORT:
             engine.abort(self._said(Abort).request)
         elif kind is Kind.FINISH:
@@ -124,10 +124,17 @@ class Replay(Outside):
         self._tape.take()
         return self._said(Refusal).message
 
+    def _submit(self, engine: Engine) -> None:
+        said = self._tape.said()
+        if not isinstance(said, Submit | SubmitChoices):
+            raise _misplaced(said)
+        asked = len(said.choices) if isinstance(said, SubmitChoices) else 1
+        self.result.requests += asked - len(engine.submit_all(said))
+
     def _said(self, kind: type[Said]) -> Said:
         said = self._tape.said()
         if not isinstance(said, kind):
-            raise RecordingError(f"the recording has a {type(said).__name__} in a wrong place: it is damaged")
+            raise _misplaced(said)
         return said
 
     def _where(self) -> str:
@@ -316,7 +323,11 @@ def _work(part: PartTold) -> str:
     return f"position {part.position}, {part.rows} rows, nodes {list(part.nodes)}, {part.accepted} accepted"
 
 
+def _misplaced(said: Message | RoundTold) -> RecordingError:
+    return RecordingError(f"the recording has a {type(said).__name__} in a wrong place: it is damaged")
+
+
 def _as_message(said: Message | RoundTold) -> Message:
     if isinstance(said, RoundTold):
-        raise RecordingError("the recording has a round in a wrong place: it is damaged")
+        raise _misplaced(said)
     return said

@@ -9,9 +9,10 @@ from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.kernels.edits import Edits
-from ssd_serve.kernels.processors import TokenCounts, needs_editing
+from ssd_serve.kernels.processors import TokenCounts, needs_counts, needs_editing
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.seeds import root_name
+from ssd_serve.verifier.text import Text
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +27,7 @@ class Request:
     parameters: SamplingParameters
     seed: int
     prompt_length: int
-    tokens: list[int]
+    tokens: Text
     ends: frozenset[int]
     """Ids that end the text once `min_tokens` are out."""
     counts: TokenCounts | None
@@ -100,27 +101,44 @@ class Request:
         return self.open() if self.replica is None else self._opening(self.replica.tree.root.name)
 
     def _opening(self, root: int) -> Open:
-        prompt, output = tuple(self.tokens[: self.prompt_length]), tuple(self.tokens[self.prompt_length :])
+        prompt, output = tuple(self.tokens.prompt), tuple(self.tokens.output)
         return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed, root)
 
 
-def accept(
-    message: Submit, eos: tuple[int, ...], counts: TokenCounts | None, limit: int, vocabulary: int
-) -> Request:
-    """The state of a request that was just submitted."""
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the choices of a prompt have in common besides it."""
+
+    ends: frozenset[int]
+    edits: Edits | None
+    counts: TokenCounts | None
+    """Of the prompt."""
+
+
+def share(message: Submit, eos: tuple[int, ...]) -> Shared:
+    """What this request has in common with other choices of its prompt."""
     parameters = message.parameters
     counted = () if parameters.ignore_eos else eos
+    return Shared(
+        frozenset((*parameters.stop_token_ids, *counted)),
+        Edits(parameters, counted) if needs_editing(parameters, 0) else None,
+        TokenCounts(message.prompt) if needs_counts(parameters) else None,
+    )
+
+
+def accept(message: Submit, shared: Shared, limit: int, vocabulary: int) -> Request:
+    """The state of a request that was just submitted."""
     return Request(
         number=message.request,
-        parameters=parameters,
+        parameters=message.parameters,
         seed=message.seed,
         prompt_length=len(message.prompt),
-        tokens=[*message.prompt, *message.output],
-        ends=frozenset((*parameters.stop_token_ids, *counted)),
-        counts=counts,
+        tokens=Text(message.prompt, message.output),
+        ends=shared.ends,
+        counts=shared.counts.behind(message.output) if shared.counts is not None else None,
         limit=limit,
         vocabulary=vocabulary,
-        edits=Edits(parameters, counted) if needs_editing(parameters, 0) else None,
+        edits=shared.edits,
         scored=message.scored,
         salt=message.salt,
     )

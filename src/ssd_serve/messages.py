@@ -1,6 +1,7 @@
 """Messages between the processes, and the parameters of a request.
 
-`server <-> verifier`: Submit, Abort, Finish -> ; <- Ready, Committed, Finished, Refused, Status.
+`server <-> verifier`: Submit, SubmitChoices, Abort, Finish -> ; <- Ready, Committed, Finished, Refused,
+Status.
 `verifier <-> drafter`: Hello <-> Hello, Open, Outcome, Close -> ; <- Growth, Resync ; Heartbeat both ways.
 
 All are msgspec structs, encoded as msgpack with a tag; arrays travel as raw little-endian buffers. The
@@ -58,6 +59,39 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Prompt tokens, from the second on, whose log-probabilities were told before."""
     salt: bytes = b""
     """Only requests with the same one read each other's prompts and outputs in the prefix cache."""
+
+
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """What tells a choice from the others of its prompt; see `Submit`."""
+
+    request: int
+    seed: int
+    output: tuple[int, ...] = ()
+    scored: int = 0
+
+
+class SubmitChoices(msgspec.Struct, frozen=True, tag=True):
+    """Several requests that differ only in what `Choice` says: the prompt is told, checked and kept once."""
+
+    prompt: tuple[int, ...]
+    parameters: SamplingParameters
+    choices: tuple[Choice, ...]
+    salt: bytes = b""
+
+    def each(self) -> list[Submit]:
+        """As requests of their own, which share the prompt."""
+        return [
+            Submit(
+                each.request,
+                self.prompt,
+                self.parameters,
+                each.seed,
+                each.output,
+                each.scored,
+                self.salt,
+            )
+            for each in self.choices
+        ]
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -296,7 +330,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     overruns: int = 0
 
 
-ServerMessage = Submit | Abort | Finish
+ServerMessage = Submit | SubmitChoices | Abort | Finish
 VerifierReport = Ready | Committed | Finished | Refused | Status | Progress
 DrafterMessage = Hello | Refusal | Open | Outcome | Growth | Resync | Close | Pause | Heartbeat
 Message = ServerMessage | VerifierReport | DrafterMessage

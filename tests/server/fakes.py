@@ -27,6 +27,7 @@ from ssd_serve.messages import (
     Refused,
     Status,
     Submit,
+    SubmitChoices,
     TokenLogprobs,
 )
 
@@ -218,7 +219,10 @@ class FakeEngine:
     def _take(self, message: Message) -> None:
         with self._changed:
             self.received.append(message)  # before any answer: who has the answer finds what it answers
-        if isinstance(message, Submit):
+        if isinstance(message, SubmitChoices):
+            for each in message.each():
+                self._take(each)
+        elif isinstance(message, Submit):
             script, had = self.playwright(message), len(message.output)
             play = _Play(message, script, deque(script.groups), tokens=had)
             self._plays[message.request] = play

@@ -16,6 +16,7 @@ from ssd_serve.messages import (
     Finished,
     SamplingParameters,
     Submit,
+    SubmitChoices,
     TokenLogprobs,
 )
 from ssd_serve.server.engine_client import EngineClient
@@ -40,8 +41,9 @@ class Engine:
 
     def take(self) -> None:
         for message in self.channel.receive():
-            if isinstance(message, Submit):
-                self.requests[message.request] = (message, list(message.output), message.scored)
+            if isinstance(message, Submit | SubmitChoices):
+                for each in message.each() if isinstance(message, SubmitChoices) else [message]:
+                    self.requests[each.request] = (each, list(each.output), each.scored)
             elif isinstance(message, Abort):
                 self.requests.pop(message.request, None)
             elif isinstance(message, Finish) and message.request in self.requests:

@@ -3,22 +3,27 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.errors import EngineDeadError, OverloadedError
+from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Choice,
     Committed,
     Figures,
     Finished,
     Heartbeat,
     Message,
     SamplingParameters,
+    Submit,
+    SubmitChoices,
 )
 from ssd_serve.server.engine_client import EngineClient
-from ssd_serve.server.submitted import Report
+from ssd_serve.server.submitted import MOST_TOKENS, Report, Wanted, together
 from tests.server.fakes import READY, channel_pair
 
 pytestmark = pytest.mark.anyio
@@ -90,6 +95,71 @@ async def test_a_full_queue_refuses_requests_but_never_loses_an_abort() -> None:
         await asyncio.sleep(0.01)
     assert [message for message in arrived if isinstance(message, Abort)] == [Abort(1), Abort(2)]
     client.stop()
+
+
+async def test_choices_of_a_prompt_travel_together_and_end_alone() -> None:
+    client, engine = pair()
+    prompt, heard = tuple(range(50)), [list[Report]() for _ in range(3)]
+    wanted = [Wanted(prompt, PARAMETERS, seed, each.append, (4,) * seed) for seed, each in enumerate(heard)]
+    numbers = client.submit_all([*wanted, Wanted((1,), PARAMETERS, 9, lambda _: None)], b"salt")
+    together, single = engine.receive()
+    assert together == SubmitChoices(
+        prompt,
+        PARAMETERS,
+        tuple(Choice(number, seed, (4,) * seed) for seed, number in enumerate(numbers[:3])),
+        b"salt",
+    )
+    assert single == Submit(numbers[3], (1,), PARAMETERS, 9, salt=b"salt")
+    engine.send(Finished(numbers[1], "stop", Figures()))
+    await drain(client)
+    assert [len(each) for each in heard] == [0, 1, 0]
+    client.stop()
+
+
+async def test_what_is_begun_is_sent_whole_and_what_cannot_be_sent_is_no_overload() -> None:
+    """Each of these prompts takes more than half of what may wait for the engine."""
+    ours, theirs = channel_pair()
+    client = EngineClient(ours)
+    client.start()
+    prompts = [(70_000 + number,) * 600_000 for number in range(3)]
+    wanted = [Wanted(prompt, PARAMETERS, seed, lambda _: None) for prompt in prompts for seed in range(4)]
+    assert len(client.submit_all(wanted)) == 12
+    with pytest.raises(OverloadedError):
+        client.submit((1,), PARAMETERS, 7, lambda _: None)
+    with pytest.raises(RequestError, match="tokens"):
+        client.submit((1,) * (MOST_TOKENS + 1), PARAMETERS, 7, lambda _: None)
+    arrived: list[Message] = []
+    for _ in range(500):
+        arrived += theirs.receive()
+        if len(arrived) == 3:
+            break
+        await asyncio.sleep(0.002)
+    assert [each.prompt for each in arrived if isinstance(each, SubmitChoices)] == prompts
+    client.stop()
+    theirs.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, MOST_TOKENS // 2)), max_size=9)
+)
+def test_messages_hold_the_same_requests_and_are_never_too_large(asked: list[tuple[int, int, int]]) -> None:
+    prompts, kinds = ((1,) * 1000, (2,) * 1000), (PARAMETERS, SamplingParameters(top_k=3))
+    outputs = {length: (0,) * length for _, _, length in asked}
+    submits = [
+        Submit(number, prompts[which], kinds[kind], number, outputs[length])
+        for number, (which, kind, length) in enumerate(asked)
+    ]
+    messages = together(submits)
+    apart = [
+        each
+        for message in messages
+        for each in (message.each() if isinstance(message, SubmitChoices) else [message])
+    ]
+    assert apart == submits
+    for message in messages:
+        if isinstance(message, SubmitChoices):
+            outputs_size = sum(len(each.output) for each in message.choices)
+            assert len(message.prompt) + outputs_size <= MOST_TOKENS
 
 
 async def test_nonsense_ends_the_engine_and_tells_everyone() -> None:

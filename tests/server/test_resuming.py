@@ -13,7 +13,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.line import MessageChannel
-from ssd_serve.server.submitted import Interrupted
+from ssd_serve.server.submitted import Interrupted, Wanted
 from tests.server.fakes import READY, channel_pair
 from tests.server.mortal import Engine, Heard, House, begun, some, token_at
 
@@ -28,10 +28,13 @@ async def test_no_token_is_lost_or_repeated_whenever_engines_die(house: House, s
     deaths = 0
     while len(requests) < 8 or not all(heard.ended for *_, heard in requests):
         if len(requests) < 8 and source.random() < 0.3:
-            length, most, heard = source.randint(1, 8), source.randint(1, 25), Heard()
-            parameters = SamplingParameters(max_tokens=most, prompt_logprobs=0)
-            house.client.submit((7,) * length, parameters, len(requests), heard.reports.append)
-            requests.append((length, most, len(requests), heard))
+            length, most, choices = source.randint(1, 8), source.randint(1, 25), source.randint(1, 3)
+            parameters, prompt = SamplingParameters(max_tokens=most, prompt_logprobs=0), (7,) * length
+            new = [(length, most, len(requests) + choice, Heard()) for choice in range(choices)]
+            house.client.submit_all(
+                [Wanted(prompt, parameters, number, heard.reports.append) for *_, number, heard in new]
+            )
+            requests += new
         house.engine.step()
         # Two engines in a row may give somebody nothing, no third one: that would be given up.
         everybody = {number + 1 for *_, number, heard in requests if not heard.ended} <= house.engine.served

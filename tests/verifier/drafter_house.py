@@ -12,7 +12,7 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.request import Request, accept
+from ssd_serve.verifier.request import Request, accept, share
 from tests.fakes import HELLO, VOCABULARY, FakeClock
 
 OTHER = replace(HELLO, name="d1")
@@ -50,7 +50,7 @@ class House:
 
 def make_request(number: int) -> Request:
     submit = Submit(number, (1, 2, 3), SamplingParameters(max_tokens=50), 7)
-    return accept(submit, (0,), None, 64, VOCABULARY)
+    return accept(submit, share(submit, (0,)), 64, VOCABULARY)
 
 
 def of(kind: type[Message], messages: list[Message]) -> list[Message]:

@@ -21,6 +21,7 @@ from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import Rounds, Work
 from ssd_serve.verifier.scheduler import Part
+from ssd_serve.verifier.text import Text
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import EOS, VOCABULARY, FakeModel, Output, run
 from tests.models.tape import Tape, recording_kernels
@@ -142,7 +143,7 @@ class Watched(NoiseRows):
 
 
 def test_a_device_gets_its_noise_with_its_forward_whatever_the_cpu_has(native: NativeLibrary) -> None:
-    request = Request(0, SamplingParameters(), 9, 3, [1, 2, 3], frozenset(), None, 64, VOCABULARY)
+    request = Request(0, SamplingParameters(), 9, 3, Text((1, 2, 3)), frozenset(), None, 64, VOCABULARY)
     noise = Watched()
     flight = Rounds(OnDevice(8), noise, (EOS,), native).launch([Work(Part(request, (0, 1, 2), final=True))])
     assert noise.asked == [(9, 3, 1)]

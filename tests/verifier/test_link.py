@@ -11,7 +11,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.messages import Close, Growth, Open, Outcome, Pause, Resync, SamplingParameters, Submit
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.layout import Layout
-from ssd_serve.verifier.request import Request, accept
+from ssd_serve.verifier.request import Request, accept, share
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource
 
 NUMBERS = range(3)
@@ -56,7 +56,7 @@ class World:
         if action == "begin" and request is None:
             self.begun += 1
             submit = Submit(number, (1, 2, number), SamplingParameters(max_tokens=4000, ignore_eos=True), 7)
-            self.open[number] = accept(submit, (), None, GROWTH.nodes, VOCABULARY)
+            self.open[number] = accept(submit, share(submit, ()), GROWTH.nodes, VOCABULARY)
             self.drafters.open(self.open[number])
         elif action == "commit" and request is not None and request.replica is not None:
             for token in range(count):  # rounds of two tokens, now and then along the tree

@@ -20,7 +20,17 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.errors import PermissionProblemError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import Close, Open, Outcome, Pause, Resync, SamplingParameters, Submit
+from ssd_serve.messages import (
+    Choice,
+    Close,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+    SamplingParameters,
+    Submit,
+    SubmitChoices,
+)
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.replay import find_session, read_header
@@ -130,7 +140,9 @@ def live(engine: Engine, settings: Settings) -> None:
     step = 0
     while engine.busy or waiting:
         if waiting and step % 4 == 0:
-            engine.submit(waiting.pop(0))
+            first = waiting.pop(0)
+            choices = Choice(first.request, 1), Choice(first.request + 100, 2, (5, 6))
+            engine.submit_all(SubmitChoices(first.prompt, first.parameters, choices))
         if step == 21:
             engine.abort(2)
         if step == 33:
@@ -227,7 +239,7 @@ def test_a_session_runs_again_as_it_was(recorded: Recorded) -> None:
     result = replay(recorded, recorded.folder)
     assert result.difference == ""
     assert (result.rounds, result.tokens) == (recorded.rounds, recorded.tokens)
-    assert result.requests == 12
+    assert result.requests == 2 * 12
 
 
 def test_it_is_the_same_every_time(recorded: Recorded) -> None:
@@ -323,7 +335,7 @@ def test_a_disk_that_is_full_ends_no_session(
 def test_the_command_says_that_it_is_the_same(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(recorded.folder.parent), "--request", "1"]) == 0
     out = capsys.readouterr().out
-    assert f"the same: {recorded.rounds} rounds, {recorded.tokens} tokens, 12 requests" in out
+    assert f"the same: {recorded.rounds} rounds, {recorded.tokens} tokens, 24 requests" in out
     assert "text of request 1: " in out
     assert ": request 1 at 41: rows " in out
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.messages import SamplingParameters, Submit
-from ssd_serve.verifier.request import Request, accept
+from ssd_serve.verifier.request import Request, accept, share
 from ssd_serve.verifier.scheduler import Limits, Part, Scheduler
 
 SLOTS = 64
@@ -20,7 +20,8 @@ PROMPT = st.lists(st.integers(1, 3), min_size=1, max_size=30)
 
 def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
     parameters = SamplingParameters(max_tokens=max_tokens)
-    return accept(Submit(number, tuple(prompt), parameters, number), (), None, 64, VOCABULARY)
+    submit = Submit(number, tuple(prompt), parameters, number)
+    return accept(submit, share(submit, ()), 64, VOCABULARY)
 
 
 def make_scheduler(

@@ -1,12 +1,15 @@
 """Prompts that are equal, or begin alike, and run at the same time: read once, and no text changes."""
 
+from collections.abc import Iterator
+from typing import ClassVar
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.messages import Choice, Refused, SamplingParameters, Submit, SubmitChoices
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import Steps
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, run
@@ -132,3 +135,51 @@ def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
     assert sorted(found) == [1, 2, 3]
     assert all(found[number].tokens == expected[number].tokens for number in found)
     assert prompt_rows(model) <= LENGTH + 2 * 15
+
+
+class Counted(tuple[int, ...]):
+    """Counts how often somebody goes through all of it."""
+
+    __slots__ = ()
+    looks: ClassVar[list[int]] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.looks.append(len(self))
+        return super().__iter__()
+
+
+def test_choices_of_a_message_are_checked_once_share_their_prompt_and_are_those_of_single_requests() -> None:
+    parameters = SamplingParameters(
+        max_tokens=20, ignore_eos=True, frequency_penalty=0.4, logit_bias={3: 1.0}, bad_words=((5,), (6, 7))
+    )
+    singles = [Submit(number, PROMPT, parameters, 100 + number, (9,) * number) for number in range(20)]
+    expected = run(make_engine(Case(slots=4096))[0], singles)
+    engine, _ = speculating(Case(slots=4096, policy=lambda: Steps(3)))
+    prompt = Counted(PROMPT)
+    Counted.looks.clear()
+    choices = tuple(Choice(each.request, each.seed, each.output) for each in singles)
+    assert engine.submit_all(SubmitChoices(prompt, parameters, choices)) == []
+    assert len(Counted.looks) <= 3, "its ids are checked, and counted for penalties, once"
+    assert all(request.tokens.prompt is prompt for request in engine.scheduler.waiting)
+    assert len({id(request.edits) for request in engine.scheduler.waiting}) == 1
+    found = run(engine, [])
+    assert {n: each.tokens for n, each in found.items()} == {n: each.tokens for n, each in expected.items()}
+
+
+def test_a_prompt_that_is_impossible_is_refused_for_each_of_its_choices() -> None:
+    engine, _ = speculating(Case(max_running=1, max_waiting=2))
+    choices = tuple(Choice(number, number) for number in range(4))
+    kinds = {
+        "prompt": ((1, 40), SamplingParameters()),
+        "max_tokens": ((1, 2), SamplingParameters(max_tokens=5000)),
+    }
+    for field, (prompt, parameters) in kinds.items():
+        answers = engine.submit_all(SubmitChoices(prompt, parameters, choices))
+        assert [(each.request, each.field) for each in answers if isinstance(each, Refused)] == [
+            (number, field) for number in range(4)
+        ]
+        assert not any(each.retry_after_s for each in answers if isinstance(each, Refused))
+    bad = (Choice(1, 1, (99,)), Choice(2, 2), Choice(2, 2), Choice(3, 3, (5,) * 16))
+    answers = engine.submit_all(SubmitChoices((1, 2), SamplingParameters(), bad))
+    assert [type(each).__name__ for each in answers] == ["Refused", "Refused", "Finished"]
+    assert len(engine.scheduler.waiting) == 1

@@ -1,0 +1,38 @@
+"""A text in two parts is the list of both."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.verifier.text import Text
+
+TOKENS = st.lists(st.integers(0, 9), max_size=6)
+PLACE = st.none() | st.integers(-14, 14)
+
+
+@given(TOKENS, TOKENS, TOKENS, st.builds(slice, PLACE, PLACE, st.sampled_from([None, 1, 2, -1])))
+def test_equals_a_list(prompt: list[int], output: list[int], more: list[int], some: slice) -> None:
+    text, expected = Text(tuple(prompt), output), [*prompt, *output]
+    text.extend(more)
+    expected.extend(more)
+    assert list(text) == expected
+    assert len(text) == len(expected)
+    assert text == Text((), expected)
+    assert text[some] == expected[some]
+    assert text != Text((1,), expected)
+    for place in range(-20, 20):
+        if -len(expected) <= place < len(expected):
+            assert text[place] == expected[place]
+        else:
+            with pytest.raises(IndexError):
+                text[place]
+
+
+def test_texts_of_one_prompt_hold_it_once_and_parts_are_copies() -> None:
+    prompt = tuple(range(100))
+    one, other = Text(prompt), Text(prompt)
+    assert one.prompt is other.prompt
+    one.extend([1, 2])
+    part = one[99:]
+    part.append(3)
+    assert (part, one[-1], len(other)) == ([99, 1, 2, 3], 2, 100)
