@@ -19,6 +19,7 @@ from ssd_serve.server.chat import ChatEndpoint
 from ssd_serve.server.completions import CompletionsEndpoint
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
+from ssd_serve.server.exposure import metrics_may_tell_cached
 from ssd_serve.server.information import InformationEndpoints
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
@@ -61,7 +62,9 @@ def create_app(
         engine=engine_client,
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
-        metrics=Metrics(engine_client, lambda: service.trouble() is None, tenants),
+        metrics=Metrics(
+            engine_client, lambda: service.trouble() is None, tenants, metrics_may_tell_cached(settings)
+        ),
         bodies=Bodies(limits),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         rendering=OffLoop(-1, limits.tokenising_at_once),

@@ -99,9 +99,10 @@ class EngineView(Protocol):
 class EngineCollector(Collector):
     """Reads what the engine said last when scraped."""
 
-    def __init__(self, engine: EngineView, up: Callable[[], bool]) -> None:
+    def __init__(self, engine: EngineView, up: Callable[[], bool], tell_cached: bool) -> None:
         self._engine = engine
         self._up = up
+        self._left_out = set() if tell_cached else {"prefix_cache_hits"}
 
     def collect(self) -> Iterator[Metric]:
         """Gauges and counters; little before the engine has said anything."""
@@ -123,6 +124,8 @@ class EngineCollector(Collector):
         for name, (text, read) in _GAUGES.items():
             yield GaugeMetricFamily(f"ssd_{name}", text, value=float(read(status)))
         for name, (text, read) in _COUNTERS.items():
+            if name in self._left_out:
+                continue
             yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
         requests = GaugeMetricFamily("ssd_drafter_requests", "requests of each drafter", labels=["drafter"])
         for name, count in status.drafter_requests.items():
@@ -195,9 +198,16 @@ class TenantsCollector(Collector):
 class Metrics:
     """The registry and the server's own histograms."""
 
-    def __init__(self, engine: EngineView, up: Callable[[], bool], tenants: Tenants | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineView,
+        up: Callable[[], bool],
+        tenants: Tenants | None = None,
+        tell_cached: bool = True,
+    ) -> None:
+        """Without `tell_cached` nothing on the page says how much of a prompt was found in the cache."""
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(engine, up))
+        self.registry.register(EngineCollector(engine, up, tell_cached))
         if tenants is not None:
             self.registry.register(TenantsCollector(tenants))
         self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)

@@ -9,7 +9,7 @@ import pytest
 from ssd_serve.server.exposure import exposure_warnings
 from ssd_serve.server.tenants import Tenants
 from ssd_serve.settings import Settings
-from tests.server.fakes import say
+from tests.server.fakes import STATUS, say
 from tests.server.houses import House, open_house, post
 from tests.server.test_keys import ANNA, BEN, write
 from tests.server.test_rates import Clock
@@ -152,6 +152,28 @@ async def test_what_opens_the_metrics(settings: dict[str, str], opening: set[str
         for key in ("", ANNA, OPERATOR_KEY, "m" * 32):
             expected = key in opening or not settings
             assert (await status(house, key, "/metrics") == 200) is expected, key
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, True),
+        ({"api_key": OPERATOR_KEY}, False),
+        ({"api_key": OPERATOR_KEY, "tell_cached_tokens": True}, True),
+        ({"api_key": OPERATOR_KEY, "metrics_key": OPERATOR_KEY}, True),
+        ({"api_key": OPERATOR_KEY, "metrics_port": 9100}, True),
+    ],
+)
+async def test_who_shares_a_key_cannot_read_hits_from_the_metrics(
+    settings: dict[str, object], told: bool
+) -> None:
+    async with open_house(lambda _: say("x"), Settings.model_validate(settings)) as house:
+        house.engine.tell(STATUS)
+        while house.client.status is None:
+            await asyncio.sleep(0.002)
+        page = (await house.http.get("http://house:9100/metrics", headers=bearer(OPERATOR_KEY))).text
+    assert "ssd_prefix_cache_queries_total" in page
+    assert ("ssd_prefix_cache_hits_total" in page) is told
 
 
 async def test_metrics_of_several_keys_are_not_for_one_of_them(keys: Path) -> None:
