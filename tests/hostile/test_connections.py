@@ -1,0 +1,112 @@
+"""Connections that say nothing, say it in drips, or are too many, beside another client's stream."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hostile.victim import Victim, open_victim, wait_until_ready
+
+FEW_DESCRIPTORS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+BUSY_GAP_S = 5.0
+"""Attackers and victim share two cores with whatever else the machine does."""
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEAD_S, BODY_S = 10.0, 30.0
+"""What the server gives a head and a body."""
+
+
+@contextlib.contextmanager
+def attackers(victim: Victim, count: int) -> Generator[list[socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(victim.connect()) for _ in range(count)]
+
+
+def drip(clients: list[socket.socket], data: bytes, seconds: float) -> list[bytes]:
+    """A byte from each of them every quarter of a second, until all are closed; what they were told."""
+    told = dict.fromkeys(clients, b"")
+    is_open = set(clients)
+    deadline = time.monotonic() + seconds
+    for client in clients:
+        client.settimeout(0.0)
+    for place in range(len(data)):
+        for client in list(is_open):
+            if not alive(client, data[place : place + 1], told):
+                is_open.remove(client)
+        if not is_open:
+            return list(told.values())
+        assert time.monotonic() < deadline, f"{len(is_open)} are still open"
+        time.sleep(0.25)
+    raise AssertionError("not enough to say")
+
+
+def alive(client: socket.socket, data: bytes, told: dict[socket.socket, bytes]) -> bool:
+    try:
+        client.send(data)
+        while part := client.recv(4096):
+            told[client] += part
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+    return False
+
+
+def listens(victim: Victim) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((victim.host, victim.port)) == 0
+
+
+def test_heads_in_drips_end_in_time(victim: Victim) -> None:
+    endless = b"GET /health HTTP/1.1\r\n" + b"X-More: more\r\n" * 100
+    with victim.unharmed(BUSY_GAP_S), attackers(victim, 40) as clients:
+        drip(clients, endless, 3 * HEAD_S)
+
+
+@pytest.mark.slow
+def test_bodies_in_drips_end_in_time(victim: Victim) -> None:
+    with victim.unharmed(BUSY_GAP_S), attackers(victim, 20) as clients:
+        for client in clients:
+            client.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
+        told = drip(clients, b"[" * 1000, 3 * BODY_S)
+    assert {answer[:12] for answer in told} == {b"HTTP/1.1 408"}
+
+
+def test_idle_connections_beyond_all_descriptors_keep_nobody_out(tmp_path: Path) -> None:
+    """As many as the process may have open, and half as many again."""
+    with open_victim(tmp_path, before=FEW_DESCRIPTORS) as victim:
+        assert "limit=256" in victim.log
+        with victim.unharmed(BUSY_GAP_S), contextlib.ExitStack() as stack:
+            for _ in range(8):
+                stack.enter_context(attackers(victim, 48))
+                assert httpx.get(f"{victim.url}/health", timeout=30.0).status_code == 200
+                assert victim.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert "out of system resource" not in victim.log
+
+
+def test_who_drips_while_models_are_loaded_delays_nothing(tmp_path: Path) -> None:
+    with open_victim(tmp_path, await_ready=False) as victim, contextlib.ExitStack() as stack:
+        deadline = time.monotonic() + 60.0
+        while not listens(victim):
+            assert time.monotonic() < deadline, victim.log
+            time.sleep(0.05)
+        clients = stack.enter_context(attackers(victim, 20))
+        for client in clients[:10]:
+            client.sendall(HEAD + b"Content-Length: 8000000\r\n\r\n[")
+        loading = httpx.get(f"{victim.url}/health", timeout=30.0)
+        assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
+        for client in clients[10:]:
+            client.sendall(b"GET /he")
+        wait_until_ready(victim)
+
+
+def test_a_page_whose_name_leads_here_is_told_nothing(victim: Victim) -> None:
+    rebound = {"Host": "rebound.example"}
+    with victim.unharmed(BUSY_GAP_S), httpx.Client(base_url=victim.url, headers=rebound) as page:
+        answers = [page.get(path) for path in ("/health", "/v1/models", "/openapi.json", "/metrics")]
+        answers.append(page.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}))
+    assert [answer.status_code for answer in answers] == [421] * 5
+    assert {answer.json()["error"]["code"] for answer in answers} == {"host_not_allowed"}
