@@ -38,13 +38,13 @@ _PROBLEMS = {
     403: "The figures tell of all keys: they are for the operator's.",
     404: "The model is not served here.",
     408: "The body took too long to arrive.",
-    413: "The body is larger than the server reads.",
+    413: "The body is larger than the server reads, or has more values.",
     415: "The body is not announced as application/json.",
     421: "The server may not be called by this name; its operator can allow it.",
     429: "The queue is full, or the key has used up what it may ask for in a minute.",
     500: "A fault of the server, or of its engine.",
     503: "No token can be generated now; `code` says why: loading, restarting, shutting down, dead, or "
-    "all connections are busy.",
+    "all connections are busy, or there is no room for another body.",
 }
 _RETRY: Schema = {
     "Retry-After": {

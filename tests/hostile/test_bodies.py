@@ -1,0 +1,185 @@
+"""Bodies of up to the limit, of every kind that costs much: another client's stream goes on meanwhile."""
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from tests.hostile.victim import Victim
+
+LIMIT = 8 * 2**20
+ROOM = LIMIT - 300
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GAP_S = 2.5
+"""Far above what is seen, and far below the ten seconds and more that each of these can cost."""
+ONE_BODY_MB = 96.0
+"""A body, what is made of it, and what allocators keep: four times its size, and room for the witness."""
+
+
+def filled(unit: bytes) -> bytes:
+    """As much of it as a body has room for."""
+    return unit * (ROOM // len(unit))
+
+
+def numbered(pattern: bytes, count: int) -> bytes:
+    return b",".join(pattern % number for number in range(count))
+
+
+WRONG_IDS: Mapping[str, tuple[str, bytes]] = {
+    "negative ids": (COMPLETIONS, b'{"prompt": [' + filled(b"-1,") + b"1]}"),
+    "ids beyond the context": (COMPLETIONS, b'{"prompt": [' + filled(b"12,") + b"1]}"),
+    "ids to detokenise": ("/detokenize", b'{"tokens": [' + filled(b"12,") + b"1]}"),
+    "a list for every choice there could be": (COMPLETIONS, b'{"prompt": [' + filled(b"[1],") + b"[1]]}"),
+    "empty lists": (COMPLETIONS, b'{"prompt": [' + filled(b"[],") + b"[1]]}"),
+    "ids of answers": (COMPLETIONS, b'{"prompt": "a", "generated_token_ids": [[' + filled(b"-1,") + b"1]]}"),
+    "one id of millions of digits": (COMPLETIONS, b'{"prompt": [' + filled(b"1") + b"]}"),
+    "ids that are no numbers": (COMPLETIONS, b'{"prompt": [' + filled(b"NaN,") + b"1]}"),
+}
+WRONG_FIELDS: Mapping[str, tuple[str, bytes]] = {
+    "unknown fields": (CHAT, b"{" + numbered(b'"a%d":0', 600_000) + b"}"),
+    "some thousand unknown fields": (CHAT, b"{" + numbered(b'"a%d":0', 32_000) + b"}"),
+    "unknown fields of one message": (CHAT, b'{"messages": [{' + numbered(b'"a%d":0', 30_000) + b"}]}"),
+    "one field again and again": (COMPLETIONS, b"{" + filled(b'"prompt":1,') + b'"prompt":1}'),
+    "labels of lists": (COMPLETIONS, b'{"prompt": "a", "metadata": [' + filled(b"[],") + b"1]}"),
+    "labels of objects": (COMPLETIONS, b'{"prompt": "a", "metadata": [' + filled(b'{"a":0},') + b"1]}"),
+    "biases": (COMPLETIONS, b'{"prompt": "a", "logit_bias": {' + numbered(b'"%d":1', 500_000) + b"}}"),
+    "wrong biases": (COMPLETIONS, b'{"prompt": "a", "logit_bias": {' + numbered(b'"x%d":1', 16_000) + b"}}"),
+    "empty messages": (CHAT, b'{"messages": [' + filled(b'{"role":"user","content":""},') + b"1]}"),
+    "stop strings": (COMPLETIONS, b'{"prompt": "a", "stop": [' + filled(b'"",') + b'""]}'),
+}
+NO_JSON: Mapping[str, tuple[str, bytes]] = {
+    "brackets": (COMPLETIONS, b'{"prompt": ' + filled(b"[")),
+    "objects in objects": (COMPLETIONS, b'{"metadata": ' + filled(b'{"a":')),
+    "quotes": (COMPLETIONS, filled(b'"')),
+    "bytes that are no text": (COMPLETIONS, b'{"prompt": "' + filled(b"\xff") + b'"}'),
+    "halves of characters": (COMPLETIONS, b'{"prompt": "' + filled(b"\\ud83d") + b'"}'),
+}
+TEXTS: Mapping[str, tuple[str, bytes]] = {
+    "words": (COMPLETIONS, b'{"prompt": "' + filled(b"a b, c ") + b'"}'),
+    "spaces": (COMPLETIONS, b'{"prompt": "' + filled(b" ") + b'"}'),
+    "escapes": (COMPLETIONS, b'{"prompt": "' + filled(b"\\u00e9") + b'"}'),
+    "backslashes": (COMPLETIONS, b'{"prompt": "' + filled(b"\\\\") + b'"}'),
+    "one wide character": (COMPLETIONS, b'{"prompt": "' + filled(b"a") + b'\\ud83d\\ude00"}'),
+    "a long message": (CHAT, b'{"messages": [{"role": "user", "content": "' + filled(b"a b ") + b'"}]}'),
+    "words to tokenise": (
+        "/tokenize",
+        b'{"prompt": "' + filled(b"a b, c ") + b'", "return_token_strs": true}',
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", [WRONG_IDS, WRONG_FIELDS, NO_JSON], ids=["ids", "fields", "no JSON"])
+def test_a_long_body_that_is_wrong_is_refused_at_no_cost_to_others(
+    victim: Victim, kinds: Mapping[str, tuple[str, bytes]]
+) -> None:
+    with victim.unharmed(GAP_S) as harm:
+        for name, (path, body) in kinds.items():
+            answer = victim.post(path, body)
+            assert answer.status_code in (400, 413), (name, answer.text)
+            assert len(answer.content) < 2_000, name
+    assert harm.peak_mb < ONE_BODY_MB
+
+
+def test_a_long_text_that_cannot_fit_is_refused_at_no_cost_to_others(victim: Victim) -> None:
+    with victim.unharmed(GAP_S) as harm:
+        for name, (path, body) in TEXTS.items():
+            answer = victim.post(path, body)
+            assert answer.status_code == 400, (name, answer.text)
+            assert answer.json()["error"]["code"] == "context_length_exceeded", name
+    assert harm.peak_mb < ONE_BODY_MB
+
+
+def test_answers_that_go_on_with_the_worst_stop_strings(victim: Victim) -> None:
+    """What has come already ends with a stop string, so that only this front end works on it."""
+    many, last = (only_token(victim, text) for text in ("aaaaaaaa", "b"))
+    body = {
+        "prompt": "a",
+        "n": 100,
+        "seed": 1,
+        "max_tokens": 1902,
+        "stop": ["a" * (511 - place) + "b" for place in range(16)],
+        "generated_token_ids": [[many] * 1900 + [last]] * 100,
+    }
+    with victim.unharmed(GAP_S):
+        answer = victim.post(COMPLETIONS, body)
+    assert answer.status_code == 200
+    assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"stop"}
+
+
+def only_token(victim: Victim, text: str) -> int:
+    asked = {"prompt": text, "add_special_tokens": False}
+    (token,) = victim.post("/tokenize", asked).json()["tokens"]
+    return int(token)
+
+
+def test_who_leaves_has_nothing_more_done_for_them(victim: Victim) -> None:
+    body = {
+        "prompt": "a",
+        "n": 128,
+        "seed": 1,
+        "max_tokens": 2000,
+        "generated_token_ids": [[100] * 1990] * 128,
+    }
+    with victim.unharmed(GAP_S):
+        for _ in range(12):
+            leave_at_once(victim, COMPLETIONS, json.dumps(body).encode())
+            leave_at_once(victim, "/tokenize", TEXTS["words to tokenise"][1])
+        began = time.monotonic()
+        assert victim.post(COMPLETIONS, {"prompt": "a " * 1000, "max_tokens": 1}).status_code == 200
+        assert time.monotonic() - began < 20.0
+
+
+def head(path: str, framing: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", framing, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def leave_at_once(victim: Victim, path: str, body: bytes) -> None:
+    """Send all of a body, and reset the connection."""
+    with victim.connect() as attacker:
+        attacker.sendall(head(path, f"Content-Length: {len(body)}") + body)
+        attacker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_a_body_of_chunks_of_one_byte(victim: Victim) -> None:
+    chunks = b"1\r\n \r\n" * 200_000 + b"0\r\n\r\n"
+    with victim.unharmed(GAP_S), victim.connect(120.0) as attacker:
+        with contextlib.suppress(OSError):
+            attacker.sendall(head(COMPLETIONS, "Transfer-Encoding: chunked") + chunks)
+        assert attacker.recv(12) == b"HTTP/1.1 400"
+
+
+def test_bodies_that_never_end_hold_neither_memory_nor_the_place_of_others(victim: Victim) -> None:
+    """Together they would be twice of what all bodies may be; each stops before its last byte."""
+    with victim.unharmed(GAP_S) as harm, contextlib.ExitStack() as stack:
+        for _ in range(16):
+            attacker = stack.enter_context(victim.connect())
+            attacker.settimeout(0.5)
+            with contextlib.suppress(OSError):  # there is no room to take it
+                attacker.sendall(head(COMPLETIONS, f"Content-Length: {LIMIT}") + filled(b" "))
+        began = time.monotonic()
+        assert victim.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert time.monotonic() - began < 10.0
+        long = {"prompt": [1] * 40_000, "max_tokens": 1}
+        assert victim.post(COMPLETIONS, long).status_code == 400
+        assert time.monotonic() - began < 30.0
+    assert harm.peak_mb < 200.0
+
+
+def test_a_stream_that_is_not_read_is_ended_before_it_fills_the_memory(victim: Victim) -> None:
+    body = {"prompt": "a", "n": 16, "max_tokens": 1500, "logprobs": 20, "stream": True, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    with victim.unharmed(GAP_S) as harm, victim.connect(receive_buffer=4096) as attacker:
+        attacker.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
+        time.sleep(10.0)
+    assert harm.peak_mb < 150.0
+
+
+def test_messages_without_words(victim: Victim) -> None:
+    messages = [{"role": "user", "content": "", "name": "n" * 256}] * 4096
+    with victim.unharmed(GAP_S):
+        assert victim.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 400
