@@ -68,7 +68,7 @@ def create_app(
         bodies=Bodies(limits),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         rendering=OffLoop(-1, limits.tokenising_at_once),
-        aside=OffLoop(limits.inline_characters, at_once=1),
+        aside=OffLoop(-1, at_once=1),
         gate=gate or Gate(),
         tenants=tenants,
         others=others,

@@ -15,6 +15,7 @@ UNION_TAG = "<"
 """Tags of our discriminated unions begin with this, so that they can be kept out of field names."""
 
 _MOST_REPORTED = 3
+_MOST_NAMED = 256
 _MOST_LISTED = 512
 """pydantic tells all its errors or none, and makes an object of each."""
 
@@ -111,8 +112,9 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(detail: ErrorDetails) -> str:
-    """`messages.0.content` and the like, without the names of union branches."""
-    return ".".join(str(part) for part in detail["loc"] if not str(part).startswith((UNION_TAG, "[")))
+    """`messages.0.content` and the like, without the names of union branches. Names may be of any length."""
+    path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith((UNION_TAG, "[")))
+    return path[:_MOST_NAMED]
 
 
 def _sentence(detail: ErrorDetails) -> str:

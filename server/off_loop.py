@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
+from ssd_serve.errors import OverloadedError
+
 Result = TypeVar("Result")
 
 Steps = Generator[None, None, Result]
@@ -56,7 +58,11 @@ class OffLoop:
                 raise
         else:
             self._free -= 1
-        running = asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(None, work)
+        except RuntimeError:
+            self._release()
+            raise OverloadedError("this machine has no thread left; try again later", 1.0) from None
         running.add_done_callback(self._ended)
         return await asyncio.shield(running)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import Ready
 from ssd_serve.server.errors import bad_request, too_long
-from ssd_serve.server.off_loop import Steps
+from ssd_serve.server.off_loop import OffLoop, Steps
 from ssd_serve.server.protocol import ChatTemplateOptions, Message
 from ssd_serve.server.service import Service
 from ssd_serve.server.tokenizer import TextTokenizer
@@ -81,7 +81,7 @@ async def chat_prompt(
     special: bool,
 ) -> TokenPrompt:
     """The prompt of a conversation."""
-    text = await chat_text(service, messages, options, add_generation_prompt)
+    text = await chat_text(service.rendering, service.tokenizer, messages, options, add_generation_prompt)
     ids = await service.off_loop.steps(
         len(text), text_ids(service.tokenizer, ready, text, special, "messages")
     )
@@ -118,7 +118,8 @@ def encode(tokenizer: TextTokenizer, text: str, special: bool, param: str) -> li
 
 
 async def chat_text(
-    service: Service,
+    rendering: OffLoop,
+    tokenizer: TextTokenizer,
     messages: Sequence[Message],
     options: ChatTemplateOptions | None,
     add_generation_prompt: bool,
@@ -128,13 +129,13 @@ async def chat_text(
     variables: dict[str, object] = options.model_dump(exclude_none=True) if options else {}
 
     def render() -> str:
-        return service.tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             entries, add_generation_prompt=add_generation_prompt, **variables
         )
 
     units = sum(sum(map(len, entry.values())) + _MESSAGE_UNITS for entry in entries)
     try:
-        return await service.rendering.run(units, render)
+        return await rendering.run(units, render)
     except RequestError as error:
         raise bad_request(str(error), error.field or "messages") from error
 

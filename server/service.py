@@ -49,7 +49,7 @@ class Service:
     rendering: OffLoop
     """Of chat templates: whatever a model's author wrote, it never runs on the event loop."""
     aside: OffLoop
-    """What generates nothing (`/tokenize`), and must not keep waiting what does."""
+    """What generates nothing (`/tokenize`), and must not keep waiting what does, templates included."""
     gate: Gate
     tenants: Tenants
     others: OtherPages | None = None
@@ -95,7 +95,7 @@ class Service:
         if name is not None and name != self.model:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist here; {self.model!r} does",
+                f"the model {name[:256]!r} does not exist here; {self.model!r} does",
                 param="model",
                 code="model_not_found",
             )

@@ -49,7 +49,9 @@ class TokenizingEndpoints:
         text = body.prompt or ""
         if body.messages is not None:
             generation_prompt = given(body.add_generation_prompt, True)
-            text = await chat_text(service, body.messages, body.chat_template_kwargs, generation_prompt)
+            text = await chat_text(
+                service.aside, service.tokenizer, body.messages, body.chat_template_kwargs, generation_prompt
+            )
         param = "prompt" if body.messages is None else "messages"
         special = given(body.add_special_tokens, body.messages is None)
         ids = await service.aside.steps(len(text), text_ids(service.tokenizer, ready, text, special, param))

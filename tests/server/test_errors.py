@@ -309,3 +309,11 @@ async def test_little_of_a_hopeless_prompt_is_read_however_it_tokenises() -> Non
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert tokenizer.longest <= CONTEXT * 32
+
+
+async def test_names_of_any_length_are_not_told_back() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        for body in ({"prompt": "a", "x" * 100_000: 1}, {"prompt": "a", "model": "x" * 100_000}):
+            answer = await house.http.post(COMPLETIONS, json=body)
+            assert answer.status_code in (400, 404)
+            assert len(answer.content) < 2_000

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from ssd_serve.errors import OverloadedError
 from ssd_serve.server.off_loop import OffLoop, Steps
 
 pytestmark = pytest.mark.anyio
@@ -89,4 +90,19 @@ async def test_errors_reach_the_caller_and_free_the_thread() -> None:
             await off_loop.steps(LONG, failing())
         with pytest.raises(ZeroDivisionError):
             await off_loop.run(LONG, lambda: 1 // 0)
+    assert await off_loop.run(LONG, lambda: 1) == 1
+
+
+async def test_without_a_thread_the_caller_is_told_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    off_loop = OffLoop(0, at_once=1)
+    loop = asyncio.get_running_loop()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "run_in_executor", fail)
+        for _ in range(3):
+            with pytest.raises(OverloadedError):
+                await off_loop.run(LONG, lambda: 1)
     assert await off_loop.run(LONG, lambda: 1) == 1
