@@ -1,8 +1,8 @@
 """Connections of clients: bounded in number, in the time for saying what they want, and in what they leave
 unread.
 
-A connection is idle while its client says nothing or has not said everything yet, and busy while a request
-runs. Builds on uvicorn's protocol; does not know what requests mean.
+A connection is idle while its client says nothing or has not said all of a head, and busy while a request
+runs that is all there. Builds on uvicorn's protocol; does not know what requests mean.
 """
 
 import asyncio
@@ -33,15 +33,17 @@ class Guest(Protocol):
 
 
 class Crowd:
-    """All connections of a server. Where there are too many, those that are idle make room, oldest first."""
+    """All connections of a server. Where there are too many, those that are idle make room, oldest first, and
+    then those whose request is still being sent."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._idle: dict[Guest, None] = {}
-        self._busy: set[Guest] = set()
+        self._sending: dict[Guest, None] = {}
+        self._busy: dict[Guest, None] = {}
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._busy)
+        return len(self._idle) + len(self._sending) + len(self._busy)
 
     @property
     def too_busy(self) -> bool:
@@ -50,27 +52,36 @@ class Crowd:
 
     def rests(self, guest: Guest) -> None:
         """It has come, or its request has been answered."""
-        self._busy.discard(guest)
-        self._idle[guest] = None
-        oldest = next(iter(self._idle))
-        if len(self) > self.most and oldest is not guest:
-            self.left(oldest)
-            oldest.leave()
+        self._put(guest, self._idle)
+        if len(self) > self.most:
+            waiting = (one for group in (self._idle, self._sending) for one in group if one is not guest)
+            oldest = next(waiting, None)
+            if oldest is not None:
+                self.left(oldest)
+                oldest.leave()
+
+    def sends(self, guest: Guest) -> None:
+        """A request of it has begun, and is not all there."""
+        if guest not in self._sending:
+            self._put(guest, self._sending)
 
     def works(self, guest: Guest) -> None:
         """A request of it runs."""
-        self._idle.pop(guest, None)
-        self._busy.add(guest)
+        self._put(guest, self._busy)
 
     def left(self, guest: Guest) -> None:
         """Its connection is closed."""
-        self._idle.pop(guest, None)
-        self._busy.discard(guest)
+        for group in (self._idle, self._sending, self._busy):
+            group.pop(guest, None)
 
     def dismiss(self) -> None:
         """Close all of them."""
-        for guest in [*self._idle, *self._busy]:
+        for guest in [*self._idle, *self._sending, *self._busy]:
             guest.leave()
+
+    def _put(self, guest: Guest, group: dict[Guest, None]) -> None:
+        self.left(guest)
+        group[guest] = None
 
 
 class CrowdControl:
@@ -176,7 +187,10 @@ class Connection(H11Protocol):
                 self._judge_reader()  # last words may go unread, too
         elif self._working:
             self._expect(None)
-            self._crowd.works(self)
+            if self.cycle.more_body:
+                self._crowd.sends(self)
+            else:
+                self._crowd.works(self)
         elif self.conn.their_state is h11.SEND_BODY:  # answered before it was all there
             self._expect("body")
         elif self.conn.trailing_data[0] or self._fresh:

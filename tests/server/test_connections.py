@@ -5,7 +5,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -147,6 +147,19 @@ def test_idle_connections_make_room_and_the_oldest_goes_first() -> None:
         assert not is_closed(idle[-1])
 
 
+def test_requests_that_are_not_sent_to_their_end_make_room_too() -> None:
+    settings = Settings(max_connections=8, drain_seconds=1)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with open_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
+        sending = [crowd.enter_context(connected(address)) for _ in range(8)]
+        for one in sending:
+            one.sendall(f"{head}Content-Length: 1000\r\n\r\n[".encode())
+        for _ in range(4):
+            body = {"prompt": "a"}
+            assert httpx.post(f"{address.url}{COMPLETIONS}", json=body).status_code == 200
+        assert is_closed(sending[0])
+
+
 def test_where_all_connections_are_busy_the_answer_is_503_and_health_still_tells_the_truth() -> None:
     settings = Settings(max_connections=2, drain_seconds=1)
     body = {"prompt": "a", "stream": True}
@@ -278,38 +291,52 @@ class Guest:
         self.asked = True
 
 
-@given(
-    most=st.integers(1, 5),
-    events=st.lists(st.tuples(st.sampled_from(["comes", "works", "rests", "left"]), st.integers(0, 9))),
-)
+def without(guest: Guest, *groups: list[Guest]) -> Iterator[list[Guest]]:
+    return ([one for one in each if one is not guest] for each in groups)
+
+
+EVENTS = st.tuples(st.sampled_from(["comes", "sends", "works", "rests", "left"]), st.integers(0, 9))
+
+
+@given(most=st.integers(1, 5), events=st.lists(EVENTS))
 def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
     most: int, events: list[tuple[str, int]]
 ) -> None:
-    crowd, present = Crowd(most), list[Guest]()
-    working: set[Guest] = set()
+    crowd = Crowd(most)
+    idle, sending, working = list[Guest](), list[Guest](), list[Guest]()
     for event, number in events:
+        present = [*idle, *sending, *working]
         guest = present[number % len(present)] if present and event != "comes" else Guest()
-        before = [one for one in present if one not in working and one is not guest]
+        would_leave = [one for one in [*idle, *sending] if one is not guest]
         if event == "comes":
-            present.append(guest)
+            idle.append(guest)
             crowd.rests(guest)
-        elif guest in present and event == "works":
-            working.add(guest)
+        elif event == "sends" and guest in idle:
+            idle.remove(guest)
+            sending.append(guest)
+            crowd.sends(guest)
+        elif event == "sends" and guest in sending:
+            crowd.sends(guest)
+        elif event == "works" and guest in present:
+            idle, sending, working = (
+                [one for one in each if one is not guest] for each in (idle, sending, working)
+            )
+            working.append(guest)
             crowd.works(guest)
-        elif guest in working and event == "rests":
-            working.discard(guest)
-            present.remove(guest)
-            present.append(guest)
+        elif event == "rests" and guest in working:
+            working.remove(guest)
+            idle.append(guest)
             crowd.rests(guest)
         elif event == "left":
+            idle, sending, working = (
+                [one for one in each if one is not guest] for each in (idle, sending, working)
+            )
             crowd.left(guest)
-            working.discard(guest)
-            present = [one for one in present if one is not guest]
-        asked = [one for one in present if one.asked]
-        assert asked == before[: len(asked)], "the oldest that is idle, and nobody who works"
-        present = [one for one in present if not one.asked]
-        assert len(crowd) == len(present)
-        assert len(present) <= max(most, len(working) + 1)
+        asked = [one for one in [*idle, *sending, *working] if one.asked]
+        assert asked == would_leave[: len(asked)], "who is idle, then who still sends, the oldest first"
+        idle, sending = ([one for one in each if not one.asked] for each in (idle, sending))
+        assert len(crowd) == len(idle) + len(sending) + len(working)
+        assert len(crowd) <= max(most, len(working) + 1)
         assert crowd.too_busy == (len(working) > most)
 
 
