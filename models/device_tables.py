@@ -39,12 +39,13 @@ class DeviceSheet:
 _CDNA = {"bandwidth_share": 0.63, "throughput_share": 0.5, "layer_s": 63e-6, "exchange_s": 50e-6}
 _HOPPER = {"bandwidth_share": 0.75, "throughput_share": 0.5, "layer_s": 30e-6, "exchange_s": 26e-6}
 
-# Data sheets: AMD Instinct MI300X, MI325X, MI350X; NVIDIA H100 SXM, H200 SXM (theirs print twice the
+# Data sheets: AMD Instinct MI300X, MI325X, MI350X, MI355X; NVIDIA H100 SXM, H200 SXM (theirs print twice the
 # throughput, with sparsity).
 _SHEETS = (
     DeviceSheet("MI300X", 192, 5300, 1307.4, **_CDNA, fp8="float8_e4m3fnuz"),
     DeviceSheet("MI325X", 256, 6000, 1307.4, **_CDNA, fp8="float8_e4m3fnuz"),
     DeviceSheet("MI350X", 288, 8000, 2306.9, **_CDNA, fp8="float8_e4m3fn"),
+    DeviceSheet("MI355X", 288, 8000, 2516.6, **_CDNA, fp8="float8_e4m3fn"),
     DeviceSheet("H100", 80, 3350, 989.4, **_HOPPER, fp8="float8_e4m3fn"),
     DeviceSheet("H200", 141, 4800, 989.4, **_HOPPER, fp8="float8_e4m3fn"),
 )

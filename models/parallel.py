@@ -107,7 +107,7 @@ def rank_config(config: DecoderConfig, parallel: Parallel) -> DecoderConfig:
     Raises `UserError` where that many ranks cannot share the model.
     """
     if not _fits(config, parallel.size):
-        possible = [str(size) for size in range(1, MOST_RANKS + 1) if _fits(config, size)]
+        possible = map(str, possible_ranks(config))
         raise UserError(
             f"{parallel.size} ranks cannot share {config.heads} attention heads, {config.kv_heads} key-value "
             f"heads and {config.intermediate} feed-forward columns evenly; "
@@ -121,6 +121,11 @@ def rank_config(config: DecoderConfig, parallel: Parallel) -> DecoderConfig:
         intermediate=config.intermediate // parallel.size,
         vocabulary=vocabulary.stop - vocabulary.start,
     )
+
+
+def possible_ranks(config: DecoderConfig) -> tuple[int, ...]:
+    """How many ranks can share a model."""
+    return tuple(size for size in range(1, MOST_RANKS + 1) if _fits(config, size))
 
 
 def _fits(config: DecoderConfig, size: int) -> bool:

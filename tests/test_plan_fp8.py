@@ -38,7 +38,7 @@ TENSOR = Fp8Scheme(frozenset({"tensor"}), rounds_inputs=True)
 
 def test_the_table_knows_what_its_devices_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: multiplied_fp8(name) for name in sheet_names()}
-    assert found == {"mi300x": FNUZ, "mi325x": FNUZ, "mi350x": FN, "h100": FN, "h200": FN}
+    assert found == {"mi300x": FNUZ, "mi325x": FNUZ, "mi350x": FN, "mi355x": FN, "h100": FN, "h200": FN}
     assert multiplied_fp8("cpu") is None
     monkeypatch.setattr(plan_models, "this_machine", lambda: Machine((0,), gpus=0))
     assert multiplied_fp8("cuda") is None

@@ -23,7 +23,6 @@ _ROUNDS, _FEWEST_ROUNDS = 200, 30
 _SEARCH_ROUNDS, _SEARCH_STEPS = 60, 4
 _FAN_OUT = 8
 """Candidates of a node: the engine's further ones are seldom right, and cost simulated time."""
-_MOST_DEVICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +114,8 @@ class Plan:
     @property
     def devices_needed(self) -> int | None:
         """The fewest devices that hold the target; None where no number of them does."""
-        counts = range(1, _MOST_DEVICES + 1)
-        even = (count for count in counts if self.platform.group(self.target, count) == count)
-        return next(
-            (count for count in even if _share(self.platform, self.target, count, self.wish).fits), None
-        )
+        shares = (_share(self.platform, self.target, count, self.wish) for count in self.target.ranks)
+        return next((share.devices for share in shares if share.fits), None)
 
 
 def make_plan(platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: Wish) -> Plan:
@@ -190,7 +186,7 @@ def _share(
     """Memory of a model split over `devices`, with a draft on one of them where it is inline."""
     parts = 1 if platform.shares_memory else devices
     tokens = wish.requests * min(wish.context, model.context)
-    weights, kv = model.resident_bytes / parts, tokens * model.kv_bytes_per_token / parts
+    weights, kv = model.resident_bytes / parts, tokens * model.kv_bytes_per_token * model.kv_share(parts)
     if inline is not None:
         weights += inline.resident_bytes
         kv += tokens * inline.kv_bytes_per_token

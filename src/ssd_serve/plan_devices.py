@@ -114,8 +114,8 @@ class Sheets:
         return self.sheet.memory_gb * 1e9
 
     def group(self, model: PlannedModel, most: int) -> int:
-        """Matrices and KV heads are split evenly."""
-        return _even(model, most)
+        """As many as the engine's ranks can be."""
+        return _shared_by(model, most)
 
     def step_s(self, model: PlannedModel, devices: int, rows: int, context: int) -> float:
         """The longer of reading and computing, and what each layer takes beside."""
@@ -123,7 +123,7 @@ class Sheets:
         bandwidth = devices * s.bandwidth_share * s.bandwidth_gb_s * 1e9
         flops = devices * s.throughput_share * s.bf16_tflops * 1e12
         matrices_s = max(model.matrix_bytes / bandwidth, rows * model.flops_per_row / flops)
-        attention_s = context * model.kv_bytes_per_token / bandwidth
+        attention_s = context * model.kv_bytes_per_token * model.kv_share(devices) * devices / bandwidth
         attention_s += rows * context * model.attention_flops / flops
         layer_s = s.layer_s + (s.exchange_s if devices > 1 else 0.0)
         return matrices_s + attention_s + model.layers * layer_s
@@ -170,8 +170,8 @@ class Measured:
         return f"{1e6 * self.layer_s:.0f} us a layer beside its matrices{split}"
 
     def group(self, model: PlannedModel, most: int) -> int:
-        """Cores share any matrix; GPUs split it evenly."""
-        return most if self.shares_memory else _even(model, most)
+        """Cores share any matrix; GPUs are the engine's ranks."""
+        return most if self.shares_memory else _shared_by(model, most)
 
     def step_s(self, model: PlannedModel, devices: int, rows: int, context: int) -> float:
         """Matrices as measured for so many rows; the KV cache at the bandwidth. Narrower weights than those
@@ -182,7 +182,7 @@ class Measured:
         seconds_per_byte = float(np.interp(rows, known, [roof.seconds_per_byte[each] for each in known]))
         seconds_per_byte *= max(1.0, rows / known[-1])
         saved_s = (model.wide_bytes - model.matrix_bytes) * min(roof.seconds_per_byte.values())
-        attention_s = context * model.kv_bytes_per_token / roof.bandwidth
+        attention_s = context * model.kv_bytes_per_token * model.kv_share(parts) * parts / roof.bandwidth
         attention_s += rows * context * model.attention_flops / roof.flops
         layer_s = self.layer_s + (self.exchange_s if parts > 1 else 0.0)
         matrices_s = model.wide_bytes * seconds_per_byte - saved_s
@@ -206,5 +206,5 @@ def cost_table(
     )
 
 
-def _even(model: PlannedModel, most: int) -> int:
-    return max(size for size in range(1, most + 1) if model.kv_heads % size == 0)
+def _shared_by(model: PlannedModel, most: int) -> int:
+    return max(size for size in model.ranks if size <= most)

@@ -29,6 +29,7 @@ from ssd_serve.models.device_tables import device_sheet
 from ssd_serve.models.hub import Role, embedded_folder
 from ssd_serve.models.load import attention_dtype, resolve_dtype
 from ssd_serve.models.matrices import MatrixReader
+from ssd_serve.models.parallel import possible_ranks
 from ssd_serve.settings import EMBEDDED
 
 
@@ -52,8 +53,14 @@ class PlannedModel:
     kv_bytes_per_token: int
     attention_flops: float
     """Floating-point operations of one row's attention for each token of context."""
+    ranks: tuple[int, ...] = (1,)
+    """How many devices can share it."""
     fp8: bool | None = None
     """Whether its fp8 weights are read as they are, or else widened; None: it has none."""
+
+    def kv_share(self, devices: int) -> float:
+        """The part of its KV cache that each of `devices` holds: heads are whole, and copied if need be."""
+        return 1 / min(devices, self.kv_heads)
 
     @property
     def flops_per_row(self) -> float:
@@ -96,6 +103,7 @@ def sized(name: str, config: DecoderConfig, computing: Computing, folder: Path |
         matrix_bytes=wide - saved,
         resident_bytes=wide - saved + embedding * dtype.itemsize,
         kv_bytes_per_token=kv_layout(config, attention_dtype(computing.device, dtype)).bytes_per_slot,
+        ranks=possible_ranks(config),
         attention_flops=4.0 * config.heads * config.head_dim * config.layers,
         fp8=None if config.fp8 is None else saved > 0,
     )

@@ -141,11 +141,14 @@ def _verdict(plan: Plan) -> str:
     best = plan.best
     if best is None:
         needed = plan.devices_needed
-        if plan.platform.shares_memory or needed is None:
+        if plan.platform.shares_memory:
             return "take: nothing; the target does not fit into this memory"
+        if needed is None:
+            most = f"{plan.target.ranks[-1]} x {plan.platform.unit}"
+            return f"take: nothing; the target does not fit on {most}, the most that can share it"
         return f"take: nothing; the target alone fits from {needed} x {plan.platform.unit} on"
     if plan.draft is None:
-        return "take: plain decoding (mode ar); name a DRAFT to see what speculation would give"
+        return f"take: plain decoding ({_settings(plan, best)}); a DRAFT shows what speculation would give"
     least = "no acceptance" if plan.pays_from is None else f"an acceptance of {plan.pays_from:.2f} on"
     pays = (
         f"a draft of this size pays from {least}"
@@ -153,10 +156,16 @@ def _verdict(plan: Plan) -> str:
         else "no acceptance makes it pay"
     )
     if best.way is Way.PLAIN:
-        return f"take: plain decoding (mode ar); {pays}"
+        return f"take: plain decoding ({_settings(plan, best)}); {pays}"
     plain = plan.layouts[0].speed
     faster = f", {best.speed / plain:.2f}x plain decoding on the same devices" if plain else ""
-    return f"take: {_NAMES[best.way]} (mode {_MODES[best.way]}){faster}; {pays}"
+    return f"take: {_NAMES[best.way]} ({_settings(plan, best)}){faster}; {pays}"
+
+
+def _settings(plan: Plan, layout: Layout) -> str:
+    """What the engine is to be told of a layout."""
+    split = layout.target > 1 and not plan.platform.shares_memory
+    return f"mode {_MODES[layout.way]}" + (f", SSD_TENSOR_PARALLEL={layout.target}" if split else "")
 
 
 def _draft(plan: Plan) -> str:
@@ -172,10 +181,6 @@ def _draft(plan: Plan) -> str:
 
 def _note(plan: Plan) -> str:
     notes: list[str] = []
-    if not plan.platform.shares_memory and any(layout.target > 1 for layout in plan.layouts):
-        notes.append(
-            "one model over several GPUs is not built in this version: these are plans for one that has it"
-        )
     models = (plan.target,) if plan.draft is None else (plan.target, plan.draft)
     if widened := [model.name for model in models if model.fp8 is False]:
         notes.append(f"fp8 weights are widened on this device: {', '.join(widened)}")

@@ -27,7 +27,7 @@ FN, FNUZ = fp8.FORMATS
 
 
 def load_model(folder: Path, dtype: str = "fp32") -> Model:
-    return load.load_model(folder, device="cpu", dtype=dtype, slots=64, context=64)
+    return load.load_model(folder, device="cpu", dtype=dtype, slots=64, context=64, allow_pickle=True)
 
 
 def logits(model: Model) -> torch.Tensor:

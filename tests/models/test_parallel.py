@@ -110,8 +110,8 @@ def test_a_rank_reads_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest
     opened: list[Checkpoint] = []
 
     class Counted(Checkpoint):
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder)
+        def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+            super().__init__(folder, allow_pickle=allow_pickle)
             opened.append(self)
 
     monkeypatch.setattr(load, "Checkpoint", Counted)
