@@ -40,5 +40,9 @@ def test_every_advisory_has_a_verdict(security: str) -> None:
     assert all(len(row) == 4 for row in advisories)
 
 
+def test_every_number_is_one(security: str) -> None:
+    assert security.count("CVE-") == len(re.findall(r"\bCVE-20\d\d-\d{4,7}\b(?!\*\w)", security))
+
+
 def test_the_readme_leads_here() -> None:
     assert "](SECURITY.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
