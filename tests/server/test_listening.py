@@ -20,7 +20,7 @@ from ssd_serve.listening import listen
 from ssd_serve.messages import Abort, Submit
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.serving import build_server
+from ssd_serve.server.serving import build_server, heeded_signals
 from ssd_serve.settings import Settings
 from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
 from tests.server.houses import Address, open_server, wait_until_healthy
@@ -303,6 +303,15 @@ def test_a_signal_stops_the_server_and_its_caller_goes_on(number: signal.Signals
         process.send_signal(number)
         assert process.communicate(timeout=50) == ("tidied up\n", "")
         assert process.returncode == 0
+
+
+def test_a_program_that_is_to_outlive_its_terminal_does() -> None:
+    """As `nohup` starts it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert heeded_signals() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_comes_twice_at_once_is_one_and_a_later_one_does_not_wait() -> None:

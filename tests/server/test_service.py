@@ -109,6 +109,15 @@ async def test_models_version_and_load() -> None:
     assert load == {"server_load": 0}
 
 
+async def test_the_commit_is_told_that_the_engine_was_started_with() -> None:
+    async with open_house(lambda _: say("x"), Settings(target="org/model")) as house:
+        before = (await house.http.get("/v1/models")).json()["data"][0]
+        house.client.target = f"org/model@{'a' * 40}"
+        card = (await house.http.get("/v1/models")).json()["data"][0]
+    assert (before["root"], before["revision"]) == ("org/model", None)
+    assert (card["root"], card["revision"]) == ("org/model", "a" * 40)
+
+
 @pytest.mark.parametrize(
     ("target", "name"),
     [
