@@ -6,14 +6,13 @@ it is given. Knows rows and parameters; nothing of noise or trees.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
-from ssd_serve.kernels.edits import EditedRow, Edits, edit_rows
+from ssd_serve.kernels.edits import EditedRow, Edits, Places, edit_rows
 from ssd_serve.kernels.processors import (
     TOP_P_UNITS,
+    TokenCounts,
     is_greedy,
     needs_editing,
     penalises,
@@ -87,36 +86,46 @@ def _edited_rows(rows: Sequence[SamplingRows]) -> list[EditedRow]:
 
 
 def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
-    """Penalties, in place, as `processors.process` says."""
-    tokens: list[np.ndarray[Any, Any]] = []
-    counts: list[np.ndarray[Any, Any]] = []
-    penalised: list[int] = []
+    """Penalties, in place, as `processors.process` says.
+
+    A text goes to the device once for all its rows; tokens of paths are few, and are done after it.
+    """
+    told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    text, times, paths = Places(), list[torch.Tensor](), list[tuple[int, int, int]]()
     for index, row in enumerate(rows):
         if penalises(row.parameters):
             if row.counts is None:
                 raise ValueError("penalties need the counts of prompt and output tokens")
-            its_tokens, its_counts = row.counts.with_path(row.path)
-            penalised.append(index)
-            tokens.append(its_tokens)
-            counts.append(its_counts)
-    if not penalised:
+            if id(row.counts) not in told:
+                told[id(row.counts)] = _told(row.counts, values.device)
+            tokens, counts = told[id(row.counts)]
+            text.add(index, tokens)
+            times.append(counts)
+            paths += [(index, token, count) for token, count in row.counts.on_path(row.path)]
+    if not text.rows:
         return
-    sizes = [len(each) for each in tokens]
-    own = [rows[index].parameters for index in penalised]
+    penalties = [
+        (each.repetition_penalty, each.frequency_penalty, each.presence_penalty)
+        for each in (row.parameters for row in rows)
+    ]
+    by_row = torch.tensor(penalties, dtype=torch.float32).to(values.device)  # [rows, 3]
+    at, on_path = text.index(), torch.tensor(paths, dtype=torch.int64).reshape(-1, 3).to(values.device)
+    its_rows, its_tokens, its_times = on_path.unbind(1)
+    before = values[its_rows, its_tokens]
+    values[at] = _penalised(values[at], torch.cat(times), by_row[at[0]])
+    values[its_rows, its_tokens] = _penalised(before, its_times.to(torch.float32), by_row[its_rows])
 
-    def spread(numbers: Sequence[float]) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(numbers, np.float32), sizes)).to(values.device)
 
-    at = (
-        torch.from_numpy(np.repeat(np.asarray(penalised, np.int64), sizes)).to(values.device),
-        torch.from_numpy(np.concatenate(tokens)).to(values.device),
-    )
-    times = torch.from_numpy(np.concatenate(counts)).to(values.device, torch.float32)
-    repetition = spread([each.repetition_penalty for each in own])
-    found = values[at]
+def _told(counts: TokenCounts, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, times = counts.with_path(())
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(times).to(device, torch.float32)
+
+
+def _penalised(found: torch.Tensor, times: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    """Logits [n] of tokens that stand so often in the output, under `penalties` [n, 3]."""
+    repetition, frequency, presence = penalties.unbind(1)
     found = torch.where(found > 0, found / repetition, found * repetition)
-    found = found - spread([each.frequency_penalty for each in own]) * times
-    values[at] = found - spread([each.presence_penalty for each in own]) * (times > 0).to(torch.float32)
+    return found - frequency * times - presence * (times > 0).to(torch.float32)
 
 
 def _keep_min_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> None:

@@ -10,6 +10,7 @@ of noise, requests or trees.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -106,6 +107,15 @@ class TokenCounts:
         for token in path:
             counts[added[token] if token in added else self._index[token]] += 1
         return tokens, counts
+
+    def on_path(self, path: Sequence[int]) -> list[tuple[int, int]]:
+        """The distinct tokens of the path, each with how often it stands in the output and the path."""
+        counted = Counter(path)
+        return [(token, times + self._times(token)) for token, times in counted.items()]
+
+    def _times(self, token: int) -> int:
+        index = self._index.get(token)
+        return 0 if index is None else int(self._counts[index])
 
     def end_of_output(self, count: int, path: Sequence[int]) -> tuple[int, ...]:
         """The last `count` tokens of the output and the path, or all where there are fewer."""

@@ -8,6 +8,7 @@ arXiv 2408.07978).
 This module knows nothing of drafts or the walk: it chooses one token for each row.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,9 @@ from ssd_serve.kernels.processing import process_rows
 from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing
 from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
+
+_TOGETHER = 4 << 20
+"""Most logits whose log-probabilities are found together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +97,21 @@ def _logprobs(
 ) -> list[TokenLogprobs | None]:
     """Of the rows of requests that want them; `processed` holds at least those rows' processed logits."""
     logprobs: list[TokenLogprobs | None] = [None] * len(choices)
+    wanted: list[tuple[int, int, int]] = []
     start = 0
     for each in requests:
         if each.parameters.logprobs is not None:
             for index in range(start, start + each.rows):
                 told = choices[index] if each.known is None else each.known
-                logprobs[index] = token_logprobs(processed[index], told, each.parameters.logprobs)
+                wanted.append((index, told, each.parameters.logprobs))
         start += each.rows
+    while wanted:
+        together = max(1, _TOGETHER // len(processed[wanted[0][0]]))
+        some, wanted = wanted[:together], wanted[together:]
+        rows = torch.stack([processed[index] for index, _, _ in some])
+        found = rows_logprobs(rows, [told for _, told, _ in some], [top for _, _, top in some])
+        for (index, _, _), each_found in zip(some, found, strict=True):
+            logprobs[index] = each_found
     return logprobs
 
 
@@ -182,6 +194,33 @@ def token_logprobs(processed: torch.Tensor, choice: int, top: int) -> TokenLogpr
     ordered, order = torch.sort(values[candidates], descending=True, stable=True)
     pairs = zip(candidates[order[:top]].tolist(), ordered[:top].tolist(), strict=True)
     return TokenLogprobs(chosen, tuple((token, value) for token, value in pairs if value > -torch.inf))
+
+
+def rows_logprobs(
+    processed: torch.Tensor, choices: Sequence[int], tops: Sequence[int]
+) -> list[TokenLogprobs]:
+    """`token_logprobs` of each row of float32 [rows, vocabulary], with one look at the device for all."""
+    values = torch.log_softmax(torch.where(torch.isnan(processed), -torch.inf, processed), 1)
+    index = torch.tensor(choices).to(values.device)[:, None]
+    most = min(max(tops), values.shape[1])
+    chosen: list[float] = values.gather(1, index)[:, 0].tolist()
+    if most == 0:
+        return [TokenLogprobs(each, ()) for each in chosen]
+    best = torch.topk(values, most, dim=1)
+    last = torch.tensor([min(max(top, 1), most) - 1 for top in tops]).to(values.device)[:, None]
+    reaching: list[int] = (values >= best.values.gather(1, last)).sum(1).tolist()
+    ids: list[list[int]] = best.indices.tolist()
+    likely: list[list[float]] = best.values.tolist()
+    found: list[TokenLogprobs] = []
+    for row, top in enumerate(tops):
+        count = min(top, most)
+        if count and reaching[row] != count:  # equal ones on the edge: the lowest ids stay
+            found.append(token_logprobs(processed[row], choices[row], top))
+            continue
+        pairs = sorted(zip(ids[row][:count], likely[row][:count], strict=True), key=lambda p: (-p[1], p[0]))
+        kept = tuple((token, value) for token, value in pairs if value > -math.inf)
+        found.append(TokenLogprobs(chosen[row], kept))
+    return found
 
 
 @torch.inference_mode()

@@ -16,11 +16,13 @@ from ssd_serve.kernels.sampling import (
     lowest_argmax,
     lowest_argmax_on_device,
     ranked_children,
+    rows_logprobs,
     sample,
     token_logprobs,
 )
 from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters
+from tests.kernels.test_native_choosing import awkward_logits
 
 VOCABULARY = 37
 MIXED = [
@@ -208,3 +210,17 @@ def test_a_known_token_is_told_under_the_logits_as_they_are() -> None:
     assert told[0] is not None
     assert [token for token, _ in told[0].top] == [1, 2]
     assert [value for _, value in told[0].top] == pytest.approx(expected[1:3])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, VOCABULARY - 1), st.integers(0, VOCABULARY + 3)), min_size=1, max_size=6
+    ),
+    st.integers(0, 1000),
+)
+def test_log_probabilities_of_many_rows_are_those_of_each(asked: list[tuple[int, int]], seed: int) -> None:
+    logits = awkward_logits(len(asked), VOCABULARY, seed)
+    choices, tops = [choice for choice, _ in asked], [top for _, top in asked]
+    found = rows_logprobs(logits, choices, tops)
+    expected = [token_logprobs(row, choice, top) for row, (choice, top) in zip(logits, asked, strict=True)]
+    assert repr(found) == repr(expected)
