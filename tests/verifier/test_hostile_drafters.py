@@ -1,0 +1,100 @@
+"""Whatever drafters say: texts are those of plain decoding, honest drafters stay, memory is bounded."""
+
+from functools import cache
+
+import hypothesis.strategies as st
+from hypothesis import example, given, settings
+
+from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.messages import Heartbeat, Hello
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.growing import WhenItPays
+from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
+from tests.verifier.hostile_speech import Heard, Speech, joining, sharing, speeches
+
+CASE = Case(slots=1024, policy=WhenItPays)
+REQUESTS, TOKENS = 4, 16
+
+
+@cache
+def plain() -> dict[int, Output]:
+    engine, _ = make_engine(Case(drafter="none", slots=1024))
+    return run(engine, mixed_requests(REQUESTS, TOKENS))
+
+
+class Honest:
+    """A drafter of the engine's own, with a real core."""
+
+    def __init__(self, engine: Engine) -> None:
+        mine, self.its = memory_pair()
+        self._core = make_core(CASE)
+        self.its.send(HELLO)
+        mine.on_wait = self.work
+        engine.drafters.connect(mine)
+
+    def work(self) -> None:
+        for message in self.its.receive():
+            if not isinstance(message, Hello | Heartbeat):
+                for reply in self._core.handle(message):  # type: ignore[arg-type]
+                    self.its.send(reply)
+        for growth in self._core.step():
+            self.its.send(growth)
+
+
+class Hostile:
+    """Says what was drawn, a few things a step; where it was hung up on it comes again, from elsewhere."""
+
+    def __init__(self, engine: Engine, speeches: list[Speech], shares: bool) -> None:
+        self._engine = engine
+        self._speeches = speeches
+        self._shares = shares
+        self._comings = 0
+        self._its: MemoryChannel | None = None
+        self._heard = Heard()
+
+    def speak(self, things: int) -> None:
+        if self._its is None or self._its.closed:
+            mine, self._its = memory_pair(capacity=100_000)
+            self._engine.drafters.admit(mine, f"10.0.0.{self._comings}", stranger=True)
+            self._comings += 1
+            self._its.send_raw((sharing if self._shares else joining)(self._heard))
+        for message in self._its.receive():
+            self._heard.hear(message)
+        for _ in range(min(things, len(self._speeches))):
+            self._its.send_raw(self._speeches.pop()(self._heard))
+
+
+def held(engine: Engine) -> list[tuple[int, int]]:
+    """Of each replica: candidates in its tree, and of expansions that wait for their nodes."""
+    found: list[tuple[int, int]] = []
+    for request in engine._active.values():  # pyright: ignore[reportPrivateUsage]
+        if request.replica is not None:
+            orphans = request.replica._orphans.values()  # pyright: ignore[reportPrivateUsage]
+            found.append(
+                (len(request.replica.tree), sum(each.expansion.size for some in orphans for each in some))
+            )
+    return found
+
+
+@given(st.lists(speeches, max_size=24), st.integers(1, 6), st.booleans())
+@settings(max_examples=60)
+@example([lambda _heard: b"\xff" * 64] * 8, 1, True)
+def test_whatever_a_drafter_says_the_text_is_the_plain_one(
+    said: list[Speech], things: int, shares: bool
+) -> None:
+    engine, _ = make_engine(CASE)
+    honest, hostile = Honest(engine), Hostile(engine, list(said), shares)
+    limit = CASE.growth.nodes
+
+    def each(_step: int) -> None:
+        hostile.speak(things)
+        honest.work()
+        assert all(tree <= limit and orphans <= limit for tree, orphans in held(engine))
+        assert not honest.its.closed
+
+    outputs = run(engine, mixed_requests(REQUESTS, TOKENS), each)
+    texts = {number: (output.tokens, output.reason) for number, output in outputs.items()}
+    assert texts == {number: (output.tokens, output.reason) for number, output in plain().items()}
+    engine.drain()
+    assert HELLO.name in engine.drafters.requests
+    assert len(engine.drafters.channels) <= 3
