@@ -29,7 +29,7 @@ from ssd_serve.messages import (
     Resync,
     SamplingParameters,
 )
-from tests.fakes import EOS, HELLO, ScriptedSource
+from tests.fakes import EOS, HELLO, VOCABULARY, ScriptedSource
 
 QUIET = get_logger("drafter-0", level="error")
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
@@ -223,3 +223,60 @@ def test_the_file_of_its_life_is_touched_while_a_verifier_takes_drafts(tmp_path:
     assert touched(HELLO)
     assert not touched(), "nobody has answered"
     assert not touched(Refusal("another tokenizer"))
+
+
+DEEP = b"\x82\xa4type\xa5Pause\xa7unknown" + b"\x91" * 2_000 + b"\x00"
+IMPOSSIBLE: dict[str, Message] = {
+    "a number": Open(2**60, 1, (1, 2), (), SamplingParameters(), 1, 1),
+    "an epoch": Outcome(1, 2**63, 1, (1,), 1),
+    "no prompt": Open(1, 1, (), (), SamplingParameters(), 1, 1),
+    "a temperature": Open(1, 1, (1, 2), (), SamplingParameters(temperature=float("nan")), 1, 1),
+    "a seed": Open(1, 1, (1, 2), (), SamplingParameters(), -1, 1),
+}
+
+
+@pytest.mark.parametrize("words", [*IMPOSSIBLE.values(), DEEP], ids=[*IMPOSSIBLE, "a deep frame"])
+def test_a_verifier_that_talks_nonsense_is_hung_up_on_and_the_other_served(words: Message | bytes) -> None:
+    shared = Shared()
+    bad, good = shared.verifiers
+    good.send(Open(1, 1, (1, 2, 3), (), SamplingParameters(max_tokens=20), 5, 77))
+    if isinstance(words, bytes):
+        bad.send_raw(len(words).to_bytes(4, "little") + words)
+    else:
+        bad.send(words)
+    for _ in range(3):
+        shared.loop.turn()
+    assert bad.closed
+    assert not good.closed
+    assert any(isinstance(each, Growth) for each in good.receive())
+
+
+def test_a_text_with_tokens_that_the_draft_model_lacks_is_not_drafted() -> None:
+    shared = Shared()
+    verifier = shared.verifiers[0]
+    for number, token in enumerate((VOCABULARY, -1, 3)):
+        verifier.send(Open(number, 1, (1, token), (), SamplingParameters(max_tokens=20), 5, 77))
+    shared.loop.turn()
+    assert {number // 2 for number in shared.core.requests} == {2}
+    verifier.send(Outcome(2, 1, 2, (VOCABULARY,), 5))
+    shared.loop.turn()
+    assert not shared.core.requests
+    assert not verifier.closed
+
+
+def test_who_was_welcome_once_and_is_refused_later_tries_again() -> None:
+    """The reason may pass: a process that is no patient one does not end for it."""
+    mine, verifiers = memory_pair()
+    core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+    target = Target(core, HELLO, QUIET, dial=Dial("here", QUIET, lambda _address: mine))
+    loop = Loop([target], core, 0.001)
+    deadline = time.monotonic() + 10.0
+    while target.channel is None:
+        assert time.monotonic() < deadline
+        loop.turn()
+    verifiers.send(HELLO)
+    loop.turn()
+    verifiers.send(Refusal("it breaks a rule"))
+    loop.turn()
+    assert (target.refused, target.channel) == ("", None)
+    loop.turn()
