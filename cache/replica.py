@@ -62,7 +62,7 @@ class Replica:
     @property
     def merged(self) -> int:
         """How much of what the last message brought was there already: candidates that it touched again."""
-        return _MERGED_A_MESSAGE - int(self.tree.patience)
+        return _MERGED_A_MESSAGE - self.tree.patience
 
     def restart(self, sender: int) -> None:
         """A drafter begins with this request, perhaps again: it will count its messages from 0. Or it has

@@ -10,6 +10,7 @@ at their node: of most nobody ever does. The tree knows no KV slots, no models a
 
 import heapq
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -84,7 +85,7 @@ class SpeculationTree:
     def __init__(self, root_name: int, limit: int) -> None:
         self.root = Node(root_name, -1, None, 0.0)
         self.limit = limit
-        self.patience = math.inf
+        self.patience = sys.maxsize
         """How many candidates expansions of expanded nodes may still touch again: whoever takes them from
         strangers sets it."""
         self._known: dict[int, Node] = {root_name: self.root}

@@ -281,6 +281,9 @@ class Drafters:
     def _take(self, link: Link, message: Message, requests: Mapping[int, Request]) -> int:
         link.heard(message)
         link.credit -= 1
+        if isinstance(message, Growth) and link.joined:
+            self._grow(link, message, requests)
+            return 1
         if isinstance(message, Hello) and not link.joined:
             self._join(link, message, requests)
         elif isinstance(message, Refusal):
@@ -288,9 +291,6 @@ class Drafters:
             link.channel.close()
         elif not link.joined:
             link.said_nothing()  # who has not been checked yet is not listened to
-        elif isinstance(message, Growth):
-            self._grow(link, message, requests)
-            return 1
         elif isinstance(message, Resync):
             request = requests.get(message.request)
             if request is None or message.epoch != request.epoch or not self._drafts(link, message.request):
@@ -307,18 +307,17 @@ class Drafters:
         self.expansions += expansions
         link.credit -= expansions + len(growth.tokens) // (4 * _CANDIDATES_A_WORK)
         request = requests.get(growth.request)
-        replica = request.replica if request is not None else None
-        mine = replica is not None and growth.epoch == replica.epoch and self._drafts(link, growth.request)
-        if replica is None or not mine or not expansions:
+        if request is None or (replica := request.replica) is None or not self._drafts(link, growth.request):
             link.said_nothing()
-        if replica is None or not mine:
             return
+        if not expansions or growth.epoch != replica.epoch:
+            link.said_nothing()
         if not replica.apply(growth, link.number):
             link.channel.send(Resync(growth.request, growth.epoch))
         link.credit -= replica.merged // _CANDIDATES_A_WORK
 
     def _drafts(self, link: Link, request: int) -> bool:
-        return self._teams[_team(link)].home(request) == link.number
+        return link.team is not None and link.team.home(request) == link.number
 
     def _join(self, link: Link, hello: Hello, requests: Mapping[int, Request]) -> None:
         sources = {source for synchronous, source in self._teams if not synchronous}
@@ -333,7 +332,7 @@ class Drafters:
             self.rejoins += self.admission.knows(hello.name)
         link.join(self._hello, hello)
         self._log.info("drafter joined", name=link.name, step_ms=round(hello.step_ms, 2))
-        team = self._teams.setdefault(_team(link), Team())
+        team = link.team = self._teams.setdefault(_team(link), Team())
         self._move(team.join(link.number, requests), requests)
 
     def _replace(self, other: Link, link: Link, hello: Hello) -> None:

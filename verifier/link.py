@@ -15,6 +15,7 @@ from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Close, DrafterMessage, Heartbeat, Hello, Message, Open, Outcome, Pause
 from ssd_serve.verifier.admission import check_figures
 from ssd_serve.verifier.request import Request
+from ssd_serve.verifier.teams import Team
 
 _SILENT_STEPS = 3
 _SILENT_EXTRA_S = 0.020
@@ -71,6 +72,7 @@ class Link:
         self.instance = 0
         self.source = ""
         self.joined = False
+        self.team: Team | None = None
         self.paused = False
         """Nothing is expected of it now; it hears what was committed in larger pieces."""
         self.step_s = 0.0

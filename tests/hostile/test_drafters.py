@@ -285,18 +285,6 @@ def test_who_says_nothing_is_hung_up_on_and_takes_nobodys_place(attacked: Attack
     assert "did not say who it is" in attacked.victim.log
 
 
-def test_one_address_cannot_come_and_go_without_end(attacked: Attacked) -> None:
-    with attacked.unharmed():
-        ends = 0
-        for _ in range(160):
-            with contextlib.suppress(OSError, AssertionError), attacked.stranger("127.0.0.78") as stranger:
-                stranger.join(5.0)
-                continue
-            ends += 1
-        assert ends > 0
-    assert "it connects too often" in attacked.victim.log
-
-
 def test_who_was_hung_up_on_is_kept_out_for_longer_and_longer(attacked: Attacked) -> None:
     with attacked.unharmed():
         waits: list[float] = []
