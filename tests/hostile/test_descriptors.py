@@ -53,7 +53,7 @@ def answers(victim: Victim, seconds: float) -> bool:
 
 def kill_target(victim: Victim) -> int:
     """Returns the process id that it had."""
-    target = victim.workers()["ssd: verifier"].pid
+    target: int = victim.workers()["ssd: verifier"].pid
     os.kill(target, signal.SIGKILL)
     return target
 
