@@ -39,6 +39,9 @@ class StoppedReader:
 def scope() -> dict[str, Any]:
     return {
         "type": "http",
+        "http_version": "1.1",
+        "scheme": "http",
+        "client": ("127.0.0.1", 1),
         "method": "POST",
         "path": PATH,
         "headers": HEADERS,
