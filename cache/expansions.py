@@ -8,7 +8,7 @@ much more than the candidates that are kept. Knows messages and buffers, not tre
 
 import struct
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from ssd_serve.seeds import mix
 
 MOST_CANDIDATES = 65_536
 """Of one message: a snapshot of the largest tree that a setting allows."""
+_FLOATS, _UNSIGNED = np.dtype("<f4"), np.dtype("<u4")
 _SHARED_BYTES = 2048
 """An expansion that is kept keeps so much of its message, which costs less than a copy of its part."""
 ROOT_STEP = -1
@@ -96,20 +97,18 @@ def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
     counts = struct.unpack(f"<{count}H", growth.counts)
     if sum(counts) != edges or 0 in counts:
         raise ProtocolError("a growth message expands nodes without candidates")
-    if not np.isfinite(np.frombuffer(growth.log_probabilities, "<f4")).all():
+    if not np.logical_and.reduce(np.isfinite(np.frombuffer(growth.log_probabilities, _FLOATS))):
         raise ProtocolError("a growth message has log-probabilities that are no numbers")
     # As unsigned numbers, negative tokens are too large.
-    if edges and np.frombuffer(growth.tokens, "<u4").max() >= vocabulary:
+    if edges and np.maximum.reduce(np.frombuffer(growth.tokens, _UNSIGNED)) >= vocabulary:
         return None
     parents = struct.unpack(f"<{count}Q", growth.parents)
     steps = struct.unpack(f"<{count}i", growth.steps)
-    tokens, values = growth.tokens, growth.log_probabilities
-    found = [
-        Packed(
-            parent if step == ROOT_STEP else mix(parent, step), parent, step, length, start, tokens, values
-        )
-        for parent, step, length, start in zip(
-            parents, steps, counts, accumulate(counts, initial=0), strict=False
-        )
+    names = [
+        parent if step == ROOT_STEP else mix(parent, step)
+        for parent, step in zip(parents, steps, strict=True)
     ]
-    return found if len(tokens) <= _SHARED_BYTES else [each.alone() for each in found]
+    starts = accumulate(counts, initial=0)
+    buffers = repeat(growth.tokens), repeat(growth.log_probabilities)
+    found = list(map(Packed._make, zip(names, parents, steps, counts, starts, *buffers, strict=False)))
+    return found if len(growth.tokens) <= _SHARED_BYTES else [each.alone() for each in found]

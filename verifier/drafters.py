@@ -307,7 +307,13 @@ class Drafters:
         self.expansions += expansions
         link.credit -= expansions + len(growth.tokens) // (4 * _CANDIDATES_A_WORK)
         request = requests.get(growth.request)
-        if request is None or (replica := request.replica) is None or not self._drafts(link, growth.request):
+        team = link.team
+        if (
+            request is None
+            or (replica := request.replica) is None
+            or team is None
+            or team.home(growth.request) != link.number
+        ):
             link.said_nothing()
             return
         if not expansions or growth.epoch != replica.epoch:
