@@ -58,6 +58,8 @@ _STEPS = 3
 _PREFILL_CHUNK = 48
 _LEAST_STEPS = 8
 """A drafter that is to die lives at least as many rounds, and until a node of it was accepted."""
+_RULES_HOLD = 64
+"""So many outcomes are answered with nonsense that follows the rules of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +207,13 @@ class MemoryDrafter:
 
 
 class GarbageDrafter:
-    """Knows the roots and invents the rest: random candidates, impossible tokens, broken buffers."""
+    """Knows the roots and invents the rest: random candidates and impossible tokens. In the end it breaks the
+    rules of messages too, for which it is hung up on."""
 
     def __init__(self, pair: Pair, engine: Engine) -> None:
         self._vocabulary = pair.vocabulary
         self._random = 1
+        self._invented = 0
         self._its = connect(engine, pair.hello, self.work)
 
     def work(self) -> None:
@@ -227,9 +231,12 @@ class GarbageDrafter:
         ]
         impossible = [Expansion(root, ROOT_STEP, [-2, self._vocabulary], [0.0, 0.0])]
         infinite = [Expansion(root, ROOT_STEP, [1, 2], [float("inf"), float("nan")])]
-        for sequence, each in enumerate((wild, impossible, infinite)):
+        for sequence, each in enumerate((wild, impossible)):
             self._its.send(pack(request, epoch, sequence, each, "garbage", snapshot=False))
-        self._its.send(Growth(request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
+        self._invented += 1
+        if self._invented == _RULES_HOLD:
+            self._its.send(pack(request, epoch, 2, infinite, "garbage", snapshot=False))
+            self._its.send(Growth(request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
 
     def _tokens(self) -> list[int]:
         tokens: list[int] = []

@@ -171,7 +171,7 @@ def test_a_storm_of_hellos_harms_no_stream(linked: Linked) -> None:
                     sent += 1
                 time.sleep(0.05)
         linked.still_lets_in_who_knows_the_key()
-    assert sent > 200
+    assert sent > 40
 
 
 class Between:

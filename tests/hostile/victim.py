@@ -24,10 +24,10 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-LONGEST_GAP_S = 1.0
+LONGEST_GAP_S = 2.0
 """An undisturbed stream has gaps of some milliseconds; two busy cores make them some tenths of a second."""
-KEPT_MB = 96.0
-"""Allocators keep some of what was freed."""
+KEPT_MB = 256.0
+"""Processes give free pages back once a minute; pages of the KV cache are there once they were written."""
 _COMES_BACK_S = 15.0
 _STARTS_S = 90.0
 WISH: dict[str, object] = {
