@@ -3,6 +3,7 @@
 Knows who has to start in which order; the parts know their work.
 """
 
+import contextlib
 import ipaddress
 import math
 import os
@@ -180,7 +181,8 @@ def _watch(
         if not announced and client.ready is not None:
             announced = True
             line.clear()
-            show_banner(Console(), client.ready, engine.settings, url, program_name())
+            with contextlib.suppress(OSError):  # a terminal that is gone, descriptors that have run out
+                show_banner(Console(), client.ready, engine.settings, url, program_name())
         elif not announced:
             line.show(client.progress)
         if answering.ends_within(_LOOK_EVERY_S):
