@@ -190,6 +190,7 @@ class Run:
         self._choices: list[_Choice] = []
         self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
         self._unread = 0
+        self._largest = 0
         self._behind = False
         """Whoever reads takes less than comes, and more would have to be kept than may be."""
 
@@ -243,10 +244,14 @@ class Run:
         """Keep a report until it is read; of those that nobody reads only so much."""
         if self._behind:
             return
-        self._unread += _weight(report)
-        if self._unread > MOST_UNREAD:
+        weight = _weight(report)
+        self._unread += weight
+        self._largest = max(self._largest, weight)
+        # One report alone, however large, is no backlog.
+        if self._unread > MOST_UNREAD + self._largest:
             self._behind = True
-            self._reports = asyncio.Queue()
+            while not self._reports.empty():
+                self._reports.get_nowait()
             for each in self._choices:
                 self._service.engine.abort(each.request)
         self._reports.put_nowait((choice, report))

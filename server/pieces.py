@@ -64,7 +64,6 @@ class Pieces(asyncio.Protocol):
             self._hand_on()
         if self._paused and not self._waiting and self._transport is not None:
             self._paused = False
-            if (
-                not self._protocol.flow.read_paused
-            ):  # the protocol has enough for now, and says when it has not
+            # Where the protocol has enough for now, it says when it has not.
+            if not self._protocol.flow.read_paused:
                 self._transport.resume_reading()
