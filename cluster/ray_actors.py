@@ -26,6 +26,7 @@ from ssd_serve.cluster.ray_placement import actors_device
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import DeviceHangError, PermissionProblemError, SsdError
 from ssd_serve.logs import Sparingly, get_logger
+from ssd_serve.owned import is_private
 from ssd_serve.resolving import visible_gpus
 from ssd_serve.settings import Settings
 
@@ -163,7 +164,7 @@ class RoleActor:
         """The folder of this run on this node: private, whichever rank comes first."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         facts = self._folder.lstat()
-        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        if not stat.S_ISDIR(facts.st_mode) or not is_private(facts):
             raise PermissionProblemError(f"the folder {self._folder} must belong to this user alone")
         return self._folder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import PermissionProblemError, SettingsError
-from ssd_serve.owned import open_lock
+from ssd_serve.owned import is_private, open_lock
 
 _LOCK = "lock"
 
@@ -66,7 +66,7 @@ def make_run_dir(path: Path | None) -> RunDir:
         raise PermissionProblemError(
             f"SSD_RUN_DIR={path} cannot be used: {error.strerror}; name a folder you can write to"
         ) from error
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+    if not is_private(facts):
         raise PermissionProblemError(
             f"SSD_RUN_DIR={path} must belong to you alone: chmod 700 it, or name another folder"
         )

@@ -23,6 +23,7 @@ from ssd_serve.messages import Hello
 from ssd_serve.models.fingerprint import fingerprint
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
+from ssd_serve.owned import is_private
 from ssd_serve.settings import SECRETS, Settings
 from ssd_serve.verifier.deciding import Decider
 from ssd_serve.verifier.drafters import Drafters
@@ -150,7 +151,7 @@ def _session_folder(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()
-        if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        if not is_private(facts):
             raise PermissionProblemError(
                 f"SSD_RECORD={folder} must belong to you alone, it will hold prompts: chmod 700 it, "
                 "or name another folder"

@@ -29,6 +29,11 @@ def weakness(folder: Path) -> str:
     return ""
 
 
+def is_private(facts: os.stat_result) -> bool:
+    """Whether something belongs to this user, and nobody else may even read it."""
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+
+
 def is_own(path: Path) -> bool:
     """Whether something is there that only this user, or root, can have written."""
     try:
