@@ -26,7 +26,7 @@ class Intake:
     """How much is taken from a peer, and what."""
 
     frame_bytes: int = MAX_FRAME_BYTES
-    drain_bytes: int = 8 * 1024 * 1024
+    drain_bytes: int = _READ_BYTES
     """A peer that sends without pause must not keep `receive` from returning."""
     kinds: Any = Message
 

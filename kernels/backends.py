@@ -254,5 +254,7 @@ def _unrolling(make: Maker) -> Maker:
 
 def _triton_maker(cache: KVCache, heads: int) -> AttentionBackend[Any]:
     from ssd_serve.kernels.triton.attention import TritonAttention
+    from ssd_serve.kernels.triton.private import keep_private
 
+    keep_private()
     return TritonAttention(cache, heads)

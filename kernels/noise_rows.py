@@ -40,7 +40,9 @@ def _filler(device: torch.device, native: NativeLibrary | None) -> Filler | None
         return None
     try:
         from ssd_serve.kernels.triton.noise import TritonNoise
+        from ssd_serve.kernels.triton.private import keep_private
 
+        keep_private()
         return _trusted(TritonNoise(), device)
     except Exception:  # such as no C compiler, which tree attention tells of; torch makes the same rows
         return None

@@ -44,7 +44,7 @@ class Shape(Protocol):
         """A piece of a choice in a stream; None when there is nothing to tell."""
         ...
 
-    def whole(self, choice: int, output: Output) -> dict[str, object]:
+    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
         """A whole choice."""
         ...
 
@@ -138,11 +138,15 @@ async def _whole(visit: Visit) -> dict[str, object]:
     def write() -> Steps[list[msgspec.Raw]]:
         written: list[msgspec.Raw] = []
         for i, output in enumerate(outputs):
-            written.append(msgspec.Raw(msgspec.json.encode(job.shape.whole(i, output))))
+            whole = yield from job.shape.whole(i, output)
+            written.append(msgspec.Raw(msgspec.json.encode(whole)))
             yield
         return written
 
-    units = sum(len(output.tokens) + _SCORED_UNITS * len(output.logprobs) for output in outputs)
+    units = sum(
+        len(output.tokens) + _SCORED_UNITS * (len(output.logprobs) + len(output.prompt_logprobs))
+        for output in outputs
+    )
     choices = await visit.service.off_loop.steps(units, write())
     return {
         **job.head.object(job.shape.whole_kind),

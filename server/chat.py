@@ -1,11 +1,10 @@
 """`/v1/chat/completions`: from its body to a job, and how it writes choices."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import Request, Response
 
-from ssd_serve.messages import Ready, TokenLogprobs
+from ssd_serve.messages import Ready
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, answer
 from ssd_serve.server.completions import check_stream_options, privacy, usage_wanted
@@ -13,9 +12,10 @@ from ssd_serve.server.continuing import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.generation import Ending, Output, Piece, Plan
 from ssd_serve.server.naming import request_name
+from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.protocol import ChatRequest
-from ssd_serve.server.replies import Head, chat_logprobs
+from ssd_serve.server.replies import Head, chat_logprobs, written_in_steps
 from ssd_serve.server.sampling import (
     bad_word_tokens,
     given,
@@ -47,16 +47,18 @@ class ChatShape:
         if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
             return None
         delta: dict[str, object] = {"content": piece.text} if piece.text else {}
-        details = self._logprobs(piece.tokens, piece.logprobs) if piece.tokens else None
+        scored = self.logprobs and piece.tokens
+        details = chat_logprobs(self.texts, piece.tokens, piece.logprobs) if scored else None
         entry = self._delta(piece.choice, delta, details, piece.ending)
         return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
 
-    def whole(self, choice: int, output: Output) -> dict[str, object]:
+    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
         """A whole choice."""
+        details = (yield from self._all_logprobs(output)) if self.logprobs else None
         entry: dict[str, object] = {
             "index": choice,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
-            **self._rest(self._logprobs(output.tokens, output.logprobs), output.ending),
+            **self._rest(details, output.ending),
         }
         return {**entry, "token_ids": list(output.tokens)} if self.token_ids else entry
 
@@ -76,8 +78,11 @@ class ChatShape:
             "stop_reason": ending.cause if ending else None,
         }
 
-    def _logprobs(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, object] | None:
-        return chat_logprobs(self.texts, tokens, entries) if self.logprobs else None
+    def _all_logprobs(self, output: Output) -> Steps[dict[str, object]]:
+        return written_in_steps(
+            len(output.tokens),
+            lambda some: chat_logprobs(self.texts, output.tokens[some], output.logprobs[some]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 from fastapi import Request, Response
 
-from ssd_serve.messages import TokenLogprobs
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.answers import Job, Privacy, answer
 from ssd_serve.server.continuing import generated_tokens
@@ -17,7 +16,7 @@ from ssd_serve.server.naming import request_name
 from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
 from ssd_serve.server.protocol import CompletionRequest, GenerationRequest
-from ssd_serve.server.replies import Head, completion_logprobs
+from ssd_serve.server.replies import Head, completion_logprobs, written_in_steps
 from ssd_serve.server.sampling import (
     bad_word_tokens,
     given,
@@ -71,10 +70,10 @@ class CompletionShape:
         entry = self._entry(piece.choice, piece.text, details, piece.ending)
         return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
 
-    def whole(self, choice: int, output: Output) -> dict[str, object]:
+    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
         """A whole choice."""
         prompt = choice // self.choices
-        details = self._logprobs(choice, output, output.prompt_logprobs) if self.logprobs else None
+        details = (yield from self._all_logprobs(prompt, output)) if self.logprobs else None
         entry = self._entry(choice, self.echoes[prompt].text + output.text, details, output.ending)
         return (
             {**entry, "token_ids": list(output.tokens), **self._prompt_ids(prompt)}
@@ -97,17 +96,22 @@ class CompletionShape:
             "stop_reason": ending.cause if ending else None,
         }
 
-    def _logprobs(
-        self, choice: int, told: Piece | Output, of_prompt: Sequence[TokenLogprobs] = ()
-    ) -> dict[str, object]:
+    def _logprobs(self, choice: int, piece: Piece) -> dict[str, object]:
+        before = len(self.echoes[choice // self.choices].text)
+        offsets = [before + offset for offset in piece.offsets]
+        return completion_logprobs(self.texts, piece.tokens, piece.logprobs, offsets)
+
+    def _all_logprobs(self, prompt: int, output: Output) -> Steps[dict[str, object]]:
         """Of the output, and before it of the prompt where that is told."""
-        prompt = choice // self.choices
         echo = self.echoes[prompt]
-        offsets = [*echo.offsets, *(len(echo.text) + offset for offset in told.offsets)]
-        if not echo.offsets:
-            return completion_logprobs(self.texts, told.tokens, told.logprobs, offsets)
-        tokens = [*self.prompts[prompt].ids, *told.tokens]
-        return completion_logprobs(self.texts, tokens, [None, *of_prompt, *told.logprobs], offsets)
+        told = bool(echo.offsets)
+        tokens = [*(self.prompts[prompt].ids if told else ()), *output.tokens]
+        entries = [*((None, *output.prompt_logprobs) if told else ()), *output.logprobs]
+        offsets = [*echo.offsets, *(len(echo.text) + offset for offset in output.offsets)]
+        return written_in_steps(
+            len(tokens),
+            lambda some: completion_logprobs(self.texts, tokens[some], entries[some], offsets[some]),
+        )
 
     def _prompt_ids(self, prompt: int) -> dict[str, object]:
         return {"prompt_token_ids": list(self.prompts[prompt].ids)} if self.token_ids else {}

@@ -45,7 +45,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     long_lists: ClassVar[Mapping[str, int]] = {}
-    """Fields that may hold more token ids than pydantic should see, and the least that each list has."""
+    """Fields that may hold more token ids than pydantic should see, and how many each list has at least."""
 
 
 def only_where(field: str, harmless: Sequence[object], needs: Mapping[str, object]) -> dict[str, Any]:
@@ -151,7 +151,10 @@ def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
-SomeTokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
+# JSON has no tuples: a list counts as one.
+SomeTokenIds = Annotated[
+    tuple[TokenId, ...], Strictness(False), Field(fail_fast=True, max_length=MAX_TOKEN_IDS)
+]
 TokenIds = Annotated[SomeTokenIds, AfterValidator(_not_empty), Field(json_schema_extra={"minItems": 1})]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]

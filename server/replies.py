@@ -4,14 +4,19 @@ Plain dictionaries, ready for JSON. Knows the shapes, not where the values come 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ssd_serve.messages import Figures, TokenLogprobs
+from ssd_serve.server.off_loop import Steps
 from ssd_serve.server.tokenizer import TokenTexts
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry; vLLM does the same."""
+
+_WRITTEN_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,18 @@ def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]
 def ratio(part: float, whole: float) -> float | None:
     """part / whole, or None where there is nothing to divide by."""
     return part / whole if whole else None
+
+
+def written_in_steps(length: int, write: Callable[[slice], dict[str, object]]) -> Steps[dict[str, object]]:
+    """The same object as `write` gives for all of `length` tokens, its lists as JSON already."""
+    whole = write(slice(0, 0))
+    lists: dict[str, list[bytes]] = {name: [] for name, value in whole.items() if isinstance(value, list)}
+    for place in range(0, length, _WRITTEN_AT_ONCE):
+        part = write(slice(place, place + _WRITTEN_AT_ONCE))
+        for name, written in lists.items():
+            written.append(msgspec.json.encode(part[name])[1:-1])
+        yield
+    return {**whole, **{name: msgspec.Raw(b"[%s]" % b",".join(parts)) for name, parts in lists.items()}}
 
 
 def completion_logprobs(

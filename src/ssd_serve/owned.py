@@ -68,9 +68,12 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def cache_folder(folder: Path, warn: Callable[[str], None] = lambda _line: None) -> Path:
+def cache_folder(
+    folder: Path, warn: Callable[[str], None] = lambda _line: None, variable: str = "SSD_CACHE_DIR"
+) -> Path:
     """The folder that was asked for, or another one where somebody else could put compiled code into it,
-    which is said with `warn`. It need not be there yet, and it may be impossible to make."""
+    which is said with `warn`, with the variable that names it. It need not be there yet, and it may be
+    impossible to make."""
     try:
         folder = Path(os.path.realpath(folder.expanduser()))
         make_folder(folder)
@@ -84,7 +87,7 @@ def cache_folder(folder: Path, warn: Callable[[str], None] = lambda _line: None)
     other = _private_folder()
     warn(
         f"{why}: compiled kernels and measurements are kept in {other} instead; chmod go-w it, or set "
-        "SSD_CACHE_DIR to a folder that is yours alone"
+        f"{variable} to a folder that is yours alone"
     )
     return other
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.fields import Strict
-from ssd_serve.server.limits import MAX_MESSAGES, MAX_VALUES
-from ssd_serve.server.parsing import TokenNumbers, parse, values
+from ssd_serve.server.json_slices import count
+from ssd_serve.server.limits import MAX_MESSAGES
+from ssd_serve.server.parsing import TokenNumbers, parse
 from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 
 TOKENS = TokenNumbers.of(context=100_000, vocabulary=1000)
-FEW = 4
-"""pydantic sees so many values in these tests, so that all lists are read in slices."""
+SHORT = 24
+"""Bodies, lists and texts of more bytes are read in slices in these tests."""
 
 IDS = st.lists(st.integers(0, 999), max_size=8)
 TEXT = st.text(alphabet='ab",[]{}\\\né🙂', max_size=8)
@@ -31,13 +32,36 @@ BODIES = st.fixed_dictionaries(
         "unknown": st.none(),
     },
 )
+LONG_TEXT = st.text(alphabet='ab",[]{}\\\né🙂\u20ac:', max_size=60)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "nobody"])},
+    optional={
+        "content": LONG_TEXT
+        | st.lists(st.fixed_dictionaries({"type": st.just("text")}, optional={"text": LONG_TEXT}), max_size=3)
+        | st.none(),
+        "name": LONG_TEXT,
+    },
+)
+CONVERSATIONS = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGES, max_size=3)},
+    optional={
+        "temperature": st.sampled_from([0, 1, 0.5, -1, "1", True]),
+        "seed": st.sampled_from([1, 1.0, 2**64, True]),
+        "logit_bias": st.dictionaries(st.sampled_from(["1", "02", " 3", "4.0", "x"]), st.integers(-101, 101)),
+        "stop": LONG_TEXT | st.lists(LONG_TEXT, max_size=3),
+        "metadata": st.dictionaries(LONG_TEXT, LONG_TEXT, max_size=2),
+        "allowed_token_ids": IDS,
+        "tools": st.sampled_from([[], [{}], None]),
+        "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.sampled_from([True, 1])}),
+    },
+)
 INDENTS = st.sampled_from([None, 0, 3])
 
 
-def parsed(body: bytes, model: type[Strict], most: int) -> Strict | int:
+def parsed(body: bytes, model: type[Strict], short: int) -> Strict | int:
     """The body, or the status of the answer that refuses it."""
     try:
-        return parse(body, model, TOKENS, most)
+        return parse(body, model, TOKENS, short=short)
     except ApiError as error:
         return error.status
 
@@ -48,27 +72,36 @@ def parsed(body: bytes, model: type[Strict], most: int) -> Strict | int:
 @example({"prompt": [1, 2, 3, 4], "seed": 1}, 3)
 def test_slices_read_what_pydantic_reads(body: dict[str, Any], indent: int | None) -> None:
     raw = json.dumps(body, indent=indent).encode()
-    found = parsed(raw, CompletionRequest, FEW)
-    if found != 413:
-        assert found == parsed(raw, CompletionRequest, MAX_VALUES)
+    assert parsed(raw, CompletionRequest, SHORT) == parsed(raw, CompletionRequest, 2**30)
+
+
+@given(CONVERSATIONS, INDENTS, st.booleans())
+def test_slices_read_conversations_as_pydantic_does(
+    body: dict[str, Any], indent: int | None, plain: bool
+) -> None:
+    raw = json.dumps(body, indent=indent, ensure_ascii=plain).encode()
+    assert parsed(raw, ChatRequest, SHORT) == parsed(raw, ChatRequest, 2**30)
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=50))
 def test_a_list_of_ids_is_read_whole(ids: list[int]) -> None:
     raw = json.dumps({"tokens": ids}).encode()
-    assert parse(raw, DetokenizeRequest, TOKENS, FEW).tokens == tuple(ids)
+    assert parse(raw, DetokenizeRequest, TOKENS, short=SHORT).tokens == tuple(ids)
 
 
 @given(st.lists(st.lists(st.integers(0, 999), max_size=20), min_size=1, max_size=20), TEXT)
 def test_lists_beside_other_fields_are_read_whole(lists: list[list[int]], text: str) -> None:
     raw = json.dumps({"prompt": text, "seed": 3, "generated_token_ids": lists}).encode()
-    found = parse(raw, CompletionRequest, TOKENS, 20)
+    found = parse(raw, CompletionRequest, TOKENS, short=SHORT)
     assert (found.prompt, found.seed) == (text, 3)
     assert found.generated_token_ids == [tuple(ids) for ids in lists]
 
 
+SEPARATORS = (b",", b"[", b"{")
+
+
 def naive_values(raw: bytes) -> int:
-    found, inside, escaped = 1, False, False
+    found, inside, escaped = 0, False, False
     for byte in raw:
         character = chr(byte)
         if escaped:
@@ -88,11 +121,11 @@ def naive_values(raw: bytes) -> int:
 def test_values_are_counted_outside_strings_only(value: object) -> None:
     raw = json.dumps(value, ensure_ascii=False).encode()
     for size in (3, 4, 5, 1000):
-        assert values(raw, 10**9, size) == naive_values(raw)
+        assert count(raw, SEPARATORS, 10**9, size) == naive_values(raw)
 
 
 def test_counting_ends_where_it_is_enough() -> None:
-    assert 100 < values(b"[]," * 10**6, 100) < 70_000
+    assert 100 < count(b"[]," * 10**6, SEPARATORS, 100) < 70_000
 
 
 def test_ids_of_many_slices_and_the_place_of_a_wrong_one() -> None:
@@ -121,7 +154,7 @@ TOO_MUCH: dict[str, tuple[type[Strict], bytes, int]] = {
     "an id beyond the vocabulary": (CompletionRequest, b'{"prompt": [' + b"1," * 40_000 + b"1000]}", 400),
     "very many lists": (CompletionRequest, b'{"prompt": [' + b"[]," * HUGE + b"[1]]}", 400),
     "nesting without end": (CompletionRequest, b'{"prompt": ' + b"[" * HUGE, 400),
-    "nested objects without end": (CompletionRequest, b'{"metadata": ' + b'{"a":' * HUGE, 400),
+    "nested objects without end": (CompletionRequest, b'{"metadata": ' + b'{"a":' * HUGE, 413),
     "a number of a million digits": (CompletionRequest, b'{"seed": ' + b"1" * HUGE + b"}", 400),
     "a number among many ids": (
         DetokenizeRequest,
@@ -133,9 +166,31 @@ TOO_MUCH: dict[str, tuple[type[Strict], bytes, int]] = {
     "unknown fields": (
         ChatRequest,
         b"{" + b",".join(b'"a%d":0' % place for place in range(40_000)) + b"}",
+        413,
+    ),
+    "the same field again and again": (ChatRequest, b"{" + b'"seed":1,' * 100_000 + b'"seed":1}', 413),
+    "a name of very many characters": (ChatRequest, b'{"' + b"a" * HUGE + b'" :1}', 400),
+    "such a name of a part": (ChatRequest, b'{"metadata":{"' + b"a" * HUGE + '🙂"\n:1}}'.encode(), 400),
+    "texts of more than may be kept": (
+        CompletionRequest,
+        b'{"prompt":"' + b"a" * 5_000_000 + '🙂"}'.encode(),
+        413,
+    ),
+    "many such texts": (
+        CompletionRequest,
+        b'{"prompt":[' + b",".join([b'"' + b"a" * 60_000 + '🙂"'.encode()] * 80) + b"]}",
+        413,
+    ),
+    "lists in lists in lists": (
+        ChatRequest,
+        b'{"tools":' + b"[" * 20 + b'"' + b"a" * HUGE + b'"' + b"]" * 20 + b"}",
         400,
     ),
-    "the same field again and again": (ChatRequest, b"{" + b'"seed":1,' * 100_000 + b'"seed":1}', 400),
+    "lists without end in a list": (
+        ChatRequest,
+        b'{"tools":[' + b"[" * 60_000 + b"," + b"1," * 9000 + b"1]}",
+        400,
+    ),
     "very many messages": (ChatRequest, b'{"messages": [' + b"{}," * HUGE + b"{}]}", 413),
     "bytes that are no text": (CompletionRequest, b'{"prompt": "' + b"\xff" * HUGE + b'"}', 400),
     "halves of characters": (CompletionRequest, b'{"prompt": "' + b"\\ud83d" * 500_000 + b'"}', 400),

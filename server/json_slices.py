@@ -1,0 +1,182 @@
+"""JSON of any size to plain values, in slices: no call of a decoder reads more than some ten kilobytes, but
+for the few that only find where the parts of a value end.
+
+A decoder stops every other thread for as long as one call runs. Knows nothing of what the values mean.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from ssd_serve.server.errors import ApiError, bad_request
+
+SLICE = 1 << 16
+MAX_TEXT_BYTES = 16 * 2**20
+"""Of all texts of one body, as Python keeps them: one wide character makes all of its text four times as
+large."""
+
+_DEEPEST = 8
+"""Levels of lists and objects that are longer than a slice: each is gone through once more for each."""
+
+_LONGEST_CHARACTER = 12
+"""Bytes of JSON, where both halves of a surrogate pair are escaped."""
+
+Raw = bytes | bytearray | msgspec.Raw
+
+_read_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def parts_of_object(raw: Raw) -> dict[str, msgspec.Raw]:
+    """The JSON of each field, unread; of a field that is there twice the last one."""
+    try:
+        return _read_object(raw)
+    except msgspec.ValidationError:
+        raise bad_request("body: input should be an object", code="invalid_value") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _no_json(error) from None
+
+
+def slices(whole: memoryview, size: int = SLICE) -> Iterator[bytes]:
+    """The bytes in order, some at once."""
+    for place in range(0, len(whole), size):
+        yield bytes(whole[place : place + size])
+
+
+def count(raw: Raw, what: tuple[bytes, ...], most: int, size: int = SLICE) -> int:
+    """How often these bytes stand outside strings. Ends early above `most`; what is no JSON gives some
+    number."""
+    found = 0
+    for parts, inside in _between_quotes(raw, size):
+        outside = b"".join(parts[inside::2])
+        found += sum(map(outside.count, what))
+        if found > most:
+            break
+    return found
+
+
+def has_long_name(raw: Raw, size: int = SLICE) -> bool:
+    """Whether a name in an object fills a slice: decoders build names at once, however long they are."""
+    long = False
+    for parts, inside in _between_quotes(raw, size):
+        if inside and len(parts) == 1:
+            long = True
+        elif long:
+            after = parts[inside].strip()
+            if after[:1] == b":":
+                return True
+            long = not after and len(parts) == 1 + inside
+    return False
+
+
+def _between_quotes(raw: Raw, size: int) -> Iterator[tuple[list[bytes], int]]:
+    """Slices without escapes, split at quotes: every other part is of a string, the first one if the number
+    is 1."""
+    whole, place, inside = memoryview(raw), 0, 0
+    while place < len(whole):
+        piece = bytes(whole[place : place + size])
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and place + len(piece) < len(whole):
+            piece = piece[:-1]  # an escape stays with what it escapes
+        place += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield parts, inside
+        inside ^= (len(parts) - 1) % 2
+
+
+class Reader:
+    """Decodes the values of one body. Raises `ApiError` for what is no JSON, or has too much text."""
+
+    def __init__(self, size: int = SLICE, most_text: int = MAX_TEXT_BYTES) -> None:
+        self._size = size
+        self._most_text = most_text
+        self._text = 0
+
+    def read(self, raw: Raw, depth: int = 0) -> object:
+        """The value."""
+        whole = memoryview(raw)
+        if len(whole) <= self._size:
+            try:
+                value = msgspec.json.decode(raw)
+                size = _text_bytes(value)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                raise _no_json(error) from None
+            self._keep(size)
+            return value
+        if depth == _DEEPEST:
+            raise bad_request(
+                "the body is not JSON that can be read: it is nested too deeply", code="invalid_json"
+            )
+        begin = bytes(whole[:1])
+        try:
+            if begin == b"{":
+                return {name: self.read(part, depth + 1) for name, part in _read_object(raw).items()}
+            if begin == b"[":
+                return [self.read(part, depth + 1) for part in _read_list(raw)]
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise _no_json(error) from None
+        if begin == b'"':
+            return self._read_text(whole)
+        raise bad_request(
+            "the body is not JSON that can be read: a number has too many digits", code="invalid_json"
+        )
+
+    def _read_text(self, whole: memoryview) -> str:
+        pieces: list[str] = []
+        place, end, length, widest = 1, len(whole) - 1, 0, 1
+        while place < end:
+            piece, taken = _beginning(
+                bytes(whole[place : min(place + self._size, end)]), place + self._size < end
+            )
+            pieces.append(piece)
+            place += taken
+            length += len(piece)
+            widest = max(widest, _width(piece))
+            if self._text + length * widest > self._most_text:
+                break
+        self._keep(length * widest)
+        return "".join(pieces)
+
+    def _keep(self, size: int) -> None:
+        self._text += size
+        if self._text > self._most_text:
+            message = (
+                f"the texts of the body take more than {self._most_text} bytes; where a text has characters "
+                "beyond U+00FF each of its characters takes two, with an emoji four"
+            )
+            raise ApiError(413, message, code="body_too_large")
+
+
+def _beginning(inside: bytes, more: bool) -> tuple[str, int]:
+    """The text of what stands between quotes, and how many of its bytes were read: where `more` follows, all
+    but a character that is cut."""
+    cut = 0
+    while True:
+        piece = inside[: len(inside) - cut]
+        try:
+            return msgspec.json.decode(b'"%s"' % piece, type=str), len(piece)
+        except (msgspec.MsgspecError, ValueError) as error:
+            cut += 1
+            if not more or cut == min(_LONGEST_CHARACTER, len(inside)):
+                raise _no_json(error) from None
+
+
+def _width(text: str) -> int:
+    """Bytes of each character in Python's memory."""
+    if text.isascii():
+        return 1
+    widest = max(text)
+    return 1 if widest <= "\xff" else 2 if widest <= "\uffff" else 4
+
+
+def _text_bytes(value: object) -> int:
+    if isinstance(value, str):
+        return len(value) * _width(value)
+    if isinstance(value, list):
+        return sum(map(_text_bytes, value))
+    if isinstance(value, dict):
+        return sum(map(_text_bytes, value.values()))
+    return 0
+
+
+def _no_json(error: Exception) -> ApiError:
+    return bad_request(f"the body is not JSON: {error}", code="invalid_json")
