@@ -24,6 +24,10 @@ Expected = Literal["head", "body", "request"]
 """What an idle client has to send: the rest of a head or of a body, or another request if it likes."""
 
 
+_GUEST = "guest"
+"""Where the state of a request has the connection that it came by."""
+
+
 class Guest(Protocol):
     """One connection of a crowd."""
 
@@ -45,10 +49,9 @@ class Crowd:
     def __len__(self) -> int:
         return len(self._idle) + len(self._sending) + len(self._busy)
 
-    @property
-    def too_busy(self) -> bool:
-        """More requests run than there may be connections, and nobody is left who could make room."""
-        return len(self._busy) > self.most
+    def too_busy_for(self, guest: Guest | None) -> bool:
+        """As many requests of others run as there may be connections: nobody is left who could make room."""
+        return len(self._busy) - (guest in self._busy) >= self.most
 
     def rests(self, guest: Guest) -> None:
         """It has come, or its request has been answered."""
@@ -93,7 +96,8 @@ class CrowdControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through or answer it."""
-        if scope["type"] != "http" or not self._crowd.too_busy or path_within(scope) in OPEN_PATHS:
+        guest = scope.get("state", {}).get(_GUEST)
+        if scope["type"] != "http" or not self._crowd.too_busy_for(guest) or path_within(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         message = f"all {self._crowd.most} connections are busy (SSD_MAX_CONNECTIONS); try again later"
@@ -108,7 +112,7 @@ class Connection(H11Protocol):
     def __init__(
         self, config: Config, state: ServerState, app_state: dict[str, Any], crowd: Crowd, limits: Limits
     ) -> None:
-        super().__init__(config, state, app_state)
+        super().__init__(config, state, {**app_state, _GUEST: self})
         self._crowd = crowd
         self._limits = limits
         self._expected: Expected | None = None

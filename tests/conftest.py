@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Triton reads it when it is imported: kernels for GPUs run in its interpreter.
 os.environ["TRITON_INTERPRET"] = "1"
+
+
+# Whoever starts the tests with nohup starts no server with it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -106,8 +106,11 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     request: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one position under the processed distribution before noise."""
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities at one position under the processed distribution before noise.
+
+    There may be hundreds of thousands of them, in which Python need not look for cycles.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]

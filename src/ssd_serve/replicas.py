@@ -25,6 +25,7 @@ from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.finding import find_models
 from ssd_serve.logs import Logger, get_logger
+from ssd_serve.memory import settle_memory
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.resolving import refuse_empty_keys, resolve, variable_name
 from ssd_serve.serve import ServingClient, ServingTokenizer
@@ -199,6 +200,7 @@ class Replica:
         found = find_models(self._settings, lambda text: self._log.debug(text), self._log.warning)
         self._tokenizer = ServingTokenizer()
         self._tokenizer.arrive(Tokenizer(found.target))
+        settle_memory()
         if self._settings.launcher == "ray":
             return self._parts.enter_context(ray_engine(found.settings, self._log, place_s=_PLACE_S))
         warn_of_strangers(ray, self._log)

@@ -30,6 +30,7 @@ from ssd_serve.errors import EngineDeadError
 from ssd_serve.finding import find_models
 from ssd_serve.listening import listen_all
 from ssd_serve.logs import carry_library_logs, get_logger
+from ssd_serve.memory import settle_memory
 from ssd_serve.models.detokenize import DetokenizeStream
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.resolving import refuse_empty_keys
@@ -152,6 +153,7 @@ def run_serve(settings: Settings) -> int:
         with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
             tokenizer.arrive(Tokenizer(found.target))
+            settle_memory()
             tell("starting")
             with start_engine(found.settings, log, machine) as engine:
                 # After the workers: they would inherit the binding.

@@ -14,9 +14,7 @@ from tests.hostile.victim import Victim
 LIMIT = 8 * 2**20
 ROOM = LIMIT - 300
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GAP_S = 4.0
-"""Far above what is seen where nothing else runs, and below the ten seconds and more that these can cost."""
-ONE_BODY_MB = 96.0
+ONE_BODY_MB = 48.0
 """A body, what is made of it, and what allocators keep: four times its size, and room for the witness."""
 
 
@@ -76,7 +74,7 @@ TEXTS: Mapping[str, tuple[str, bytes]] = {
 def test_a_long_body_that_is_wrong_is_refused_at_no_cost_to_others(
     victim: Victim, kinds: Mapping[str, tuple[str, bytes]]
 ) -> None:
-    with victim.unharmed(GAP_S) as harm:
+    with victim.unharmed() as harm:
         for name, (path, body) in kinds.items():
             answer = victim.post(path, body)
             assert answer.status_code in (400, 413), (name, answer.text)
@@ -85,11 +83,11 @@ def test_a_long_body_that_is_wrong_is_refused_at_no_cost_to_others(
 
 
 def test_a_long_text_that_cannot_fit_is_refused_at_no_cost_to_others(victim: Victim) -> None:
-    with victim.unharmed(GAP_S) as harm:
+    with victim.unharmed() as harm:
         for name, (path, body) in TEXTS.items():
             answer = victim.post(path, body)
-            assert answer.status_code == 400, (name, answer.text)
-            assert answer.json()["error"]["code"] == "context_length_exceeded", name
+            assert answer.status_code in (400, 413), (name, answer.text)
+            assert answer.json()["error"]["code"] in {"context_length_exceeded", "body_too_large"}, name
     assert harm.peak_mb < ONE_BODY_MB
 
 
@@ -104,7 +102,7 @@ def test_answers_that_go_on_with_the_worst_stop_strings(victim: Victim) -> None:
         "stop": ["a" * (511 - place) + "b" for place in range(16)],
         "generated_token_ids": [[many] * 1900 + [last]] * 100,
     }
-    with victim.unharmed(GAP_S):
+    with victim.unharmed():
         answer = victim.post(COMPLETIONS, body)
     assert answer.status_code == 200
     assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"stop"}
@@ -124,7 +122,7 @@ def test_who_leaves_has_nothing_more_done_for_them(victim: Victim) -> None:
         "max_tokens": 2000,
         "generated_token_ids": [[100] * 1990] * 128,
     }
-    with victim.unharmed(GAP_S):
+    with victim.unharmed():
         for _ in range(12):
             leave_at_once(victim, COMPLETIONS, json.dumps(body).encode())
             leave_at_once(victim, "/tokenize", TEXTS["words to tokenise"][1])
@@ -147,7 +145,7 @@ def leave_at_once(victim: Victim, path: str, body: bytes) -> None:
 
 def test_a_body_of_chunks_of_one_byte(victim: Victim) -> None:
     chunks = b"1\r\n \r\n" * 200_000 + b"0\r\n\r\n"
-    with victim.unharmed(GAP_S), victim.connect(120.0) as attacker:
+    with victim.unharmed(), victim.connect(120.0) as attacker:
         with contextlib.suppress(OSError):
             attacker.sendall(head(COMPLETIONS, "Transfer-Encoding: chunked") + chunks)
         assert attacker.recv(12) == b"HTTP/1.1 400"
@@ -155,7 +153,7 @@ def test_a_body_of_chunks_of_one_byte(victim: Victim) -> None:
 
 def test_bodies_that_never_end_hold_neither_memory_nor_the_place_of_others(victim: Victim) -> None:
     """Together they would be twice of what all bodies may be; each stops before its last byte."""
-    with victim.unharmed(GAP_S) as harm, contextlib.ExitStack() as stack:
+    with victim.unharmed() as harm, contextlib.ExitStack() as stack:
         for _ in range(16):
             attacker = stack.enter_context(victim.connect())
             attacker.settimeout(0.5)
@@ -173,7 +171,7 @@ def test_bodies_that_never_end_hold_neither_memory_nor_the_place_of_others(victi
 def test_a_stream_that_is_not_read_is_ended_before_it_fills_the_memory(victim: Victim) -> None:
     body = {"prompt": "a", "n": 16, "max_tokens": 1500, "logprobs": 20, "stream": True, "ignore_eos": True}
     content = json.dumps(body).encode()
-    with victim.unharmed(GAP_S) as harm, victim.connect(receive_buffer=4096) as attacker:
+    with victim.unharmed() as harm, victim.connect(receive_buffer=4096) as attacker:
         attacker.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
         time.sleep(10.0)
     assert harm.peak_mb < 150.0
@@ -181,5 +179,5 @@ def test_a_stream_that_is_not_read_is_ended_before_it_fills_the_memory(victim: V
 
 def test_messages_without_words(victim: Victim) -> None:
     messages = [{"role": "user", "content": "", "name": "n" * 256}] * 4096
-    with victim.unharmed(GAP_S):
+    with victim.unharmed():
         assert victim.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 400

@@ -24,7 +24,7 @@ ASKED: dict[str, dict[str, Any]] = {
 def test_what_each_row_costs_does_not_stop_others(victim: Victim, name: str) -> None:
     """Many choices, so that it is asked for in every row of a round."""
     body = {"prompt": PROMPT, "n": 32, "max_tokens": 24, "seed": 3, "ignore_eos": True, **ASKED[name]}
-    with victim.unharmed(longest_gap_s=10.0):
+    with victim.unharmed():
         answer = victim.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["choices"]) == 32
@@ -32,7 +32,7 @@ def test_what_each_row_costs_does_not_stop_others(victim: Victim, name: str) -> 
 
 def test_as_many_choices_as_may_be_of_the_longest_prompt(victim: Victim) -> None:
     """They read it once: the cache knows all but the first one's."""
-    with victim.unharmed(longest_gap_s=10.0):
+    with victim.unharmed():
         answer = victim.post(
             "/v1/completions", {"prompt": [5 + n % 90 for n in range(900)], "n": 128, "max_tokens": 2}
         )
@@ -51,7 +51,7 @@ def test_as_many_choices_as_may_be_of_the_longest_prompt(victim: Victim) -> None
     ],
 )
 def test_what_can_never_be_done_is_not_told_to_try_again(victim: Victim, body: dict[str, Any]) -> None:
-    with victim.unharmed(longest_gap_s=10.0):
+    with victim.unharmed():
         answer = victim.post("/v1/completions", body)
     assert answer.status_code in (400, 413, 422), answer.text
     assert "retry-after" not in answer.headers

@@ -12,8 +12,6 @@ import pytest
 from tests.hostile.victim import Victim, open_victim, wait_until_ready
 
 FEW_DESCRIPTORS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
-BUSY_GAP_S = 5.0
-"""Attackers and victim share two cores with whatever else the machine does."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HEAD_S, BODY_S = 10.0, 30.0
 """What the server gives a head and a body."""
@@ -62,13 +60,13 @@ def listens(victim: Victim) -> bool:
 
 def test_heads_in_drips_end_in_time(victim: Victim) -> None:
     endless = b"GET /health HTTP/1.1\r\n" + b"X-More: more\r\n" * 100
-    with victim.unharmed(BUSY_GAP_S), attackers(victim, 40) as clients:
+    with victim.unharmed(), attackers(victim, 40) as clients:
         drip(clients, endless, 3 * HEAD_S)
 
 
 @pytest.mark.slow
 def test_bodies_in_drips_end_in_time(victim: Victim) -> None:
-    with victim.unharmed(BUSY_GAP_S), attackers(victim, 20) as clients:
+    with victim.unharmed(), attackers(victim, 20) as clients:
         for client in clients:
             client.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
         told = drip(clients, b"[" * 1000, 3 * BODY_S)
@@ -79,7 +77,7 @@ def test_idle_connections_beyond_all_descriptors_keep_nobody_out(tmp_path: Path)
     """As many as the process may have open, and half as many again."""
     with open_victim(tmp_path, before=FEW_DESCRIPTORS) as victim:
         assert "limit=256" in victim.log
-        with victim.unharmed(BUSY_GAP_S), contextlib.ExitStack() as stack:
+        with victim.unharmed(), contextlib.ExitStack() as stack:
             for _ in range(8):
                 stack.enter_context(attackers(victim, 48))
                 assert httpx.get(f"{victim.url}/health", timeout=30.0).status_code == 200
@@ -105,7 +103,7 @@ def test_who_drips_while_models_are_loaded_delays_nothing(tmp_path: Path) -> Non
 
 def test_a_page_whose_name_leads_here_is_told_nothing(victim: Victim) -> None:
     rebound = {"Host": "rebound.example"}
-    with victim.unharmed(BUSY_GAP_S), httpx.Client(base_url=victim.url, headers=rebound) as page:
+    with victim.unharmed(), httpx.Client(base_url=victim.url, headers=rebound) as page:
         answers = [page.get(path) for path in ("/health", "/v1/models", "/openapi.json", "/metrics")]
         answers.append(page.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}))
     assert [answer.status_code for answer in answers] == [421] * 5

@@ -35,8 +35,6 @@ from ssd_serve.models.tokenizer import Tokenizer
 from tests.hostile.victim import Victim, free_port, open_victim
 
 KEY = "the key of these tests, and of nobody else"
-GAP_S = 3.0
-"""The drafters' own work is some milliseconds a round; the rest is what two busy cores take."""
 
 
 class Stranger:
@@ -129,7 +127,7 @@ class Attacked:
     def unharmed(self) -> Generator[None]:
         """And its own drafter has stayed."""
         pids = self.victim.workers()
-        with self.victim.unharmed(longest_gap_s=GAP_S):
+        with self.victim.unharmed():
             yield
         assert self.victim.workers()["ssd: drafter-0"].pid == pids["ssd: drafter-0"].pid
         deadline = time.monotonic() + 20.0

@@ -12,5 +12,5 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_generated_requests_harm_nobody(victim: Victim, tmp_path: Path) -> None:
-    with victim.unharmed(longest_gap_s=10.0):
+    with victim.unharmed():
         generate_requests(victim.url, tmp_path, 10, "--phases", "examples,fuzzing,stateful")

@@ -24,9 +24,9 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-LONGEST_GAP_S = 2.0
+LONGEST_GAP_S = 1.0
 """An undisturbed stream has gaps of some milliseconds; two busy cores make them some tenths of a second."""
-KEPT_MB = 256.0
+KEPT_MB = 128.0
 """Processes give free pages back once a minute; pages of the KV cache are there once they were written."""
 _COMES_BACK_S = 15.0
 _STARTS_S = 90.0
@@ -203,6 +203,7 @@ class Victim:
             descriptors = after.descriptors <= before.descriptors + 2
             memory = after.memory_mb <= before.memory_mb + kept_mb
             if descriptors and memory and (after.pids == before.pids or not same_processes):
+                print(f"kept {after.memory_mb - before.memory_mb:+.0f} MiB")
                 return
             assert time.monotonic() < deadline, (before, after, self.log)
             time.sleep(0.2)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -14,6 +13,7 @@ import httpx
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from ssd_serve.listening import listen
 from ssd_serve.server.app import create_app
 from ssd_serve.server.engine_client import EngineClient
 from ssd_serve.server.limits import Limits
@@ -94,8 +94,7 @@ def open_server(
     if ready:
         engine.tell(READY)
     engine.start()
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
+    sock = listen("127.0.0.1", 0)
     port: int = sock.getsockname()[1]
     settings = settings or Settings(drain_seconds=1)
     server = build_server(settings, EngineClient(ours), ByteTokenizer(), limits)

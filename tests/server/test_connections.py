@@ -177,6 +177,22 @@ def test_where_all_connections_are_busy_the_answer_is_503_and_health_still_tells
     assert (health.status_code, ends) == (200, ["data: [DONE]"] * 2)
 
 
+def test_a_request_that_comes_in_parts_is_counted_from_its_first_one() -> None:
+    settings = Settings(max_connections=1, drain_seconds=1)
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with (
+        open_server(lambda _: say("abcdef", hold_after=1), settings) as address,
+        httpx.stream(
+            "POST", f"{address.url}{COMPLETIONS}", content=body, headers={"Content-Type": "application/json"}
+        ),
+    ):
+        with connected(address) as other:
+            other.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+            assert other.recv(65536).startswith(b"HTTP/1.1 503")
+        address.engine.released.set()
+
+
 @contextmanager
 def reading_little(address: Address, choices: int, length: int) -> Generator[socket.socket]:
     """Who asks for megabytes, in a socket that takes little."""
@@ -337,7 +353,9 @@ def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
         idle, sending = ([one for one in each if not one.asked] for each in (idle, sending))
         assert len(crowd) == len(idle) + len(sending) + len(working)
         assert len(crowd) <= max(most, len(working) + 1)
-        assert crowd.too_busy == (len(working) > most)
+        for one in [*idle, *sending, *working, Guest()]:
+            others = [busy for busy in working if busy is not one]
+            assert crowd.too_busy_for(one) == (len(others) >= most)
 
 
 @pytest.mark.parametrize(

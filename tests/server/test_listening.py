@@ -37,6 +37,14 @@ def answer(submit: Submit) -> Script:
     return tokens([*f"Hi 🙂 {submit.seed % 10}".encode(), END], group=4)
 
 
+def test_a_token_is_sent_at_once_whatever_is_on_its_way() -> None:
+    """asyncio switches off what would hold small writes back where a socket says that it is TCP."""
+    with listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()):
+        connection, _ = server.accept()
+        with connection:
+            assert connection.proto == socket.IPPROTO_TCP
+
+
 def test_the_official_client_streams_completions_and_chats() -> None:
     with open_server(answer) as address, official(address) as client:
         assert [model.id for model in client.models.list()] == ["ssd-embedded"]
