@@ -1,4 +1,4 @@
-"""A result of `ssd bench peers` as Markdown and as a bar chart (SVG), and the README's block that shows both.
+"""A result of `ssd bench peers` as Markdown and as a bar chart (SVG), and the block that shows both.
 
 Knows the shape of the result file, and nothing of how it was measured.
 """

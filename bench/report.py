@@ -1,4 +1,4 @@
-"""`ssd bench report`: a result of `ssd bench modes` as Markdown, and the block of the README that holds it.
+"""`ssd bench report`: a result of `ssd bench modes` as Markdown, and the block that holds it in a document.
 
 Knows the shape of the result file, and nothing of how it was measured.
 """

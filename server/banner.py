@@ -166,6 +166,6 @@ def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
         f"{shlex.quote(program)} generate {shlex.quote(prompt)}      (without this server)",
         f'OpenAI(base_url="{url}/v1", api_key="{client_key}")      (Python, after pip install openai)',
         f"{metrics}/metrics      (Prometheus; also /health, /version, /v1/models)",
-        f"{shlex.quote(program)} settings      (what can be set; README.md says more)",
+        f"{shlex.quote(program)} settings      (what can be set; docs/settings.md says more)",
         "Ctrl-C stops the server.",
     ]

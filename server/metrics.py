@@ -44,7 +44,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Status], float]]] = {
 }
 _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
-    "prefix_cache_hits": ("prompt tokens found there", lambda s: s.prefix_hits),
+    "prefix_cache_hits": ("prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     "prompt_tokens": ("prompt tokens processed", lambda s: s.prompt_tokens),
     "generation_tokens": ("tokens generated", lambda s: s.generation_tokens),
     "num_preemptions": ("requests set aside for lack of slots", lambda s: s.preemptions),
@@ -55,7 +55,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "spec_decode_num_accepted_tokens": ("nodes accepted", lambda s: s.totals.accepted),
     "spec_decode_num_emitted_tokens": ("tokens committed by rounds", lambda s: s.totals.tokens),
     "speculation_cache_hits": ("rounds after which the new root was ready", lambda s: s.totals.hits),
-    "speculation_cache_misses": ("rounds after which it was not", lambda s: s.totals.misses),
+    "speculation_cache_misses": ("rounds after which the new root was not ready", lambda s: s.totals.misses),
     "speculation_ready_depth": ("depth of ready trees, summed over rounds", lambda s: s.totals.ready_depth),
     "speculation_ready_nodes": ("nodes of ready trees, summed over rounds", lambda s: s.totals.ready_nodes),
     "tree_decode_differences": (

@@ -1,4 +1,4 @@
-"""Results as Markdown: every mode has its line, absent figures are blank, the README's block is replaced."""
+"""Results as Markdown: every mode has its line, absent figures are blank, a document's block is replaced."""
 
 import json
 from pathlib import Path

@@ -25,7 +25,7 @@ def as_json(rows: Sequence[Origin]) -> str:
 
 
 def as_markdown(rows: Sequence[Origin]) -> str:
-    """The table of the README; give it the rows of plain defaults."""
+    """The table of docs/settings.md; give it the rows of plain defaults."""
     lines = ["| variable | flag | default | meaning |", "|---|---|---|---|"]
     for row in rows:
         default = "" if row.shown == "-" else f"`{row.shown}`"

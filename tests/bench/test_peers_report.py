@@ -105,7 +105,7 @@ def test_the_chart_has_a_bar_and_whiskers_for_every_way() -> None:
     assert any("A <fast> processor" in (text or "") for text in texts)
 
 
-def test_the_readme_gets_the_block_between_the_markers() -> None:
+def test_the_document_gets_the_block_between_the_markers() -> None:
     assert replace_block(f"before\n{BEGIN}\nold\n{END}\nafter\n", "new") == (
         f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     )
