@@ -80,7 +80,7 @@ format: $(DEVELOPING)
 	$(BIN)/ruff format .
 
 bench: $(SERVING)
-	$(BIN)/ssd bench packed --json bench/results/packed.json
+	$(BIN)/python -m lab.packed --json lab/results/packed.json
 	$(BIN)/ssd bench modes --json bench/results/modes.json $(ARGS)
 
 bench-check: $(SERVING)

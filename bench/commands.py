@@ -1,5 +1,5 @@
-"""The command line of the benchmarks: `ssd bench modes | load | peers | faults | soak | packed | kernels |
-conformance | invariance | lossless | calibration | ablate | drafters | channels | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | peers | kernels | conformance | lossless |
+quality | check | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -10,21 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from ssd_serve.bench.ablate_commands import add_ablate
-from ssd_serve.bench.calibration_commands import add_calibration
-from ssd_serve.bench.channels_commands import add_channels
 from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
-from ssd_serve.bench.drafters_commands import add_drafters
-from ssd_serve.bench.explain_commands import add_explain
-from ssd_serve.bench.faults_commands import add_faults
 from ssd_serve.bench.kernel_commands import add_kernels
 from ssd_serve.bench.load_commands import add_load
 from ssd_serve.bench.peers_commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
-from ssd_serve.bench.restart import restart_as_worker
-from ssd_serve.bench.roofline_commands import add_roofline
-from ssd_serve.bench.soak_commands import add_soak
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError
@@ -34,28 +25,16 @@ _SETTINGS = ("real", "emulated", "both")
 _DEVICES = ("target_device", "target_device_alone", "draft_device")
 
 
-def add_commands(subparsers: Commands) -> None:
-    """Add the parser `bench` and its subcommands; each sets `run`."""
-    bench = subparsers.add_parser("bench", help="measure: modes, kernels, losslessness")
+def add_commands(bench: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `ssd bench`; each sets `run`."""
     commands = bench.add_subparsers(required=True, metavar="BENCH")
     _add_modes(commands)
     add_load(commands)
     add_peers(commands)
-    add_faults(commands)
-    _add_packed(commands)
     add_kernels(commands)
-    _add_host(commands)
-    _add_invariance(commands)
-    add_roofline(commands)
-    add_explain(commands)
     _add_lossless(commands)
     add_quality(commands)
     add_check(commands)
-    add_soak(commands)
-    add_calibration(commands)
-    add_ablate(commands)
-    add_drafters(commands)
-    add_channels(commands)
     _add_report(commands)
 
 
@@ -125,73 +104,6 @@ def _run_lossless(args: argparse.Namespace) -> int:
     result = run_lossless(plan, lambda text: print(text, file=sys.stderr, flush=True), devices)
     _write(result, args.json)
     return 0 if result["lossless"] else 1
-
-
-def _add_packed(commands: Commands) -> None:
-    parser = commands.add_parser("packed", help="few-row products: weight reads a second of each kernel")
-    parser.add_argument(
-        "--dtype", nargs="+", choices=("fp32", "bf16", "fp16", "int8"), default=["bf16", "int8"]
-    )
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--matrices", type=int, default=64, help="how many; no cache may hold them (64)")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.set_defaults(run=_run_packed)
-
-
-def _run_packed(args: argparse.Namespace) -> int:
-    os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
-    from ssd_serve.bench.packed import Plan, measure, table
-    from ssd_serve.kernels.native.library import native_library
-    from ssd_serve.settings import Settings
-
-    plan = Plan(args.dtype, args.threads, args.rows, matrices=args.matrices, repeats=args.repeats)
-    result = measure(plan, native_library(Settings()))
-    print(table(result))
-    if args.json is not None:
-        _write(result, args.json)
-    return 0
-
-
-def _add_host(commands: Commands) -> None:
-    parser = commands.add_parser("host", help="what the host adds to a round and to a draft step")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], help="requests at once")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    add_settings_flags(parser)
-    parser.set_defaults(run=_run_host)
-
-
-def _run_host(args: argparse.Namespace) -> int:
-    restart_as_worker()  # this process plays the verifier
-    from ssd_serve.bench.host import run_host
-
-    result = run_host(
-        settings_from(args), args.batches, lambda text: print(text, file=sys.stderr, flush=True)
-    )
-    _write(result, args.json)
-    return 0
-
-
-def _add_invariance(commands: Commands) -> None:
-    parser = commands.add_parser("invariance", help="what SSD_BATCH_INVARIANT costs a forward of the target")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    add_settings_flags(parser)
-    parser.set_defaults(run=_run_invariance)
-
-
-def _run_invariance(args: argparse.Namespace) -> int:
-    restart_as_worker()  # this process plays the verifier
-    from ssd_serve.bench.invariance import Plan, run_invariance
-
-    result = run_invariance(
-        settings_from(args),
-        Plan(repeats=args.repeats),
-        lambda text: print(text, file=sys.stderr, flush=True),
-    )
-    _write(result, args.json)
-    return 0
 
 
 def _add_report(commands: Commands) -> None:

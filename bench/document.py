@@ -15,14 +15,14 @@ from ssd_serve.errors import UserError
 Result = TypeVar("Result")
 
 
-def read_json(path: Path, benchmark: str) -> dict[str, object]:
-    """The JSON of a result file of `ssd bench BENCHMARK`."""
+def read_json(path: Path, command: str) -> dict[str, object]:
+    """The JSON of a result file that `command` has written."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is not a result of `ssd bench {benchmark}`: {error}") from error
+        raise UserError(f"{path} is not a result of `{command}`: {error}") from error
 
 
 def write_json(result: Mapping[str, object], path: Path) -> None:
@@ -31,12 +31,12 @@ def write_json(result: Mapping[str, object], path: Path) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def read_as(kind: type[Result], result: Mapping[str, object], benchmark: str) -> Result:
-    """A result of `ssd bench BENCHMARK` as its type; fields that the type lacks are left alone."""
+def read_as(kind: type[Result], result: Mapping[str, object], command: str) -> Result:
+    """A result of `command` as its type; fields that the type lacks are left alone."""
     try:
         return msgspec.convert(result, type=kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"this is not a result of `ssd bench {benchmark}`: {error}") from error
+        raise UserError(f"this is not a result of `{command}`: {error}") from error
 
 
 def replace_between(begin: str, end: str, document: str, text: str) -> str:

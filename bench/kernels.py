@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ssd_serve.bench.machine import hardware, versions
-from ssd_serve.bench.roofline_probe import Effort, Roof, measure_roof
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line
 from ssd_serve.kernels.attention import AttentionBackend
@@ -28,6 +27,7 @@ from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.kernels.sdpa import SdpaAttention
 from ssd_serve.kernels.self_test import Asked, Maker, first_failure, layout_order, random_batch
 from ssd_serve.models.load import attention_dtype
+from ssd_serve.roof import Effort, Roof, measure_roof
 from ssd_serve.settings import Settings
 
 SHAPES: dict[str, tuple[Asked, ...]] = {

@@ -147,7 +147,7 @@ def replace_load_block(document: str, tables: str) -> str:
 
 
 def _converted(result: Mapping[str, object]) -> _Result:
-    return read_as(_Result, result, "load")
+    return read_as(_Result, result, "ssd bench load")
 
 
 def _lines(rows: Sequence[_Row], value: Callable[[_Row], float | None]) -> dict[str, list[tuple[int, float]]]:

@@ -102,7 +102,7 @@ class _Result(msgspec.Struct, frozen=True):
 
 def read_result(path: Path) -> dict[str, object]:
     """The JSON of a result file."""
-    return read_json(path, "peers")
+    return read_json(path, "ssd bench peers")
 
 
 def markdown(result: Mapping[str, object]) -> str:
@@ -148,7 +148,7 @@ def bar_chart(result: Mapping[str, object]) -> str:
 
 
 def _read(result: Mapping[str, object]) -> _Result:
-    return read_as(_Result, result, "peers")
+    return read_as(_Result, result, "ssd bench peers")
 
 
 def _bar(row: _Row, y: int, scale: float) -> str:

@@ -80,12 +80,12 @@ class _Result(msgspec.Struct, frozen=True):
 
 def read_result(path: Path) -> dict[str, object]:
     """The JSON of a result file."""
-    return read_json(path, "modes")
+    return read_json(path, "ssd bench modes")
 
 
 def markdown_table(result: Mapping[str, object]) -> str:
     """Tables of all settings, and below them where they were measured."""
-    found = read_as(_Result, result, "modes")
+    found = read_as(_Result, result, "ssd bench modes")
     parts: list[str] = []
     for setting in dict.fromkeys(row.setting for row in found.results):
         rows = [row for row in found.results if row.setting == setting]

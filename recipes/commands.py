@@ -15,11 +15,8 @@ from ssd_serve.errors import UserError
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 
 
-def add_commands(subparsers: Commands) -> None:
-    """Add the parser `recipe` and its subcommands; each sets `run`."""
-    recipe = subparsers.add_parser(
-        "recipe", help="make models: train the embedded pair, add ballast, evaluate"
-    )
+def add_commands(recipe: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `ssd recipe`; each sets `run`."""
     commands = recipe.add_subparsers(required=True, metavar="RECIPE")
     add_train_pair(commands)
     add_ballast(commands)

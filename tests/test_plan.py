@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ssd_serve import cli
-from ssd_serve.bench.roofline_probe import Roof
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.models.device_tables import DeviceSheet, device_sheet, sheet_names
@@ -19,6 +18,7 @@ from ssd_serve.plan_here import never_slower
 from ssd_serve.plan_models import Computing, PlannedModel, known_config, known_names, planned_model, sized
 from ssd_serve.plan_page import as_json, page
 from ssd_serve.plan_simulation import Costs, Guesses, Way, simulate
+from ssd_serve.roof import Roof
 from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
 
 Captured = pytest.CaptureFixture[str]

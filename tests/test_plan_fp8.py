@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ssd_serve import cli, plan_models
-from ssd_serve.bench.roofline_probe import Roof
 from ssd_serve.devices import Machine
 from ssd_serve.kernels.fp8 import FORMATS
 from ssd_serve.models import linear
@@ -16,6 +15,7 @@ from ssd_serve.models.load import model_sizes
 from ssd_serve.models.quantization import Fp8Scheme
 from ssd_serve.plan_devices import Measured, Sheets
 from ssd_serve.plan_models import Computing, PlannedModel, known_config, multiplied_fp8, planned_model, sized
+from ssd_serve.roof import Roof
 from tests.models.fp8_checkpoints import FORMS, write
 
 FN, FNUZ = FORMATS

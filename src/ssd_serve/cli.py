@@ -7,11 +7,12 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any, cast
 
 from ssd_serve import __version__
-from ssd_serve.bench.commands import add_commands as add_bench_commands
 from ssd_serve.doctor_commands import add_doctor, add_report
 from ssd_serve.draft_commands import add_draft
 from ssd_serve.errors import (
@@ -30,7 +31,6 @@ from ssd_serve.errors import (
 )
 from ssd_serve.flags import Commands, Parser, add_settings_flags, given_flags
 from ssd_serve.plan_commands import add_plan
-from ssd_serve.recipes.commands import add_commands as add_recipe_commands
 from ssd_serve.replay_commands import add_replay
 from ssd_serve.resolving import Origin, flag_name, origins, resolve, suggestion
 
@@ -55,15 +55,29 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (INTERRUPTED, "interrupted with Ctrl-C"),
     (TERMINATED, "ended by SIGTERM while models were loaded"),
 )
+_OTHER_ROOMS = {
+    "bench": ("ssd_serve.bench.commands", "measure: modes, kernels, losslessness"),
+    "recipe": ("ssd_serve.recipes.commands", "make models: train the embedded pair, add ballast, evaluate"),
+}
+"""Commands of rooms that no server needs: a module, imported when it is called, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        parser = build_parser()
-        args = parser.parse_args(arguments)
+
+    def run() -> int:
+        args = build_parser().parse_args(arguments)
         code: int = args.run(args)
+        return code
+
+    return exit_code(run, "ssd")
+
+
+def exit_code(run: Callable[[], int], name: str) -> int:
+    """What `run` returns, or the code of the error that ends it, told on stderr in the name of `name`."""
+    try:
+        code = run()
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -74,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SsdError as error:
         if not getattr(error, "explained", False):
-            print(f"ssd: {error}", file=sys.stderr)
+            print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     return code
 
@@ -98,8 +112,8 @@ def build_parser() -> Parser:
     add_doctor(commands)
     add_report(commands)
     add_replay(commands)
-    add_bench_commands(commands)
-    add_recipe_commands(commands)
+    for name, (module, text) in _OTHER_ROOMS.items():
+        commands.add_parser(name, help=text, fill=partial(_fill, module))
     _add_worker(commands)
     parser.command_names = [name for name in commands.choices if name != "worker"]
     return parser
@@ -117,6 +131,11 @@ class _Root(Parser):
             hint = suggestion(first, self.command_names) or f"; there are {', '.join(self.command_names)}"
             raise SettingsError(f"the command '{first}' is unknown{hint}")
         return super().parse_known_args(args, namespace)
+
+
+def _fill(module: str, parser: argparse.ArgumentParser) -> None:
+    """Add what comes after the word whose commands this module holds."""
+    import_module(module).add_commands(parser)
 
 
 def _no_command(parser: argparse.ArgumentParser) -> int:

@@ -4,7 +4,7 @@ Every field of `Settings` becomes a flag; commands of other rooms may add them t
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from ssd_serve.errors import SettingsError
@@ -19,16 +19,23 @@ _PREFIX = "setting_"
 
 
 class Parser(argparse.ArgumentParser):
-    """No abbreviations; mistakes are `SettingsError`s with a suggestion instead of an exit."""
+    """No abbreviations; mistakes are `SettingsError`s with a suggestion instead of an exit.
 
-    def __init__(self, **options: Any) -> None:
+    `fill` adds its arguments when they are asked for the first time.
+    """
+
+    def __init__(self, fill: "Callable[[Parser], None] | None" = None, **options: Any) -> None:
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
+        self._fill = fill
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         """Refuse what is unknown here already: this parser knows which flags were possible."""
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
         known, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("-"):

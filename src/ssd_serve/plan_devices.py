@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ssd_serve.bench.roofline_probe import Roof
 from ssd_serve.models.device_tables import DeviceSheet
 from ssd_serve.plan_models import PlannedModel
+from ssd_serve.roof import Roof
 from ssd_serve.verifier.cost import CostTable, Timing
 
 _GIB = float(1 << 30)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ssd_serve.bench.roofline_probe import QUICK, Roof, last_level_cache, measure_roof
 from ssd_serve.models.memory import available_memory
 from ssd_serve.plan_devices import Measured
+from ssd_serve.roof import QUICK, Roof, last_level_cache, measure_roof
 
 
 def this_cpu(cores: Sequence[int], dtype: str) -> Measured:

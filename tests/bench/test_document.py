@@ -16,17 +16,17 @@ class Speeds(msgspec.Struct, frozen=True):
 def test_a_result_is_read_as_its_type(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_text('{"tokens_per_s": [1.5], "other": 3}', encoding="utf-8")
-    assert read_as(Speeds, read_json(file, "modes"), "modes") == Speeds([1.5])
+    assert read_as(Speeds, read_json(file, "ssd bench modes"), "ssd bench modes") == Speeds([1.5])
 
 
 def test_what_is_no_result_is_refused_with_the_benchmarks_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
-        read_json(tmp_path / "none.json", "modes")
+        read_json(tmp_path / "none.json", "ssd bench modes")
     (tmp_path / "text.json").write_text("[1]", encoding="utf-8")
     with pytest.raises(UserError, match="not a result of `ssd bench modes`"):
-        read_json(tmp_path / "text.json", "modes")
+        read_json(tmp_path / "text.json", "ssd bench modes")
     with pytest.raises(UserError, match=r"not a result of `ssd bench modes`: .*tokens_per_s"):
-        read_as(Speeds, {}, "modes")
+        read_as(Speeds, {}, "ssd bench modes")
 
 
 def test_a_block_is_replaced_between_its_markers_and_nothing_else() -> None:

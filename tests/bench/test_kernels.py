@@ -10,7 +10,6 @@ import torch
 
 from ssd_serve.bench import kernels
 from ssd_serve.bench.kernels import Plan, check_conformance, layers_for, run_kernels, table
-from ssd_serve.bench.roofline_probe import Roof
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli import build_parser, main
 from ssd_serve.errors import SettingsError, UserError
@@ -21,6 +20,7 @@ from ssd_serve.kernels.conformance import Result
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.self_test import Asked, Heads, Maker, Trial, largest_error, random_batch
+from ssd_serve.roof import Roof
 
 
 def refuses(cache: KVCache, heads: int) -> AttentionBackend[Any]:

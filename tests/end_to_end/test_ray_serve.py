@@ -14,7 +14,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.bench.faults_ray import two_nodes
+from lab.faults.ray_nodes import two_nodes
 from tests.end_to_end.health import Server, running
 from tests.end_to_end.tiny_pair import write_pair
 

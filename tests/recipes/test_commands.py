@@ -12,15 +12,15 @@ from ssd_serve.recipes.commands import add_commands, deadline
 
 def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers())
+    add_commands(parser)
     return parser.parse_args(words)
 
 
 def test_every_recipe_has_a_function() -> None:
     for words in (
-        ("recipe", "train-pair", "--minutes", "3"),
-        ("recipe", "ballast", "a", "b"),
-        ("recipe", "evaluate-pair", "a", "b"),
+        ("train-pair", "--minutes", "3"),
+        ("ballast", "a", "b"),
+        ("evaluate-pair", "a", "b"),
     ):
         assert callable(parse(*words).run)
 
@@ -35,7 +35,7 @@ def test_deadline() -> None:
 
 
 def test_temperatures_of_sampling() -> None:
-    words = ("recipe", "evaluate-pair", "a", "b", "--sample-temperatures")
+    words = ("evaluate-pair", "a", "b", "--sample-temperatures")
     assert parse(*words, "0.5", "1").sample_temperatures == [0.5, 1.0]
     for wrong in ("0", "-1", "nan", "inf", "warm"):
         with pytest.raises(SystemExit):
@@ -43,9 +43,9 @@ def test_temperatures_of_sampling() -> None:
 
 
 def test_a_missing_checkpoint_is_explained(tmp_path: Path) -> None:
-    args = parse("recipe", "train-pair", "--work", str(tmp_path), "--export-only")
+    args = parse("train-pair", "--work", str(tmp_path), "--export-only")
     with pytest.raises(UserError, match="no checkpoint"):
         args.run(args)
-    args = parse("recipe", "ballast", str(tmp_path), str(tmp_path / "out"))
+    args = parse("ballast", str(tmp_path), str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"config\.json"):
         args.run(args)

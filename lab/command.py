@@ -1,0 +1,19 @@
+"""The command line of an experiment: a parser as `ssd` has it, and the exit codes of its errors."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from ssd_serve.cli import exit_code
+from ssd_serve.flags import Parser
+
+
+def experiment_parser(name: str, text: str) -> Parser:
+    """The parser of `python -m lab.NAME`."""
+    return Parser(prog=f"python -m lab.{name}", description=text)
+
+
+def run_command(
+    parser: Parser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
+) -> int:
+    """Parse `argv`, run, and return the exit code."""
+    return exit_code(lambda: run(parser.parse_args(argv)), parser.prog)

@@ -1,0 +1,55 @@
+"""The command line of `python -m lab.explain`. Everything heavy is imported when it runs."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.command import experiment_parser, run_command
+from ssd_serve.cluster.process import worker_environment
+from ssd_serve.flags import add_settings_flags, settings_from
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment; returns the exit code."""
+    parser = experiment_parser("explain", "the measured cost table, and what the engine decides by it")
+    parser.add_argument(
+        "--acceptance", type=float, nargs="+", default=[0.5, 0.76, 0.9], help="shares of right first guesses"
+    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
+    parser.add_argument("--at-context", type=int, default=512, help="tokens of each request (512)")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--markdown", type=Path, help="write the page to this file")
+    add_settings_flags(parser)
+    return run_command(parser, _run, argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Measure, decide in simulated time, print the page."""
+    os.environ.update(worker_environment())  # torch is not imported yet
+    from lab.explain.experiment import Question, explain
+    from lab.explain.measurement import measure_pair
+    from lab.explain.page import as_json, page
+
+    question = Question(tuple(args.acceptance), tuple(args.requests), args.at_context)
+    question.check()
+    pair = measure_pair(settings_from(args), lambda text: print(text, file=sys.stderr, flush=True))
+    found = explain(pair, question)
+    text = page(pair, question, found)
+    if args.json is not None:
+        _write(args.json, json.dumps(as_json(pair, question, found), indent=1))
+    if args.markdown is not None:
+        _write(args.markdown, text)
+    print(text)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

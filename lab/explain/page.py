@@ -1,0 +1,185 @@
+"""The page of `python -m lab.explain`, and its JSON. Knows what was measured and decided, not how."""
+
+from collections.abc import Sequence
+
+from lab.explain.experiment import Decision, Question
+from lab.explain.measurement import MeasuredPair
+from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT
+from ssd_serve.plan_simulation import Way
+from ssd_serve.verifier.cost import Reading
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_HARDLY = 0.05
+_NAMES = {Way.BESIDE: "beside", Way.INLINE: "inline", Way.PLAIN: "plain"}
+
+
+def page(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> str:
+    """Markdown: what was measured, then what is decided by it and why."""
+    machine = hardware()
+    lines = [
+        f"# What the engine decides for {pair.target} with {pair.draft}",
+        "",
+        f"Measured now on {machine['cpu']}, {machine['cores']} cores.",
+        "",
+        *_target(pair),
+        "",
+        *_draft(pair),
+        "",
+        *_decisions(pair, question, decisions),
+    ]
+    return "\n".join(lines)
+
+
+def as_json(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> dict[str, object]:
+    """The same in plain values; times in seconds."""
+    node_s = pair.host.node_s
+    return {
+        "bench": "explain",
+        "target": pair.target,
+        "draft": pair.draft,
+        "context": question.context,
+        "cores": {way.value: cores for way, cores in pair.cores.items()},
+        "target_s": {
+            way.value: {
+                f"{rows}@{context}": _target_s(pair, way, rows, context) for rows, context in _points()
+            }
+            for way in pair.ways
+        },
+        "draft_forward_s": {
+            way.value: {str(nodes): seconds for nodes, seconds in each.items()}
+            for way, each in pair.draft_forwards_s.items()
+        },
+        "draft_width": pair.limits.width,
+        "draft_host_s": pair.draft_host_s,
+        "host_node_s": node_s,
+        "host_round_s": pair.host.seconds(1, 0),
+        "decisions": [_decision_json(each) for each in decisions],
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def _decision_json(decision: Decision) -> dict[str, object]:
+    return {
+        "acceptance": decision.acceptance,
+        "requests": decision.requests,
+        "takes": decision.taken.value,
+        "share_of_rounds": decision.share,
+        "layouts": {
+            way.value: {
+                "gain": decision.gains[way],
+                "tokens_per_s": each.tokens_per_s,
+                "tokens_per_round": each.tokens_per_round,
+                "nodes_per_round": each.nodes_per_round,
+                "awaited_steps": each.waited_steps,
+                "hit_rate": each.hit_rate,
+                "node_price_tokens": each.node_price,
+                "step_price_tokens": each.step_price,
+            }
+            for way, each in decision.expected.items()
+        },
+    }
+
+
+def _points() -> list[tuple[int, int]]:
+    return [(rows, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for rows in _ROWS]
+
+
+def _target_s(pair: MeasuredPair, way: Way, rows: int, context: int) -> float:
+    return pair.costs[way].seconds(rows, Reading(context, rows * context))
+
+
+def _target(pair: MeasuredPair) -> list[str]:
+    lines = [
+        "## Target: T(rows, context) in ms",
+        "",
+        "| layout | cores | context | " + " | ".join(f"{rows} row(s)" for rows in _ROWS) + " |",
+        "|" + "---|" * (3 + len(_ROWS)),
+    ]
+    for way in pair.ways:
+        if way is Way.PLAIN and Way.INLINE in pair.costs:
+            continue
+        name = "inline, plain" if way is Way.INLINE else _NAMES[way]
+        for context in (SHORT_CONTEXT, LONG_CONTEXT):
+            cells = (f"{1e3 * _target_s(pair, way, rows, context):.2f}" for rows in _ROWS)
+            lines.append(f"| {name} | {pair.cores[way]} | {context} | {' | '.join(cells)} |")
+    return lines
+
+
+def _draft(pair: MeasuredPair) -> list[str]:
+    lines = ["## Draft and host", ""]
+    for way, forwards in pair.draft_forwards_s.items():
+        told = ", ".join(f"{nodes} nodes {1e3 * seconds:.2f} ms" for nodes, seconds in forwards.items())
+        lines.append(f"- draft forwards, {_NAMES[way]}: {told}")
+    lines.append(
+        f"- the drafter expands {pair.limits.width} nodes a step, the widest that costs little more than the "
+        f"narrowest; a step takes {1e3 * pair.draft_host_s:.2f} ms beside its forward"
+    )
+    base_s = pair.host.seconds(1, 0)
+    lines.append(
+        f"- the verifier's host takes {1e3 * base_s:.2f} ms a round of one request, and "
+        f"{1e6 * pair.host.node_s:.0f} us more for each node (fitted while an engine with the draft inline "
+        "ran)"
+    )
+    return lines
+
+
+def _decisions(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> list[str]:
+    lines = [
+        "## Decisions",
+        "",
+        "In simulated time, by the engine's own budget, growth policy and governor. *Acceptance*: share of "
+        "first guesses that are right. A node is verified when its reach exceeds its *price*, the tokens "
+        "that its row's time is worth; a draft step is awaited when it should add more tokens than the "
+        "*step's price* (beside the target only after a miss). *Gain*: against plain rounds as first "
+        "measured. What target and drafter take from each other at work is left out; each request has "
+        f"{question.context} tokens.",
+        "",
+        "| acceptance | requests | layout | nodes verified | node's price | steps awaited | step's price "
+        "| tokens a round | hit rate | tokens/s | gain |",
+        "|" + "---|" * 11,
+    ]
+    for decision in decisions:
+        for way in pair.ways:
+            each = decision.expected[way]
+            drafting = (
+                f"{each.nodes_per_round:.1f} | {each.node_price:.2f} | {each.waited_steps:.1f} "
+                f"| {each.step_price:.2f} | {each.tokens_per_round:.2f} | {each.hit_rate:.2f}"
+            )
+            cells = "0 |  |  |  | 1.00 | " if way is Way.PLAIN else drafting
+            name = f"**{_NAMES[way]}**" if way is decision.taken else _NAMES[way]
+            lines.append(
+                f"| {decision.acceptance:g} | {decision.requests} | {name} | {cells} "
+                f"| {each.tokens_per_s:.1f} | {decision.gains[way]:.2f} |"
+            )
+    lines += ["", *(f"- {_why(each)}" for each in decisions)]
+    return lines
+
+
+def _why(decision: Decision) -> str:
+    """One sentence for the governor's choice."""
+    others = sorted(
+        (way for way in decision.gains if way is not decision.taken), key=lambda way: -decision.gains[way]
+    )
+    against = ", ".join(f"{_NAMES[way]} {decision.gains[way]:.2f}" for way in others)
+    drafting = [way for way in decision.expected if way is not Way.PLAIN]
+    text = (
+        f"acceptance {decision.acceptance:g}, {decision.requests} request(s): the governor takes "
+        f"{_NAMES[decision.taken]}, which gives {decision.gains[decision.taken]:.2f} against {against}"
+    )
+    if decision.taken is Way.PLAIN:
+        nodes = max(decision.expected[way].nodes_per_round for way in drafting)
+        return f"{text}; drafting costs more than the {nodes:.1f} nodes that are worth verifying bring"
+    taken = decision.expected[decision.taken]
+    if taken.nodes_per_round < _HARDLY:
+        return f"{text}; hardly a node is worth verifying, so that it decodes plainly"
+    waits = (
+        f"{taken.waited_steps:.1f} draft steps are awaited a round"
+        if taken.waited_steps >= _HARDLY
+        else "growth is never worth awaiting"
+    )
+    return (
+        f"{text}; {taken.nodes_per_round:.1f} nodes have a reach above {taken.node_price:.2f}, {waits}; "
+        f"{1 - decision.share:.0%} of its rounds are trials of others"
+    )

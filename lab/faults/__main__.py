@@ -1,0 +1,58 @@
+"""The command line of `python -m lab.faults`. Heavy imports come when it runs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.command import experiment_parser, run_command
+from ssd_serve.bench.document import write_json
+from ssd_serve.flags import add_settings_flags, settings_from
+from ssd_serve.settings import KEY_SETTINGS
+
+_OWN_SETTINGS = (
+    *(
+        "mode",
+        "speculation_may_stop",
+        "host",
+        "port",
+        "run_dir",
+        "drain_seconds",
+        "tensor_parallel",
+        "launcher",
+        "ray_address",
+    ),
+    *("served_model_name", "root_path", "cors_origins", "hf_token", "tls_certificate", "tls_key"),
+    *KEY_SETTINGS,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment; returns the exit code."""
+    parser = experiment_parser(
+        "faults", "processes that die or hang, lost messages, stuck clients: what clients see of it"
+    )
+    parser.add_argument("--requests", type=int, default=8, help="streams that run when a fault strikes (8)")
+    parser.add_argument("--tokens", type=int, default=320, help="tokens of each (320)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="faults whose names hold it")
+    parser.add_argument("--ray", action="store_true", help="also lose a node of a simulated Ray cluster")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    add_settings_flags(parser, leave_out=_OWN_SETTINGS)
+    return run_command(parser, _run, argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """0: no token was lost or wrong; 1: some were."""
+    from lab.faults.experiment import Plan, run_faults
+    from lab.faults.report import harmless, table
+
+    plan = Plan(args.requests, args.tokens, tuple(args.only), args.ray)
+    result = run_faults(settings_from(args), plan, lambda text: print(text, file=sys.stderr, flush=True))
+    print(table(result))
+    if args.json is not None:
+        write_json(result, args.json)
+    return 0 if harmless(result) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

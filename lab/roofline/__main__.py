@@ -1,0 +1,69 @@
+"""The command line of `python -m lab.roofline`. Everything heavy is imported when it runs."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.command import experiment_parser, run_command
+from ssd_serve.cluster.process import worker_environment
+from ssd_serve.devices import parse_device, this_machine
+
+_MODES = Path("bench/results/modes.json")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment; returns the exit code."""
+    parser = experiment_parser("roofline", "how far plain, sd and ssd are from what the device can do")
+    parser.add_argument("--device", default="cpu", help="cpu, cpu:0-3 or cuda:0 (cpu)")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help=f"a result of `ssd bench modes` on this machine ({_MODES}, if it is there)",
+    )
+    parser.add_argument("--no-modes", action="store_true", help="measure the device alone")
+    parser.add_argument(
+        "--target", type=Path, help="the target's folder, if it was not the benchmark's own ballast model"
+    )
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--markdown", type=Path, help="write the page to this file")
+    return run_command(parser, _run, argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Measure, compare, print the page."""
+    os.environ.update(worker_environment())  # torch is not imported yet
+    from lab.roofline.experiment import page, run_roofline
+    from ssd_serve.models.load import resolve_dtype
+
+    device = parse_device(args.device)
+    modes: Path | None = args.results
+    if modes is None and not args.no_modes and _MODES.is_file():
+        modes = _MODES
+    cores = device.indices or this_machine().cores
+    print("measuring; whatever else runs is measured too", file=sys.stderr, flush=True)
+    result = run_roofline(
+        None if args.no_modes else modes,
+        args.target,
+        device.torch_name,
+        resolve_dtype(args.dtype, device.torch_name),
+        cores,
+    )
+    text = page(result)
+    _write(args.json, json.dumps(result, indent=1))
+    _write(args.markdown, text)
+    print(text)
+    return 0
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The command line of `python -m lab.soak`. Everything heavy is imported when it runs."""
+
+import argparse
+import importlib.util
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.command import experiment_parser, run_command
+from ssd_serve.bench.document import write_json
+from ssd_serve.bench.load_commands import leave_tidily
+from ssd_serve.errors import SettingsError, UserError
+from ssd_serve.flags import add_settings_flags, settings_from
+from ssd_serve.settings import KEY_SETTINGS
+
+_OWN_SETTINGS = ("host", "port", "run_dir", "root_path", "tls_certificate", "tls_key", *KEY_SETTINGS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment; returns the exit code."""
+    parser = experiment_parser(
+        "soak", "mixed traffic, aborts and kills for a long time: memory, texts, what is left in the end"
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long the traffic lasts (30)")
+    parser.add_argument("--clients", type=int, default=8, help="requests at once (8)")
+    parser.add_argument("--seed", type=int, default=1, help="of everything that is random here (1)")
+    parser.add_argument(
+        "--kill",
+        choices=("drafter", "verifier"),
+        nargs="*",
+        default=["drafter", "verifier"],
+        help="whose processes are killed in the first third; all are stalled now and then (both)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    add_settings_flags(parser, leave_out=_OWN_SETTINGS)
+    return run_command(parser, _run, argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """0: nothing was off; 1: something was."""
+    if importlib.util.find_spec("httpx") is None:
+        raise UserError("python -m lab.soak needs the package httpx: pip install httpx")
+    if not 0 < args.minutes < float("inf") or args.clients < 1:
+        raise SettingsError("--minutes must be greater than 0, --clients at least 1")
+    from lab.soak.experiment import Plan, run_soak
+    from lab.soak.report import soak_table
+
+    plan = Plan(args.minutes, args.clients, args.seed, tuple(args.kill))
+    signal.signal(signal.SIGTERM, leave_tidily)
+    result = run_soak(settings_from(args), plan, lambda text: print(text, file=sys.stderr, flush=True))
+    if args.json is not None:
+        write_json(result, args.json)
+    print(soak_table(result))
+    return 1 if result["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The engine in virtual time: a verifier and a drafter, each on a device of its own that only a table times.
+
+Models, engine, trees and messages are real; time is not. A forward takes what the device table says, a
+message takes a fixed time, and host work takes none. So results do not depend on the machine, nor on what
+else it does. Not a measurement of any device. Knows how things are put together, not what is compared.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lab.virtual.clock import MESSAGE_S, Clock, TimedModel
+from ssd_serve.bench.prompts import Prompt
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.errors import SsdError
+from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import (
+    NOISE_SCHEME,
+    PROTOCOL_VERSION,
+    Committed,
+    Figures,
+    Finished,
+    Hello,
+    SamplingParameters,
+    Submit,
+)
+from ssd_serve.models.emulated import DeviceTable
+from ssd_serve.models.interface import Model
+from ssd_serve.verifier.cost import CostTable, HostCost, Timing
+from ssd_serve.verifier.deciding import Decider, DraftBounds
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.growing import GrowPolicy
+from ssd_serve.verifier.ranking import RankedNode
+from ssd_serve.verifier.round import Flight, Rounds, Work
+from ssd_serve.verifier.scheduler import Limits, Part, Scheduler
+
+SLOTS = 4096
+DRAFT_SLOTS = 16384
+TREE_NODES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """A forward that has been computed, and is over at `at` of the virtual clock."""
+
+    clock: Clock
+    at: float
+
+    def ready(self) -> bool:
+        """Always: nothing is listened for, because what arrives meanwhile is taken when it is over."""
+        return True
+
+    def wait(self) -> float:
+        """Let time pass until then."""
+        if self.clock.now < self.at:
+            self.clock.advance(self.at)
+        return self.at
+
+
+class VirtualRounds(Rounds):
+    """Rounds whose forwards take what the table says."""
+
+    def __init__(
+        self, model: Model, noise: NoiseRows, eos: tuple[int, ...], clock: Clock, table: DeviceTable
+    ) -> None:
+        super().__init__(model, noise, eos)
+        self._virtual = clock
+        self._table = table
+
+    def launch(self, work: Sequence[Work]) -> Flight:
+        """See `Rounds.launch`."""
+        flight = super().launch(work)
+        started = self._virtual.now
+        over = started + self._table.target_s * max(1.0, flight.rows / self._table.flat_rows)
+        result = replace(flight.result, completion=_Landing(self._virtual, over))
+        return replace(flight, started=started, result=result)
+
+
+class ObservedDecider(Decider):
+    """A decider that others may look at: `before` sees the work of a round before it waits for growth,
+    `after` sees it with the chosen nodes; `pick` may choose other nodes."""
+
+    before: Callable[[Sequence[Part]], None] | None = None
+    after: Callable[[Sequence[Part], Sequence[RankedNode]], None] | None = None
+    pick: Callable[[Sequence[Part]], list[RankedNode]] | None = None
+
+    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], float]:
+        """See `Decider.choose`."""
+        if self.before is not None:
+            self.before(parts)
+        nodes, waited_s = super().choose(parts, drain)
+        if self.pick is not None:
+            nodes = self.pick(parts)
+        if self.after is not None:
+            self.after(parts, nodes)
+        return nodes, waited_s
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Loaded models, and the table that times them. The draft model needs `DRAFT_SLOTS` slots."""
+
+    target: Model
+    draft: Model
+    table: DeviceTable
+
+    def noise(self) -> NoiseRows:
+        """Fresh noise rows for one side."""
+        vocabulary = self.target.facts.vocabulary
+        return NoiseRows(vocabulary, capacity_for(vocabulary))
+
+    def timed_draft(self) -> TimedModel:
+        """The draft model, timed by the table."""
+        return TimedModel(self.draft, self.table.draft_s, self.table.flat_rows)
+
+    def hello(self) -> Hello:
+        """What both sides agree on; the drafter's step, its message included."""
+        facts = self.target.facts
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            noise=NOISE_SCHEME,
+            tokenizer="bench",
+            vocabulary=facts.vocabulary,
+            context=facts.context,
+            name="bench",
+            step_ms=1e3 * (self.table.draft_s + MESSAGE_S),
+        )
+
+    def cost(self) -> CostTable:
+        """The table as the verifier's cost model."""
+        seconds, flat = self.table.target_s, self.table.flat_rows
+        return CostTable([Timing(1, 0, seconds), Timing(flat, 0, seconds), Timing(2 * flat, 0, 2 * seconds)])
+
+    def engine(
+        self,
+        clock: Clock,
+        policy: GrowPolicy,
+        width: int,
+        rounds: Rounds | None = None,
+        drafters: Drafters | None = None,
+        together: int = 1,
+    ) -> tuple[Engine, ObservedDecider]:
+        """A fresh engine for `together` requests at a time, without its drafters. Rounds stay in the flat
+        part."""
+        facts = self.target.facts
+        drafters = drafters or Drafters(self.hello(), clock=clock, log=get_logger("bench", "warning"))
+        bounds = DraftBounds(facts.context, self.table.flat_rows - together, width)
+        decider = ObservedDecider(drafters, self.cost(), policy, bounds, HostCost(0.0), clock=clock)
+        engine = Engine(
+            rounds or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.table),
+            Scheduler(SlotPool(self.target.slots), None, Limits(together, 1024, 1024)),
+            drafters,
+            decider,
+            Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, TREE_NODES),
+            clock,
+        )
+        return engine, decider
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One request: its text, and the virtual seconds of all tokens but those of the first report."""
+
+    tokens: tuple[int, ...]
+    decoded: int
+    seconds: float
+    figures: Figures
+
+
+def decode(
+    engine: Engine, clock: Clock, number: int, prompt: Prompt, parameters: SamplingParameters
+) -> Decoded:
+    """One request alone on the engine; the prompt is not part of its time."""
+    refused = engine.submit(Submit(number, prompt.tokens, parameters, prompt.seed))
+    if refused is not None:
+        raise SsdError(f"the benchmark's own request was refused: {refused.message}")
+    tokens: list[int] = []
+    started, before = 0.0, 0
+    while True:
+        for report in engine.step():
+            if isinstance(report, Committed):
+                tokens.extend(report.tokens)
+            elif isinstance(report, Finished):
+                return Decoded(tuple(tokens), len(tokens) - before, clock.now - started, report.figures)
+        if not before and tokens:
+            started, before = clock.now, len(tokens)

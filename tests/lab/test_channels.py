@@ -1,0 +1,18 @@
+"""Channels are measured against a real process; what is printed has every way in it."""
+
+from lab.channels.experiment import measured_sockets, table
+
+
+def test_both_kinds_of_socket_are_measured() -> None:
+    found = measured_sockets(20)
+    assert list(found) == ["unix socket", "tcp, encrypted"]
+    assert all(0 < row["p50"] <= row["p99"] < 1e6 for row in found.values())
+
+
+def test_the_table_names_every_way() -> None:
+    trips = {"unix socket": {"p50": 30.0, "p99": 50.0}, "ray actor call": {"p50": 600.0, "p99": 1100.0}}
+    starts = {"local": {"connected_s": 1.0, "ready_s": 2.5, "own_mib": 0.0}}
+    text = table({"round_trips_us": trips, "starts": starts})
+    assert "unix socket            30 us   p99       50" in text
+    assert "ray actor call        600 us   p99     1100" in text
+    assert "local            connected   1.00 s   ready   2.50 s       0 MiB" in text

@@ -1,0 +1,141 @@
+"""`python -m lab.explain`: what synthetic cost tables make the engine decide, and what the page says."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lab.explain.__main__ import main
+from lab.explain.experiment import Decision, Question, explain, govern
+from lab.explain.measurement import MeasuredPair, measure_pair
+from lab.explain.page import as_json, page
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.errors import SettingsError
+from ssd_serve.plan_simulation import Way
+from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.cost import CostTable, HostCost, Timing
+
+WAYS = (Way.BESIDE, Way.INLINE, Way.PLAIN)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def table(first_s: float, row_s: float) -> CostTable:
+    return CostTable([Timing(rows, 128, first_s + row_s * (rows - 1)) for rows in ROWS])
+
+
+def pair(row_s: float, draft_s: float = 2e-3) -> MeasuredPair:
+    """A target of 20 ms; beside a drafter it has fewer cores and takes 25 ms."""
+    alone, beside = table(20e-3, row_s), table(25e-3, row_s)
+    forwards = {Way.INLINE: {4: draft_s, 16: draft_s}, Way.BESIDE: {4: draft_s, 16: draft_s}}
+    return MeasuredPair(
+        target="large",
+        draft="small",
+        cores={Way.PLAIN: "cpu:0-1", Way.INLINE: "cpu:0-1", Way.BESIDE: "cpu:0 and cpu:1"},
+        costs={Way.PLAIN: alone, Way.INLINE: alone, Way.BESIDE: beside},
+        draft_forwards_s=forwards,
+        draft_host_s=0.5e-3,
+        host=HostCost(),
+        limits=GrowthLimits(16, 8, 16, 4096),
+    )
+
+
+CHEAP = pair(row_s=0.1e-3)
+
+
+def decide(measured: MeasuredPair, acceptance: float, requests: int = 1) -> Decision:
+    (found,) = explain(measured, Question((acceptance,), (requests,), 128))
+    return found
+
+
+def test_a_governor_keeps_the_layout_that_gives_most() -> None:
+    """In 10 ms, plain rounds give one token, inline ones two, those beside three and a half."""
+    rounds = {way: [(tokens, 0.010)] for way, tokens in zip(WAYS, (3, 2, 1), strict=True)}
+    assert govern(WAYS, rounds, 1, plain_s=0.010)[0] is Way.BESIDE
+    rounds[Way.BESIDE] = [(1, 0.020)]
+    taken, share = govern(WAYS, rounds, 1, plain_s=0.010)
+    assert taken is Way.INLINE
+    assert share > 0.8
+
+
+def test_good_and_quick_drafts_are_drafted_and_useless_ones_are_not() -> None:
+    good = decide(CHEAP, 0.9)
+    assert good.taken is not Way.PLAIN
+    assert good.gains[good.taken] > 3
+    assert good.gains[Way.PLAIN] == pytest.approx(1.0, abs=0.05)
+    slow = decide(pair(row_s=20e-3, draft_s=15e-3), 0.3)
+    assert slow.taken is not Way.BESIDE
+    assert slow.expected[slow.taken].nodes_per_round < 0.1  # inline without drafts is plain decoding
+
+
+def test_dearer_rows_raise_the_price_of_a_node_and_fewer_are_verified() -> None:
+    cheap, dear = (decide(each, 0.76).expected[Way.BESIDE] for each in (CHEAP, pair(row_s=3e-3)))
+    assert dear.node_price > 3 * cheap.node_price
+    assert dear.nodes_per_round < cheap.nodes_per_round / 2
+
+
+def test_under_load_each_request_gets_fewer_nodes() -> None:
+    measured = pair(row_s=1e-3)
+    one, sixteen = (decide(measured, 0.76, requests).expected[Way.BESIDE] for requests in (1, 16))
+    assert sixteen.nodes_per_round / 16 < one.nodes_per_round / 2
+    assert sixteen.tokens_per_s > one.tokens_per_s
+
+
+def test_growth_is_not_awaited_where_a_step_is_dear() -> None:
+    quick, slow = (decide(each, 0.76).expected[Way.INLINE] for each in (CHEAP, pair(1e-4, draft_s=40e-3)))
+    assert quick.waited_steps > 2
+    assert slow.waited_steps < 0.2
+
+
+def test_the_page_names_the_layout_that_is_taken_and_every_price() -> None:
+    question = Question((0.9,), (1, 4), 128)
+    found = explain(CHEAP, question)
+    text = page(CHEAP, question, found)
+    assert "| beside | cpu:0 and cpu:1 | 128 | 25.00 |" in text
+    assert "| inline, plain | cpu:0-1 | 128 | 20.00 |" in text
+    for decision in found:
+        taken = decision.expected[decision.taken]
+        assert (
+            f"| 0.9 | {decision.requests} | **{decision.taken.value}** | {taken.nodes_per_round:.1f}" in text
+        )
+        assert f"{decision.requests} request(s): the governor takes {decision.taken.value}" in text
+
+
+def test_the_json_holds_what_the_page_says() -> None:
+    question = Question((0.9,), (1,), 128)
+    found = explain(CHEAP, question)
+    read = json.loads(json.dumps(as_json(CHEAP, question, found)))
+    assert read["target_s"]["beside"]["1@128"] == pytest.approx(25e-3)
+    assert read["decisions"][0]["takes"] == found[0].taken.value
+    assert set(read["decisions"][0]["layouts"]) == {"beside", "inline", "plain"}
+
+
+def test_an_inline_set_up_has_two_layouts() -> None:
+    costs = {way: CHEAP.costs[way] for way in (Way.INLINE, Way.PLAIN)}
+    measured = replace(CHEAP, costs=costs)
+    assert measured.ways == (Way.INLINE, Way.PLAIN)
+    assert set(decide(measured, 0.9).expected) == {Way.INLINE, Way.PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--acceptance", "1.5"], "--acceptance must be"),
+        (["--requests", "0"], "--requests must be"),
+        (["--at-context", "0"], "--at-context must be"),
+    ],
+)
+def test_mistakes(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (Settings(target="/somewhere"), "no draft model"),
+        (Settings(mode=Mode.AR), "mode ar decides nothing"),
+    ],
+)
+def test_set_ups_without_decisions_are_refused(settings: Settings, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        measure_pair(settings, lambda text: None)
