@@ -56,13 +56,14 @@ async def completion_prompts(
 ) -> list[TokenPrompt]:
     """The prompts of a completion request, in order; a single prompt gives one."""
     items: list[str | tuple[int, ...]] = [*prompt] if isinstance(prompt, list) else [prompt]
+    numbers: dict[int, int] = {}  # a tokenizer makes a new object for each token: they are shared
 
     def work() -> Steps[list[TokenPrompt]]:
         found: list[TokenPrompt] = []
         for item in items:
             if isinstance(item, str):
                 ids = yield from text_ids(service.tokenizer, ready, item, special, "prompt")
-                found.append(TokenPrompt(tuple(ids), item))
+                found.append(TokenPrompt(tuple(map(numbers.setdefault, ids, ids)), item))
             else:
                 found.append(TokenPrompt(item, None))
             check_prompt(found[-1].ids, ready, "prompt")

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-LONGEST_GAP_S = 1.0
+LONGEST_GAP_S = 2.0
 """An undisturbed stream has gaps of some milliseconds; two busy cores make them some tenths of a second."""
 KEPT_MB = 128.0
 """Processes give free pages back once a minute; pages of the KV cache are there once they were written."""
