@@ -25,8 +25,8 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 
 LONGEST_GAP_S = 4.0
-"""Some tenths of a second are seen on an idle machine, more than one where others share its two cores. What is
-attacked here took ten seconds and more where it was not bounded."""
+"""On an idle machine some tenths of a second are seen, and more than one where others share its two cores.
+What is attacked here took ten seconds and more where it was not bounded."""
 KEPT_MB = 128.0
 """Processes give free pages back once a minute; pages of the KV cache are there once they were written."""
 _COMES_BACK_S = 15.0
