@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from ssd_serve.bench.conformance import DTYPES, conformance
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line
 from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.backends import Candidate, candidates
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.conformance import DTYPES, conformance
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.kernels.sdpa import SdpaAttention

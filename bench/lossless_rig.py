@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.fixed_costs import FixedCost, FixedHost
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.devices import Device
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -43,7 +44,6 @@ from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import load_model
 from ssd_serve.seeds import mix
-from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
@@ -81,23 +81,6 @@ class Outputs:
     tokens: dict[int, tuple[int, ...]]
     drafted: int
     accepted: int
-
-
-class FixedCost(CostTable):
-    """A cost model that never learns: what a round verifies must not depend on how busy the machine is."""
-
-    def __init__(self) -> None:
-        super().__init__([Timing(1, 0, 0.010), Timing(64, 0, 0.012)])
-
-    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
-        """Not at all."""
-
-
-class FixedHost(HostCost):
-    """The same for the host's share."""
-
-    def observe(self, requests: int, nodes: int, seconds: float) -> None:
-        """Not at all."""
 
 
 class _OnGpu(WrappedModel):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ssd_serve.bench.lossless_rig import FixedCost
+from ssd_serve.bench.fixed_costs import FixedCost
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.core import DrafterCore

@@ -211,3 +211,12 @@ def test_progress_without_a_terminal_is_plain_lines(capsys: Captured) -> None:
         line.show(text)
     line.clear()
     assert capsys.readouterr().err == "loading\nmeasuring\n"
+
+
+def test_a_broken_benchmark_stops_no_other_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in ("bench", "recipes"):
+        monkeypatch.setitem(sys.modules, f"ssd_serve.{room}.commands", None)
+    assert cli.main(["settings"]) == 0
+    for words in (["bench", "modes"], ["recipe", "ballast"]):
+        with pytest.raises(ImportError, match=r"\.commands"):
+            cli.main(words)

@@ -276,7 +276,7 @@ def _power_of_two(count: int) -> int:
 
 
 def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:
-    """Tiles without register spills, `compiling.py` shows which: in float32 only the smallest."""
+    """Tiles without register spills, `lab.compilation` shows which: in float32 only the smallest."""
     return TILES if dtype.itemsize == 2 else TILES[:1]
 
 

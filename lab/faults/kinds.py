@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 from lab.faults.proxy import MessageFaults
 from lab.faults.readers import never_read, read_slowly
 from lab.faults.site import Site
-from ssd_serve.cluster.memory_channel import FaultRates
+from ssd_serve.bench.memory_channel import FaultRates
 from ssd_serve.errors import SsdError
 
 Heal = Callable[[], dict[str, float]]

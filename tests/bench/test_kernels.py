@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ssd_serve.bench import kernels
+from ssd_serve.bench.conformance import Result
 from ssd_serve.bench.kernels import Plan, check_conformance, layers_for, run_kernels, table
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli import build_parser, main
@@ -16,7 +17,6 @@ from ssd_serve.errors import SettingsError, UserError
 from ssd_serve.kernels.attention import AttentionBackend
 from ssd_serve.kernels.backends import Candidate
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.conformance import Result
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.self_test import Asked, Heads, Maker, Trial, largest_error, random_batch

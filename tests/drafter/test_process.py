@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cluster.channel import Channel
 from ssd_serve.cluster.dialling import Dial
-from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.process import Loop

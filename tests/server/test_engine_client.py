@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.messages import (
     PROTOCOL_VERSION,

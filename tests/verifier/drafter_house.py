@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.messages import (
     Growth,
     Hello,

@@ -6,8 +6,8 @@ from typing import cast
 import pytest
 from msgspec.structs import replace
 
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cluster.channel import Channel
-from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.errors import PairMismatchError, ProtocolError
 from ssd_serve.labels import LONGEST_LABEL, as_label, is_label
 from ssd_serve.messages import Growth, Heartbeat, Message, Open, Outcome, Refusal, Resync, SamplingParameters

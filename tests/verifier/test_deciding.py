@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.devices import Device
 from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing, Round, cheapest_chunk

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.messages import (
     Close,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch

@@ -5,7 +5,7 @@ from functools import cache
 import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
-from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.messages import Heartbeat, Hello
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import WhenItPays

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Close, Open, Outcome, Pause, Resync

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.messages import Close, Growth, Open, Outcome, Pause, Resync, SamplingParameters, Submit
 from ssd_serve.verifier.drafters import Drafters

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel

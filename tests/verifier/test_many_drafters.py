@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.cluster.memory_channel import memory_pair
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.drafter.process import Loop
 from ssd_serve.drafter.target import Target
 from ssd_serve.logs import get_logger

@@ -14,8 +14,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cli import main
-from ssd_serve.cluster.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.errors import PermissionProblemError
 from ssd_serve.kernels.batch import Batch

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.compilation import Compiled, Registers, amd_registers, argument_types, complaint
 from ssd_serve.errors import SsdError
-from ssd_serve.kernels.triton.compiling import Compiled, Registers, amd_registers, argument_types, complaint
 
 GOOD = Compiled("attend_parts", "gfx950", 128, "bf16", 64, Registers(164, 0, 0, 0), 64 << 10, 12)
 LISTING = """
@@ -63,7 +63,7 @@ def test_every_configuration_compiles_for_every_gpu_without_spills(tmp_path: Pat
     """In a process of its own: here kernels are interpreted."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     del environment["TRITON_INTERPRET"]
-    words = [sys.executable, "-m", "ssd_serve.kernels.triton.compiling"]
+    words = [sys.executable, "-m", "lab.compilation"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssd_serve.kernels.conformance import BATCHES, DTYPES, HEAD_DIMS, LARGE, conformance
+from ssd_serve.bench.conformance import BATCHES, DTYPES, HEAD_DIMS, LARGE, conformance
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
