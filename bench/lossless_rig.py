@@ -24,7 +24,6 @@ from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     NOISE_SCHEME,
@@ -43,6 +42,7 @@ from ssd_serve.messages import (
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import load_model
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.deciding import Decider, DraftBounds
 from ssd_serve.verifier.drafters import Drafters

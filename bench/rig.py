@@ -25,7 +25,6 @@ from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
 from ssd_serve.hub_id import pinned
 from ssd_serve.kernels.native.library import native_library
-from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.emulated import EmulatedModel, device_table
@@ -34,6 +33,7 @@ from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing

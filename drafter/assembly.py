@@ -12,7 +12,6 @@ from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.labels import as_label
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
@@ -23,6 +22,7 @@ from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_de
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Settings
 
 _USUAL = 256 << 20

@@ -14,12 +14,12 @@ from ssd_serve.cache.table import SlotTable
 from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.noise_rows import NoiseRows
-from ssd_serve.kernels.processors import is_greedy
-from ssd_serve.kernels.sampling import draft_scores, ranked_children
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.models.memory import release_memory, within_memory
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.processors import is_greedy
+from ssd_serve.sampling.sampling import draft_scores, ranked_children
 
 
 @dataclass(slots=True)

@@ -17,7 +17,6 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import (
     NOISE_SCHEME,
     PROTOCOL_VERSION,
@@ -29,6 +28,7 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.models.interface import ForwardResult, ModelFacts
+from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.deciding import Decider, DraftBounds
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine

@@ -19,7 +19,6 @@ from ssd_serve.errors import MemoryShortError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
-from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
@@ -32,6 +31,7 @@ from ssd_serve.models.memory import available_memory
 from ssd_serve.models.parallel import Alone, Group
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.owned import cache_folder
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.admission import check_hello
 from ssd_serve.verifier.cost import CostTable, Timing

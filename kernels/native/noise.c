@@ -1,4 +1,4 @@
-/* Shared noise: log E of whole rows, as kernels/noise.py defines it.
+/* Shared noise: log E of whole rows, as sampling/noise.py defines it.
  *
  * Philox4x32-10 on eight blocks at a time, a block's four words being four neighbouring tokens; the integers are
  * exactly those of the definition. E = -log(1 - w): 1 - w is exact in a double, so that one logarithm serves for

@@ -1,6 +1,6 @@
 """Rows of log E on a GPU, by one launch. Knows one table; no cache of rows, no requests.
 
-The integers are those of `kernels.noise`; logarithms are the device's own in float64, rounded to float32.
+The integers are those of `sampling.noise`; logarithms are the device's own in float64, rounded to float32.
 """
 
 from collections.abc import Sequence

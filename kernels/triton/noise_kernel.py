@@ -1,5 +1,5 @@
 # pyright: basic, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Philox4x32-10 and the race of exponentials in Triton: the numbers of `kernels.noise`, four tokens a block.
+"""Philox4x32-10 and the race of exponentials in Triton: the numbers of `sampling.noise`, four tokens a block.
 
 Knows pointers and words, not requests.
 """

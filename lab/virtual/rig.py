@@ -12,7 +12,6 @@ from lab.virtual.clock import MESSAGE_S, Clock, TimedModel
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.errors import SsdError
-from ssd_serve.kernels.noise_rows import NoiseRows, capacity_for
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     NOISE_SCHEME,
@@ -26,6 +25,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.emulated import DeviceTable
 from ssd_serve.models.interface import Model
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.cost import CostTable, HostCost, Timing
 from ssd_serve.verifier.deciding import Decider, DraftBounds
 from ssd_serve.verifier.drafters import Drafters

@@ -15,10 +15,10 @@ from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels import backends
 from ssd_serve.kernels.backends import AttentionWish
-from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import Open, SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
+from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_model
 from tests.pretended_device import DEVICE, pretended_device

@@ -11,9 +11,9 @@ from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.source import Candidates, Expansion
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult
+from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.fakes import VOCABULARY, FakeModel
 
 FAN_OUT = 3

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.kernels.noise import Float32Array, log_exponential
-from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.kernels.triton import noise
 from ssd_serve.kernels.triton.noise import TritonNoise
-from tests.kernels.test_native_noise import WORD_32, WORD_64, steps_apart
+from ssd_serve.sampling.noise import Float32Array, log_exponential
+from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.pretended_device import DEVICE, pretended_device
+from tests.sampling.test_native_noise import WORD_32, WORD_64, steps_apart
 
 
 def rows(seeds: list[int], positions: list[int], vocabulary: int, stream: int = 0) -> Float32Array:

@@ -6,8 +6,8 @@ import pytest
 from lab.ablate.rejection import DrawingSource, Drawn, reject
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.source import Expansion
-from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.fakes import VOCABULARY, FakeModel
 
 P = np.array([0.5, 0.2, 0.15, 0.1, 0.05])

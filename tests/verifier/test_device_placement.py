@@ -11,11 +11,11 @@ import torch
 
 from ssd_serve.kernels import backends
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise_rows import NoiseRows
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.decoder import Decoder, Inputs
 from ssd_serve.models.interface import ModelFacts
+from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.request import Request

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import DeviceMemoryError
-from ssd_serve.kernels import sampling
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.models.memory import within_memory
+from ssd_serve.sampling import sampling
 from ssd_serve.verifier import engine as engine_module
 from ssd_serve.verifier import round as round_module
 from ssd_serve.verifier.engine import Engine

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssd_serve.kernels.edits import Edits
-from ssd_serve.kernels.processing import process_rows
-from ssd_serve.kernels.processors import TokenCounts, process
-from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters
-from tests.kernels.test_native_choosing import VOCABULARY, awkward_logits, requests
+from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.processing import process_rows
+from ssd_serve.sampling.processors import TokenCounts, process
+from ssd_serve.sampling.sampling_rows import SamplingRows
+from tests.sampling.test_native_choosing import VOCABULARY, awkward_logits, requests
 
 
 def one_by_one(logits: torch.Tensor, rows: list[SamplingRows]) -> torch.Tensor:

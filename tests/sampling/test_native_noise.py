@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.noise import NativeNoise
-from ssd_serve.kernels.noise import Float32Array, log_exponential
-from ssd_serve.kernels.noise_rows import NoiseRows
+from ssd_serve.sampling.native.noise import NativeNoise
+from ssd_serve.sampling.noise import Float32Array, log_exponential
+from ssd_serve.sampling.noise_rows import NoiseRows
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
 WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.kernels.noise import integers_rows, integers_torch_rows, log_exponential
-from ssd_serve.kernels.noise_rows import NoiseRows
-from ssd_serve.kernels.processors import TokenCounts
-from ssd_serve.kernels.sampling import draft_scores, ranked_children, sample
-from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.noise import integers_rows, integers_torch_rows, log_exponential
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.sampling.sampling import draft_scores, ranked_children, sample
+from ssd_serve.sampling.sampling_rows import SamplingRows
 from tests.pretended_device import DEVICE, pretended_device
 
 VOCABULARY = 301

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ssd_serve.kernels.edits import EditedRow, Edits, Places, edit_rows
-from ssd_serve.kernels.processors import (
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.edits import EditedRow, Edits, Places, edit_rows
+from ssd_serve.sampling.processors import (
     TOP_P_UNITS,
     TokenCounts,
     is_greedy,
@@ -19,8 +20,7 @@ from ssd_serve.kernels.processors import (
     smallest_share,
     truncates,
 )
-from ssd_serve.kernels.sampling_rows import SamplingRows
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.sampling_rows import SamplingRows
 
 _TOGETHER = 4 << 20
 """Most logits that are ordered together: each takes some 40 bytes meanwhile."""

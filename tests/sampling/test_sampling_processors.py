@@ -9,7 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.kernels.processors import (
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.processors import (
     TokenCounts,
     keep_top_k,
     keep_top_p,
@@ -17,7 +18,6 @@ from ssd_serve.kernels.processors import (
     needs_processing,
     process,
 )
-from ssd_serve.messages import SamplingParameters
 
 VOCABULARY = 12
 TOKENS = st.integers(0, VOCABULARY - 1)

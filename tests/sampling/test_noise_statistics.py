@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ssd_serve.kernels.noise import integers_rows, log_exponential, race
+from ssd_serve.sampling.noise import integers_rows, log_exponential, race
 
 DRAWS = 100_000
 PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005])

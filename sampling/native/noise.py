@@ -14,7 +14,7 @@ _MASK_64 = (1 << 64) - 1
 class NativeNoise:
     """log E into the rows of a float32 table [lines, vocabulary] on the CPU.
 
-    The integers are those of `kernels.noise.integers_rows`. Logarithms are the kernel's own, in float64 to
+    The integers are those of `sampling.noise.integers_rows`. Logarithms are the kernel's own, in float64 to
     about one unit in the last place; rounded to float32 they are numpy's but for about one word in 10^8.
     """
 

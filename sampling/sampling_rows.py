@@ -6,9 +6,9 @@ Knows not how tokens are chosen.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ssd_serve.kernels.edits import Edits
-from ssd_serve.kernels.processors import TokenCounts, is_greedy
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.processors import TokenCounts, is_greedy
 
 
 class SamplingRows(NamedTuple):

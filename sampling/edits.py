@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ssd_serve.kernels.processors import TokenCounts
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.processors import TokenCounts
 
 
 class EditTensors(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 from msgspec.structs import replace
 
 from ssd_serve.kernels.batch import Int32Array
-from ssd_serve.kernels.native.choosing import NativeChoice
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise import Float32Array
-from ssd_serve.kernels.noise_rows import NoiseRows
-from ssd_serve.kernels.processing import process_rows
-from ssd_serve.kernels.processors import TokenCounts, is_greedy, needs_processing
-from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
+from ssd_serve.sampling.native.choosing import NativeChoice
+from ssd_serve.sampling.noise import Float32Array
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.processing import process_rows
+from ssd_serve.sampling.processors import TokenCounts, is_greedy, needs_processing
+from ssd_serve.sampling.sampling_rows import SamplingRows
 
 _TOGETHER = 4 << 20
 """Most logits whose log-probabilities are found together."""

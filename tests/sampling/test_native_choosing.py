@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as with_parameters
 
-from ssd_serve.kernels.native.choosing import NativeChoice
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.noise_rows import NoiseRows
-from ssd_serve.kernels.processors import TokenCounts
-from ssd_serve.kernels.sampling import Sampled, sample
-from ssd_serve.kernels.sampling_rows import SamplingRows
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.native.choosing import NativeChoice
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.sampling.sampling import Sampled, sample
+from ssd_serve.sampling.sampling_rows import SamplingRows
 
 VOCABULARY = 37
 TOKENS = st.integers(0, VOCABULARY - 1)

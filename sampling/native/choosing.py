@@ -1,6 +1,6 @@
 """Choosing tokens by the compiled kernel: processing, noise and argmax of all rows in one call.
 
-What parameters do to single tokens (bias, masks, bad words) is left to `kernels.processing.edited`.
+What parameters do to single tokens (bias, masks, bad words) is left to `sampling.processing.edited`.
 Knows rows, not what they are for.
 """
 
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
-from ssd_serve.kernels.processing import edited
-from ssd_serve.kernels.processors import (
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.processing import edited
+from ssd_serve.sampling.processors import (
     TOP_P_UNITS,
     is_greedy,
     needs_editing,
@@ -20,8 +21,7 @@ from ssd_serve.kernels.processors import (
     smallest_share,
     truncates,
 )
-from ssd_serve.kernels.sampling_rows import SamplingRows
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.sampling_rows import SamplingRows
 
 _REALS = 6
 """Numbers of a request that are not whole."""

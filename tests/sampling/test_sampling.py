@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.kernels.noise import log_exponential
-from ssd_serve.kernels.noise_rows import NoiseRows
-from ssd_serve.kernels.processors import TokenCounts, process
-from ssd_serve.kernels.sampling import (
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.noise import log_exponential
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.processors import TokenCounts, process
+from ssd_serve.sampling.sampling import (
     draft_scores,
     lowest_argmax,
     lowest_argmax_on_device,
@@ -20,9 +21,8 @@ from ssd_serve.kernels.sampling import (
     sample,
     token_logprobs,
 )
-from ssd_serve.kernels.sampling_rows import SamplingRows
-from ssd_serve.messages import SamplingParameters
-from tests.kernels.test_native_choosing import awkward_logits
+from ssd_serve.sampling.sampling_rows import SamplingRows
+from tests.sampling.test_native_choosing import awkward_logits
 
 VOCABULARY = 37
 MIXED = [

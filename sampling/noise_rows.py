@@ -1,6 +1,6 @@
 """Rows of the shared noise that are wanted again: the least recently used ones, on the device that chooses.
 
-Knows who computes rows on which device; the numbers are `kernels.noise`'s.
+Knows who computes rows on which device; the numbers are `sampling.noise`'s.
 """
 
 from collections import OrderedDict
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.noise import NativeNoise
-from ssd_serve.kernels.noise import log_exponential, log_exponential_torch
+from ssd_serve.sampling.native.noise import NativeNoise
+from ssd_serve.sampling.noise import log_exponential, log_exponential_torch
 
 BLOCK = 8
 """Positions whose noise is computed together."""

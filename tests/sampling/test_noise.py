@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.kernels.noise import (
+from ssd_serve.sampling.noise import (
     integers,
     integers_rows,
     integers_torch,
@@ -18,7 +18,7 @@ from ssd_serve.kernels.noise import (
     philox,
     race,
 )
-from ssd_serve.kernels.noise_rows import NoiseRows
+from ssd_serve.sampling.noise_rows import NoiseRows
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
 WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)
