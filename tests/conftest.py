@@ -27,8 +27,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["TRITON_INTERPRET"] = "1"
 
 
+pytest_plugins = ["tests.skips"]
+HERE = Path(__file__).parent
+SLOW_ROOMS = (HERE / "end_to_end", HERE / "hostile")
+"""Every test there needs a whole server."""
+
+
 # Whoever starts the tests with nohup starts no server with it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first, so that no process is left alone with one of them at the end."""
+    for item in items:
+        if any(item.path.is_relative_to(room) for room in SLOW_ROOMS):
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from ssd_serve.collective import failure, main, sums
 
+pytestmark = pytest.mark.slow
+
 
 def program(text: str) -> tuple[str, ...]:
     """A stand-in for the process that sums."""

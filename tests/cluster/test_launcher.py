@@ -66,6 +66,7 @@ def await_end(channel: SocketChannel) -> None:
     channel.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_parent_leaves_no_orphans(how: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, str(HERE / "parent_dummy.py"), str(tmp_path / "run")]
@@ -258,6 +259,7 @@ def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:
         assert str(engine.failure).startswith("the rank-1 process was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_target_that_was_ready_comes_back_whole() -> None:
     command = workers(verifier="listen", rank="sleep", drafter="sleep")
     settings = Settings(mode=Mode.SSD, tensor_parallel=2)
@@ -291,6 +293,7 @@ def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) 
             engine.connect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["verifier", "rank-1", "drafter-0"])
 def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Path) -> None:
     command = workers(verifier="sleep", rank="sleep", drafter="sleep")
@@ -310,6 +313,7 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Pat
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_loaded() -> None:
     command = workers(verifier="sleep", drafter="load and sleep")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
@@ -327,6 +331,7 @@ def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_l
         assert engine.failure is None
 
 
+@pytest.mark.slow
 def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() -> None:
     for behaviour, comes_back in (("sleep", True), ("compute", False)):
         command = workers(verifier=behaviour)

@@ -55,9 +55,18 @@ def test_rank_0_knows_how_much_memory_the_poorest_has(tmp_path: Path) -> None:
 
 def test_rank_0_waits_until_all_are_ready(tmp_path: Path) -> None:
     with met(tmp_path, 3) as (leader, followers):
+        begun = threading.Event()
+
+        def say_late() -> None:
+            begun.set()
+            followers[0].say_ready()
+
         followers[1].say_ready()
-        threading.Timer(0.2, followers[0].say_ready).start()
+        timer = threading.Timer(0.2, say_late)
+        timer.start()
         leader.await_ready()
+        assert begun.is_set(), "rank 0 went on before the last one was ready"
+        timer.join()
 
 
 def test_a_rank_that_ends_is_an_error_for_rank_0(tmp_path: Path) -> None:

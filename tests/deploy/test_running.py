@@ -26,6 +26,8 @@ from tests.deploy.files import (
 )
 from tests.end_to_end.test_serve import await_health, free_port
 
+pytestmark = pytest.mark.slow
+
 PROMETHEUS = shutil.which("prometheus")
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None or shutil.which("wget") is None,

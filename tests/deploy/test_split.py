@@ -10,6 +10,8 @@ import pytest
 from tests.deploy.containers import CPU_FOR_GPU, Container, Network
 from tests.end_to_end.test_serve import await_health, complete
 
+pytestmark = pytest.mark.slow
+
 WITHOUT_COMPILER = {"SSD_NATIVE_KERNELS": "false"}
 
 
@@ -29,7 +31,6 @@ def until_healthy(drafter: Container) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.mark.slow
 def test_a_drafter_joins_goes_and_comes_back(network: Network) -> None:
     # The drafter first: it waits.
     drafter = network.start("drafter-cpu", WITHOUT_COMPILER)
@@ -52,7 +53,6 @@ def test_a_drafter_joins_goes_and_comes_back(network: Network) -> None:
     assert (target.healthcheck(), again.healthcheck()) == (1, 1), "a drafter without a target is of no use"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rocm", "cuda"])
 def test_services_for_gpus_meet_where_cores_take_their_place(network: Network, kind: str) -> None:
     here = {**WITHOUT_COMPILER, **CPU_FOR_GPU, "SSD_LAUNCHER": "local"}
@@ -65,7 +65,6 @@ def test_services_for_gpus_meet_where_cores_take_their_place(network: Network, k
     assert complete(network.url)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rocm", "cuda"])
 def test_a_server_for_gpus_runs_on_ray_where_cores_take_their_place(network: Network, kind: str) -> None:
     server = network.start(f"ssd-{kind}", {**WITHOUT_COMPILER, **CPU_FOR_GPU})

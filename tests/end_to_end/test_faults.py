@@ -210,7 +210,6 @@ def test_the_server_is_stopped_for_longer_than_workers_may_be_silent(
     assert server.metric("ssd_engine_restarts_total") == restarts[0]
 
 
-@pytest.mark.slow
 def test_a_verifier_that_cannot_come_back_ends_the_server_with_the_reason(tmp_path: Path) -> None:
     with serving(tmp_path / "server", SSD_MODE="ar") as server:
         (tmp_path / "server" / "pair" / "target" / "model.safetensors").unlink()

@@ -167,7 +167,6 @@ def test_two_draft_models_beside_each_other(
         assert metric(url, "ssd_drafter_moves_total") == 0
 
 
-@pytest.mark.slow
 def test_one_drafter_for_two_servers_of_which_one_goes_and_comes_back(
     folders: dict[str, Path], expected: list[str], tmp_path: Path
 ) -> None:

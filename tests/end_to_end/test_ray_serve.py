@@ -45,8 +45,8 @@ def serving(folder: Path, temporary: Path, *flags: str) -> Generator[Server]:
     "how",
     [
         "SIGTERM to the server",
-        pytest.param("Ctrl-C", marks=pytest.mark.slow),
-        pytest.param("SIGKILL", marks=pytest.mark.slow),
+        "Ctrl-C",
+        "SIGKILL",
     ],
 )
 def test_a_server_on_ray_answers_and_leaves_nothing_behind(tmp_path: Path, temporary: Path, how: str) -> None:
@@ -74,7 +74,6 @@ def test_a_server_on_ray_answers_and_leaves_nothing_behind(tmp_path: Path, tempo
             assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_server_joins_the_cluster_at_an_address_and_leaves_it_running(
     tmp_path: Path, temporary: Path
 ) -> None:

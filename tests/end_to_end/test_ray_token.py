@@ -5,10 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 OF_ITS_OWN = """
 import os, subprocess, sys
 from ssd_serve.cluster.ray_cluster import ray_cluster

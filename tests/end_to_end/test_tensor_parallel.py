@@ -75,7 +75,7 @@ def expected(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return texts(url)
 
 
-@pytest.mark.parametrize("mode", ["ssd", pytest.param("sd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["ssd", "sd"])
 def test_two_ranks_give_the_texts_of_one_and_end_tidily(
     pair: Pair, tmp_path: Path, expected: list[str], mode: str
 ) -> None:
@@ -91,7 +91,6 @@ def test_two_ranks_give_the_texts_of_one_and_end_tidily(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Path) -> None:
     """Their heads share one key-value head."""
     wide = write_pair(tmp_path / "pair", heads=8)
@@ -115,7 +114,6 @@ def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Pat
     ],
     ids=["rank killed", "rank stopped", "rank 0 stopped"],
 )
-@pytest.mark.slow
 def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
     pair: Pair, tmp_path: Path, victim: str, how: signal.Signals
 ) -> None:

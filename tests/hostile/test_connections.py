@@ -7,7 +7,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.hostile.victim import Victim, open_victim, wait_until_ready
 
@@ -64,7 +63,6 @@ def test_heads_in_drips_end_in_time(victim: Victim) -> None:
         drip(clients, endless, 3 * HEAD_S)
 
 
-@pytest.mark.slow
 def test_bodies_in_drips_end_in_time(victim: Victim) -> None:
     with victim.unharmed(), attackers(victim, 20) as clients:
         for client in clients:

@@ -11,6 +11,8 @@ from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.triton.attention import SPLIT, TILES, TritonAttention, tile_of
 from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
 
+pytestmark = pytest.mark.slow
+
 
 def interpreted(cache: KVCache, heads: int) -> TritonAttention:
     """The interpreter computes bfloat16 wrongly unless it is widened."""

@@ -16,6 +16,8 @@ from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.pretended_device import DEVICE, pretended_device
 from tests.sampling.test_native_noise import WORD_32, WORD_64, steps_apart
 
+pytestmark = pytest.mark.slow
+
 
 def rows(seeds: list[int], positions: list[int], vocabulary: int, stream: int = 0) -> Float32Array:
     table = torch.full((len(seeds) + 1, vocabulary), torch.nan)

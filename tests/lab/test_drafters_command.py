@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_two_drafter_processes_deliver_more_than_one(tmp_path: Path) -> None:
     """Forwards are stretched so far that both find time on a core that they share with others."""
     result = tmp_path / "drafters.json"

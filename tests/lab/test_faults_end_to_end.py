@@ -9,6 +9,8 @@ from lab.faults.report import harmless
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     "clients that never read",
     "clients that read slowly",
@@ -20,7 +22,6 @@ CASES = (
 )
 
 
-@pytest.mark.slow
 def test_no_token_is_lost_or_wrong_and_nobody_waits_long(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path / "pair")
     settings = Settings(

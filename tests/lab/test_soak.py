@@ -120,6 +120,7 @@ def test_a_metric_is_summed_over_its_labels() -> None:
     assert metric(page, "ssd_b") == 0.0
 
 
+@pytest.mark.slow
 def test_a_short_soak_of_a_real_server_finds_nothing(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     settings = Settings(target=str(target), draft=str(draft), mode=Mode.SSD, cache_dir=tmp_path / "cache")

@@ -19,6 +19,8 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import write_pair
 
+pytestmark = pytest.mark.slow
+
 JOIN_S = 90.0
 
 
@@ -49,7 +51,6 @@ def drafter(folders: tuple[Path, Path], engine: Engine, run_dir: Path) -> Genera
         place.remove()
 
 
-@pytest.mark.slow
 def test_kill_9_in_the_middle_of_running_requests(tmp_path: Path) -> None:
     folders = write_pair(tmp_path / "pair")
     pair = Pair("tiny", *folders)

@@ -16,6 +16,8 @@ from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED
 from tests.models.ranked import ranked
 
+pytestmark = pytest.mark.slow
+
 CASES = (Case("ar", 16), Case("sd", 4, 8), Case("ssd", 4, 8), Case("ssd", 16, 4, "killed"))
 
 

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from ssd_serve.errors import CheckpointError, UserError
+from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.models.interface import Model
 from ssd_serve.models.linear import LinearFactory, Part
 from ssd_serve.models.load import load_model
 from ssd_serve.models.parallel import Parallel
@@ -23,9 +26,21 @@ def folder(tmp_path: Path) -> Path:
     return checkpoints.save(checkpoints.make("llama"), tmp_path / "llama", max_shard_size="150KB")
 
 
-def load(folder: Path, *, allow_pickle: bool = False) -> None:
+def load(folder: Path, *, allow_pickle: bool = False) -> Model:
     """Load with a small cache."""
-    load_model(folder, device="cpu", dtype="fp32", slots=8, context=8, allow_pickle=allow_pickle)
+    return load_model(folder, device="cpu", dtype="fp32", slots=8, context=8, allow_pickle=allow_pickle)
+
+
+def logits(model: Model) -> torch.Tensor:
+    """Of every position of a prompt."""
+    rows = RequestRows(
+        tokens=[3, 141, 59, 26],
+        positions=range(4),
+        write_slots=range(4),
+        prefix_slots=np.empty(0, dtype=np.int32),
+        wanted=range(4),
+    )
+    return model.forward(build_batch([rows])).logits.clone()
 
 
 def write(folder: Path, layout: str) -> Path:
@@ -186,11 +201,12 @@ def test_tensors_that_do_not_fit_the_architecture(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_bin_checkpoint_loads(tmp_path: Path) -> None:
+def test_a_bin_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
+    expected = logits(load(folder))
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="SSD_ALLOW_PICKLE=1"):
         load(folder)
-    load(folder, allow_pickle=True)
+    assert torch.equal(logits(load(folder, allow_pickle=True)), expected)

@@ -26,6 +26,8 @@ from tests.kernels.test_attention import rows_of
 from tests.models import checkpoints
 from tests.models.tape import Tape, recording_kernels
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 96
 T = TypeVar("T")
 

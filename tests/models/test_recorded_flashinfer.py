@@ -15,6 +15,8 @@ from tests.models import checkpoints
 from tests.models.tape import Tape
 from tests.models.test_recorded import Pair, batch_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
