@@ -1,0 +1,231 @@
+"""`python -m lab.bodies`: bodies of every kind are sent to a front end, one at a time.
+
+What is told is the longest time for which its event loop did not come round, in CPU time of the process,
+and by how much its memory grew. CPU time leaves out what other processes do; it counts what other threads of
+the front end do meanwhile, so it is at least what a stream would wait for on a core of its own. The engine is
+a script in a process of its own. Knows the front end as its tests do, and no model.
+"""
+
+import asyncio
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+import ssd_serve.models as models
+from lab.bodies.kinds import Kind, all_kinds
+from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.errors import SsdError
+from ssd_serve.listening import listen
+from ssd_serve.memory import settle_memory
+from ssd_serve.messages import Committed, Message
+from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.serve import ServingTokenizer
+from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.serving import build_server
+from ssd_serve.settings import Settings
+from tests.server.fakes import READY, FakeEngine, channel_pair, say
+from tests.server.houses import wait_until_healthy
+
+CONTEXT = 131_072
+_PROMPT_CHUNK = 2048
+"""Prompt tokens of which one report tells; the verifier's default is 256."""
+_PATIENCE_S = 300.0
+_FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one kind cost, at worst."""
+
+    kind: str
+    body_mib: float
+    status: int
+    longest_hold_ms: float
+    grown_mib: float
+
+
+class _Probe:
+    """A task that wants its turn every millisecond."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def run(self) -> None:
+        """For ever."""
+        last = time.process_time()
+        while True:
+            await asyncio.sleep(0.001)
+            turn = time.process_time()
+            self.longest_s = max(self.longest_s, turn - last)
+            last = turn
+
+
+def run_bodies(only: Sequence[str], passes: int, tell: Callable[[str], None]) -> dict[str, object]:
+    """Send the kinds whose name has one of `only` in it, or all."""
+    tokenizer = Tokenizer(next(Path(models.__path__[0]).resolve().glob("embedded/target")))
+    (token,) = tokenizer.encode("aaaaaaaa", add_special_tokens=False)[:1]
+    costs: list[Cost] = []
+    with _front_end(tokenizer) as (url, probe):
+        for kind in all_kinds(token):
+            if only and not any(part in kind.name for part in only):
+                continue
+            costs.append(_cost(url, kind, probe, passes))
+            tell(_row(costs[-1]))
+    return {
+        "benchmark": "bodies",
+        "context": CONTEXT,
+        "passes": passes,
+        "costs": [asdict(cost) for cost in costs],
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def table(result: dict[str, object]) -> str:
+    """As text for a terminal, the longest first."""
+    rows = msgspec.convert(result["costs"], type=list[Cost])
+    rows.sort(key=lambda cost: cost.longest_hold_ms, reverse=True)
+    head = f"{'hold ms':>8} {'+MiB':>6} {'body MiB':>9}  kind"
+    return "\n".join([head, *map(_row, rows)])
+
+
+def _row(cost: Cost) -> str:
+    return (
+        f"{cost.longest_hold_ms:8.1f} {cost.grown_mib:6.1f} {cost.body_mib:9.2f}  {cost.kind} ({cost.status})"
+    )
+
+
+def _cost(url: str, kind: Kind, probe: _Probe, passes: int) -> Cost:
+    held: list[float] = []
+    grown: list[float] = []
+    status = 0
+    for _ in range(passes):
+        with _memory() as memory:
+            probe.longest_s = 0.0
+            status = _ask(url, kind)
+            held.append(1e3 * probe.longest_s)
+        grown.append(memory.grown_mib)
+    size = len(kind.body) / 2**20
+    return Cost(kind.name, round(size, 2), status, round(max(held), 1), round(max(grown), 1))
+
+
+def _ask(url: str, kind: Kind) -> int:
+    """The status that another process is answered with."""
+    parent, child = _FORK.Pipe()
+    client = _FORK.Process(target=_send, args=(child, url, kind))
+    client.start()
+    try:
+        if not parent.poll(_PATIENCE_S):
+            raise SsdError(f"no answer to {kind.name}")
+        return int(parent.recv())
+    finally:
+        client.kill()
+        client.join()
+
+
+def _send(pipe: "Connection[int, int]", url: str, kind: Kind) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(url + kind.path, content=kind.body, headers=headers, timeout=_PATIENCE_S)
+    pipe.send(answer.status_code)
+
+
+class _Memory:
+    """The most that this process has grown by."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._before = self._process.memory_info().rss
+        self.grown_mib = 0.0
+
+    def look(self) -> None:
+        grown = (self._process.memory_info().rss - self._before) / 2**20
+        self.grown_mib = max(self.grown_mib, grown)
+
+
+@contextmanager
+def _memory() -> Generator[_Memory]:
+    memory, over = _Memory(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            memory.look()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield memory
+    finally:
+        over.set()
+        watching.join()
+
+
+@contextmanager
+def _front_end(tokenizer: Tokenizer) -> Generator[tuple[str, _Probe]]:
+    """A server in this process, whose engine is a script in another one."""
+    ours, theirs = channel_pair()
+    engine = _FORK.Process(target=_play, args=(theirs, tokenizer.vocabulary), daemon=True)
+    engine.start()
+    theirs.close()
+    texts = ServingTokenizer()
+    texts.arrive(tokenizer)
+    probe = _Probe()
+    server = build_server(Settings(), EngineClient(ours), texts)
+    sock = listen("127.0.0.1", 0)
+    settle_memory()
+
+    async def live() -> None:
+        running = asyncio.ensure_future(probe.run())
+        await server.serve(sockets=[sock])
+        running.cancel()
+
+    serving = threading.Thread(target=lambda: asyncio.run(live()))
+    serving.start()
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    try:
+        wait_until_healthy(url)
+        yield url, probe
+    finally:
+        server.stop()
+        serving.join()
+        engine.kill()
+        sock.close()
+
+
+class _InChunks(FakeEngine):
+    """Tells of prompts in chunks, as verifiers do, and keeps nothing that it was sent."""
+
+    def _take(self, message: Message) -> None:
+        super()._take(message)
+        self.received.clear()
+
+
+def _play(channel: SocketChannel, vocabulary: int) -> None:
+    send = channel.send
+
+    def in_chunks(message: Message) -> bool:
+        if not isinstance(message, Committed) or len(message.prompt_logprobs) <= _PROMPT_CHUNK:
+            return send(message)
+        scored = message.prompt_logprobs
+        for place in range(0, len(scored), _PROMPT_CHUNK):
+            last = place + _PROMPT_CHUNK >= len(scored)
+            part = scored[place : place + _PROMPT_CHUNK]
+            mine = (message.tokens, message.logprobs) if last else ((), ())
+            send(Committed(message.request, mine[0], mine[1], part))
+            time.sleep(0.02)
+        return True
+
+    channel.send = in_chunks  # type: ignore[method-assign]
+    engine = _InChunks(channel, lambda _: say("hello " * 400, group=4))
+    engine.tell(msgspec.structs.replace(READY, context=CONTEXT, vocabulary=vocabulary))
+    engine.start()
+    threading.Event().wait()
