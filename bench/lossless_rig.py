@@ -14,13 +14,11 @@ from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.fixed_costs import FixedCost, FixedHost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cache.prefix import PrefixCache
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.devices import Device
+from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
@@ -44,12 +42,11 @@ from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import load_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.seeds import mix
-from ssd_serve.verifier.deciding import Decider, DraftBounds
+from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import Never, Steps
-from ssd_serve.verifier.round import Rounds
-from ssd_serve.verifier.scheduler import Limits, Scheduler
+from ssd_serve.verifier.scheduler import Limits
 
 _CPUS = Devices()
 _SLOTS = 4096
@@ -128,24 +125,32 @@ class Pair:
 
     def engine(self, case: Case) -> Engine:
         """A fresh engine of a case, without its drafter."""
-        pool = SlotPool(_SLOTS)
-        # The plain baseline computes every prompt: reuse is one more thing to be proven.
-        prefix = PrefixCache(pool) if case.mode != "ar" else None
         budget = 0 if case.mode == "ar" else case.budget
-        bounds = Bounds(512, self.vocabulary, self.eos, _GROWTH.nodes)
-        scheduler = Scheduler(pool, prefix, Limits(case.batch, 1024, _PREFILL_CHUNK))
-        rounds = Rounds(self.target, self.noise, self.eos, self.native)
-        policy = Steps(_STEPS) if budget else Never()
-        # Time stands still for the drafters' links: a busy machine must not make one look silent.
-        drafters = Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error"))
-        draft_bounds = DraftBounds(512, budget, _GROWTH.width)
-        decider = Decider(drafters, FixedCost(), policy, draft_bounds, FixedHost())
-        return Engine(rounds, scheduler, drafters, decider, bounds)
+        return build_engine(
+            EngineParts(
+                model=self.target,
+                # Time stands still for the drafters' links: a busy machine must not make one look silent.
+                drafters=Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error")),
+                cost=FixedCost(),
+                host=FixedHost(),
+                slots=_SLOTS,
+                limits=Limits(case.batch, 1024, _PREFILL_CHUNK),
+                # The plain baseline computes every prompt: reuse is one more thing to be proven.
+                prefix_cache=case.mode != "ar",
+                context=512,
+                budget=budget,
+                draft_width=_GROWTH.width,
+                tree_nodes=_GROWTH.nodes,
+                policy=Steps(_STEPS) if budget else Never(),
+                noise=self.noise,
+                native=self.native,
+            )
+        )
 
     def core(self) -> DrafterCore:
         """A fresh drafter."""
-        source = ModelSource(self.draft, SlotPool(_SLOTS), self.draft_noise, _GROWTH.fan_out)
-        return DrafterCore(source, _GROWTH, frozenset(self.eos), self.name)
+        model = DraftModel(self.draft, _SLOTS, self.draft_noise)
+        return build_core(CoreParts(guesses=model, limits=_GROWTH, ends=self.eos, name=self.name))
 
 
 def _load(

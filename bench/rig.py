@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.run_dir import make_run_dir
 from ssd_serve.devices import parse_device
+from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.errors import SsdError
 from ssd_serve.hub_id import pinned
 from ssd_serve.kernels.native.library import native_library
@@ -35,16 +34,16 @@ from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.cost import CostTable, Reading, Timing
-from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
+from ssd_serve.verifier.deciding import Governing
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
 from ssd_serve.verifier.measuring import measure_cost
-from ssd_serve.verifier.round import Rounds
-from ssd_serve.verifier.scheduler import Limits, Scheduler
+from ssd_serve.verifier.scheduler import Limits
 
 _SLOTS = 20480
 _JOIN_S = 600.0
@@ -133,26 +132,24 @@ class Rig:
             policy = Never()
         if verified is not None:
             policy, cost = Never(), _Free()
-        facts = target.facts
         budget = settings.budget if verified is None else verified
-        draft_bounds = DraftBounds(
-            facts.context,
-            0 if way.mode == "ar" else budget,
-            settings.draft_width if way.mode == "ssd" else way.width,
-        )
-        drafters = Drafters(self.hello, log=get_logger("bench", "warning"))
         governed = way.mode == "ssd" and verified is None
-        governing = self._governing(policy, cost or self.cost) if governed else None
-        scheduler = Scheduler(
-            SlotPool(_SLOTS), None, Limits(settings.max_running, 1024, settings.prefill_chunk)
-        )
-        rounds = Rounds(target, self._noise, facts.eos_token_ids, self.native)
-        engine = Engine(
-            rounds,
-            scheduler,
-            drafters,
-            Decider(drafters, cost or self.cost, policy, draft_bounds, governing=governing),
-            Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, settings.tree_nodes),
+        engine = build_engine(
+            EngineParts(
+                model=target,
+                drafters=Drafters(self.hello, log=get_logger("bench", "warning")),
+                cost=cost or self.cost,
+                slots=_SLOTS,
+                limits=Limits(settings.max_running, 1024, settings.prefill_chunk),
+                prefix_cache=False,
+                budget=0 if way.mode == "ar" else budget,
+                draft_width=settings.draft_width if way.mode == "ssd" else way.width,
+                tree_nodes=settings.tree_nodes,
+                policy=policy,
+                governing=self._governing(policy, cost or self.cost) if governed else None,
+                noise=self._noise,
+                native=self.native,
+            )
         )
         if way.mode.startswith("sd-"):
             engine.drafters.connect(InlineChannel(self.core(way), self.hello), synchronous=True)
@@ -175,8 +172,9 @@ class Rig:
         """A fresh drafter in this process."""
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
-        source = ModelSource(draft or self.draft, SlotPool(2 * _SLOTS), self._draft_noise, way.fan_out)
-        return DrafterCore(source, limits, frozenset(self.real.facts.eos_token_ids), "bench")
+        model = DraftModel(draft or self.draft, 2 * _SLOTS, self._draft_noise)
+        ends = self.real.facts.eos_token_ids
+        return build_core(CoreParts(guesses=model, limits=limits, ends=ends, name="bench"))
 
 
 @contextlib.contextmanager

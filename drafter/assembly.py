@@ -3,11 +3,10 @@
 import secrets
 from dataclasses import dataclass
 
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.devices import parse_device
+from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.hub_id import without_revision
@@ -22,7 +21,6 @@ from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_de
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
-from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Settings
 
 _USUAL = 256 << 20
@@ -68,14 +66,15 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
     limits = GrowthLimits(
         widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=facts.context
     )
-    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
-    core = DrafterCore(
-        ModelSource(model, SlotPool(slots), noise, limits.fan_out),
-        limits,
-        frozenset(facts.eos_token_ids),
-        name,
-        log,
-        widths,
+    core = build_core(
+        CoreParts(
+            guesses=DraftModel(model, slots, native=native),
+            limits=limits,
+            ends=facts.eos_token_ids,
+            name=name,
+            log=log,
+            widths=widths,
+        )
     )
     hello = Hello(
         protocol=PROTOCOL_VERSION,

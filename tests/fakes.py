@@ -10,12 +10,10 @@ import torch
 from msgspec.structs import replace
 
 from ssd_serve.bench.fixed_costs import FixedCost
-from ssd_serve.cache.prefix import PrefixCache
-from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.model_source import ModelSource
-from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.drafter.source import Candidates, DraftSource, Expansion
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
     NOISE_SCHEME,
@@ -29,12 +27,11 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.verifier.deciding import Decider, DraftBounds
+from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import GrowPolicy, WhenItPays
-from ssd_serve.verifier.round import Rounds
-from ssd_serve.verifier.scheduler import Limits, Scheduler
+from ssd_serve.verifier.scheduler import Limits
 
 VOCABULARY = 40
 EOS = 0
@@ -181,31 +178,37 @@ class ScriptedSource:
 
 
 def make_core(case: Case) -> DrafterCore:
-    source = ModelSource(
-        FakeModel(case.draft_slots, case.blur),
-        SlotPool(case.draft_slots),
-        NoiseRows(VOCABULARY, 256),
-        case.growth.fan_out,
-    )
-    return DrafterCore(source, case.growth, frozenset((EOS,)), "d0")
+    model = FakeModel(case.draft_slots, case.blur)
+    return core_of(DraftModel(model, case.draft_slots, NoiseRows(VOCABULARY, 256)), case.growth)
+
+
+def core_of(
+    guesses: DraftModel | DraftSource, limits: GrowthLimits, ends: tuple[int, ...] = (EOS,)
+) -> DrafterCore:
+    """A drafter's core without channels."""
+    return build_core(CoreParts(guesses=guesses, limits=limits, ends=ends, name="d0"))
 
 
 def make_engine(case: Case) -> tuple[Engine, FakeModel]:
     """An engine without any drafter yet."""
     model = FakeModel(case.slots)
-    pool = SlotPool(case.slots)
-    scheduler = Scheduler(
-        pool,
-        PrefixCache(pool) if case.prefix else None,
-        Limits(case.max_running, case.max_waiting, case.prefill_chunk),
+    engine = build_engine(
+        EngineParts(
+            model=model,
+            # Time stands still for drafters, and costs are fixed: no test depends on how busy the machine is.
+            drafters=Drafters(HELLO, clock=lambda: 0.0),
+            cost=FixedCost(),
+            slots=case.slots,
+            limits=Limits(case.max_running, case.max_waiting, case.prefill_chunk),
+            prefix_cache=case.prefix,
+            budget=case.budget,
+            draft_width=case.growth.width,
+            tree_nodes=case.growth.nodes,
+            policy=case.policy(),
+            noise=NoiseRows(VOCABULARY, 4096),
+        )
     )
-    bounds = Bounds(4096, VOCABULARY, (EOS,), case.growth.nodes)
-    rounds = Rounds(model, NoiseRows(VOCABULARY, 4096), (EOS,))
-    # Time stands still for drafters, and costs are fixed: no test depends on how busy the machine is.
-    drafters = Drafters(HELLO, clock=lambda: 0.0)
-    draft_bounds = DraftBounds(4096, case.budget, case.growth.width)
-    decider = Decider(drafters, FixedCost(), case.policy(), draft_bounds)
-    return Engine(rounds, scheduler, drafters, decider, bounds), model
+    return engine, model
 
 
 @dataclass(frozen=True)

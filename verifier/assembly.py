@@ -5,12 +5,10 @@ Knows the parts; it opens no sockets and runs no round.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ssd_serve.cache.prefix import PrefixCache
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.ranks import Leader
 from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
@@ -31,13 +29,12 @@ from ssd_serve.models.memory import available_memory
 from ssd_serve.models.parallel import Alone, Group
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.owned import cache_folder
-from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.admission import check_hello
+from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.cost import CostTable, Timing
-from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
-from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.deciding import Governing
+from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.layout import Cores, Layout
@@ -45,8 +42,7 @@ from ssd_serve.verifier.measuring import identity, remembered_timings
 from ssd_serve.verifier.outside import Outside
 from ssd_serve.verifier.ranks import LeadingRank
 from ssd_serve.verifier.remembering import GainFile, TimingFiles
-from ssd_serve.verifier.round import Rounds
-from ssd_serve.verifier.scheduler import Limits, Scheduler
+from ssd_serve.verifier.scheduler import Limits
 
 _KV_SHARE = 0.4
 """Share of the free memory that the KV cache takes where the settings name no size."""
@@ -121,10 +117,21 @@ def assemble_verifier(
     hello = _hello(model.facts, Tokenizer(path))
     if policy is None:
         policy = next(iter(governing.policies.values()))
-    rounds = _rounds(outside.model(model), native, outside)
     drafters = outside.drafters(hello, log)
     drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
-    engine = _engine(settings, model.facts, rounds, slots, drafters, cost, policy, governing, outside)
+    parts = EngineParts(
+        model=outside.model(model),
+        drafters=drafters,
+        cost=cost,
+        slots=slots,
+        limits=Limits(settings.max_running, settings.max_waiting, settings.prefill_chunk),
+        policy=policy,
+        governing=governing if settings.speculation_may_stop and settings.mode is not Mode.AR else None,
+        native=native,
+        clock=outside.clock,
+        engine_kind=outside.engine_kind,
+    )
+    engine = build_engine(_bounded(parts, settings))
     wanted = Layout.INLINE in governing.policies and outside.drafts_inline
     inline = _inline(settings, hello, native, say) if wanted else None
     if inline is not None:
@@ -184,36 +191,17 @@ def _policy(settings: Settings, layout: Layout) -> GrowPolicy:
     return WhenItPays(concurrent=layout is Layout.BESIDE)
 
 
-def _rounds(model: Model, native: NativeLibrary | None, outside: Outside) -> Rounds:
-    facts = model.facts
-    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
-    return Rounds(model, noise, facts.eos_token_ids, native, outside.clock)
-
-
-def _engine(
-    settings: Settings,
-    facts: ModelFacts,
-    rounds: Rounds,
-    slots: int,
-    drafters: Drafters,
-    cost: CostTable,
-    policy: GrowPolicy,
-    governing: Governing,
-    outside: Outside,
-) -> Engine:
-    pool = SlotPool(slots)
-    prefix = PrefixCache(pool) if settings.prefix_cache else None
-    limits = Limits(settings.max_running, settings.max_waiting, settings.prefill_chunk)
-    budget = settings.budget if settings.mode is not Mode.AR else 0
-    most_tpot_s = settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf
-    draft_bounds = DraftBounds(facts.context, budget, settings.draft_width, most_tpot_s)
-    governed = settings.speculation_may_stop and settings.mode is not Mode.AR
-    governing_or_none = governing if governed else None
-    decider = Decider(drafters, cost, policy, draft_bounds, governing=governing_or_none, clock=outside.clock)
-    # Each model's drafter fills its own tree.
-    tree_nodes = settings.tree_nodes * max(1, len(settings.draft_models))
-    bounds = Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, tree_nodes)
-    return outside.engine(rounds, Scheduler(pool, prefix, limits), drafters, decider, bounds)
+def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
+    """The same parts with the bounds that the settings name."""
+    return replace(
+        parts,
+        prefix_cache=settings.prefix_cache,
+        budget=settings.budget if settings.mode is not Mode.AR else 0,
+        draft_width=settings.draft_width,
+        # Each model's drafter fills its own tree.
+        tree_nodes=settings.tree_nodes * max(1, len(settings.draft_models)),
+        most_tpot_s=settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf,
+    )
 
 
 def _inline(

@@ -12,11 +12,9 @@ from typing import TypeVar
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Hello
 from ssd_serve.models.interface import Model
-from ssd_serve.verifier.deciding import Decider
+from ssd_serve.verifier.build import EngineKind
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.round import Rounds
-from ssd_serve.verifier.scheduler import Scheduler
+from ssd_serve.verifier.engine import Engine
 
 T = TypeVar("T")
 
@@ -47,8 +45,7 @@ class Outside:
         """The drafters, none of which has connected yet."""
         return Drafters(hello, log=log)
 
-    def engine(
-        self, rounds: Rounds, scheduler: Scheduler, drafters: Drafters, decider: Decider, bounds: Bounds
-    ) -> Engine:
-        """The engine of these collaborators."""
-        return Engine(rounds, scheduler, drafters, decider, bounds)
+    @property
+    def engine_kind(self) -> EngineKind:
+        """What makes the engine of its collaborators."""
+        return Engine

@@ -40,12 +40,12 @@ class RecordedEngine(Engine):
     def __init__(
         self,
         tape: TapeWriter,
-        clock: Callable[[], float],
         rounds: Rounds,
         scheduler: Scheduler,
         drafters: Drafters,
         decider: Decider,
         bounds: Bounds,
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(rounds, scheduler, drafters, decider, bounds, clock, self._see)
         self._tape = tape

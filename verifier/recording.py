@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,13 +26,10 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.owned import is_private
 from ssd_serve.settings import SECRETS, Settings
-from ssd_serve.verifier.deciding import Decider
+from ssd_serve.verifier.build import EngineKind
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.outside import Outside
 from ssd_serve.verifier.recorded import RecordedDrafters, RecordedEngine, RecordedModel
-from ssd_serve.verifier.round import Rounds
-from ssd_serve.verifier.scheduler import Scheduler
 from ssd_serve.verifier.tape import FORMAT, HEADER, TAPE, Kind, TapeWriter
 
 T = TypeVar("T")
@@ -112,11 +110,10 @@ class Recorder(Outside):
         """See `Outside.drafters`."""
         return RecordedDrafters(self._tape, hello, self._now, log)
 
-    def engine(
-        self, rounds: Rounds, scheduler: Scheduler, drafters: Drafters, decider: Decider, bounds: Bounds
-    ) -> Engine:
-        """See `Outside.engine`."""
-        return RecordedEngine(self._tape, self._now, rounds, scheduler, drafters, decider, bounds)
+    @property
+    def engine_kind(self) -> EngineKind:
+        """See `Outside.engine_kind`."""
+        return partial(RecordedEngine, self._tape)
 
     def _now(self) -> float:
         now = time.perf_counter()

@@ -7,6 +7,7 @@ prints nothing.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from ssd_serve.logs import Logger
 from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit, SubmitChoices
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import Completion, ForwardResult, Model
+from ssd_serve.verifier.build import EngineKind
 from ssd_serve.verifier.deciding import Decider
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
@@ -185,11 +187,10 @@ class Replay(Outside):
 
         return Drafters(hello, self.clock, log, poll)
 
-    def engine(
-        self, rounds: Rounds, scheduler: Scheduler, drafters: Drafters, decider: Decider, bounds: Bounds
-    ) -> Engine:
-        """See `Outside.engine`."""
-        return _ReplayedEngine(self, rounds, scheduler, drafters, decider, bounds)
+    @property
+    def engine_kind(self) -> EngineKind:
+        """See `Outside.engine_kind`."""
+        return partial(_ReplayedEngine, self)
 
 
 class _ReplayedEngine(Engine):
@@ -203,8 +204,9 @@ class _ReplayedEngine(Engine):
         drafters: Drafters,
         decider: Decider,
         bounds: Bounds,
+        clock: Callable[[], float],
     ) -> None:
-        super().__init__(rounds, scheduler, drafters, decider, bounds, replay.clock, replay.witness)
+        super().__init__(rounds, scheduler, drafters, decider, bounds, clock, replay.witness)
         self._replay = replay
 
     def _compute(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:

@@ -18,7 +18,7 @@ from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.messages import SamplingParameters
@@ -156,7 +156,7 @@ class Run:
             source = ModelSource(self._draft, pool, pair.noise(), plan.candidates)
         if way.growth == BEST_FIRST:
             limits = GrowthLimits(plan.width, plan.candidates, plan.depth, TREE_NODES)
-            return DrafterCore(source, limits, frozenset(ends), BEST_FIRST)
+            return build_core(CoreParts(guesses=source, limits=limits, ends=ends, name=BEST_FIRST))
         if way.growth == UNIFORM_TREE:
             return UniformCore(source, plan.width, way.fan_out, way.levels)
         shape = TableShape(way.length, way.fallback, way.growth == GEOMETRIC_TABLE)

@@ -16,10 +16,9 @@ from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, decode
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
-from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.messages import Growth, Hello, Message, SamplingParameters
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine
@@ -115,9 +114,9 @@ class _Watched:
         self._engine, decider = pair.engine(self._clock, WhenItPays(concurrent=True), plan.width)
         decider.after = self._write_down
         draft = pair.timed_draft()
-        source = ModelSource(draft, SlotPool(DRAFT_SLOTS), pair.noise(), plan.fan_out)
         limits = GrowthLimits(plan.width, plan.fan_out, plan.depth, TREE_NODES)
-        core = DrafterCore(source, limits, frozenset(pair.target.facts.eos_token_ids), SOURCE)
+        model, ends = DraftModel(draft, DRAFT_SLOTS, pair.noise()), pair.target.facts.eos_token_ids
+        core = build_core(CoreParts(guesses=model, limits=limits, ends=ends, name=SOURCE))
         self._channel = _Heard(self._clock, core, draft, pair.hello())
         self._engine.drafters.connect(self._channel)
         self._engine.drafters.drain({})

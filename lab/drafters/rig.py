@@ -13,11 +13,9 @@ from msgspec.structs import replace
 
 from lab.virtual.clock import Clock, Core, TimedModel, VirtualChannel, await_first
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, VirtualRounds
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.framing import FrameReader, FrameWriter
-from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.model_source import ModelSource
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport
@@ -170,10 +168,10 @@ class DraftedEngine:
         for place, draft in enumerate(drafts):
             model = TimedModel(draft, pair.table.draft_s, pair.table.flat_rows)
             name = f"drafter-{place}"
-            source = ModelSource(model, SlotPool(DRAFT_SLOTS), pair.noise(), candidates)
-            core = DrafterCore(source, limits, frozenset(facts.eos_token_ids), name)
+            guesses = DraftModel(model, DRAFT_SLOTS, pair.noise())
+            parts = CoreParts(guesses=guesses, limits=limits, ends=facts.eos_token_ids, name=name)
             hello = replace(pair.hello(), name=name)
-            self.drafters.add(WireChannel(self.clock, core, model, hello, not_host))
+            self.drafters.add(WireChannel(self.clock, build_core(parts), model, hello, not_host))
 
     def step(self) -> list[VerifierReport]:
         """One round of the engine."""

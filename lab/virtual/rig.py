@@ -7,10 +7,10 @@ else it does. Not a measurement of any device. Knows how things are put together
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from lab.virtual.clock import MESSAGE_S, Clock, TimedModel
 from ssd_serve.bench.prompts import Prompt
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.errors import SsdError
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
@@ -26,14 +26,15 @@ from ssd_serve.messages import (
 from ssd_serve.models.emulated import DeviceTable
 from ssd_serve.models.interface import Model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.deciding import Decider, DraftBounds
+from ssd_serve.verifier.deciding import Decider
 from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import GrowPolicy
 from ssd_serve.verifier.ranking import RankedNode
 from ssd_serve.verifier.round import Flight, Rounds, Work
-from ssd_serve.verifier.scheduler import Limits, Part, Scheduler
+from ssd_serve.verifier.scheduler import Limits, Part
 
 SLOTS = 4096
 DRAFT_SLOTS = 16384
@@ -144,18 +145,26 @@ class Pair:
         """A fresh engine for `together` requests at a time, without its drafters. Rounds stay in the flat
         part."""
         facts = self.target.facts
-        drafters = drafters or Drafters(self.hello(), clock=clock, log=get_logger("bench", "warning"))
-        bounds = DraftBounds(facts.context, self.table.flat_rows - together, width)
-        decider = ObservedDecider(drafters, self.cost(), policy, bounds, HostCost(0.0), clock=clock)
-        engine = Engine(
-            rounds or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.table),
-            Scheduler(SlotPool(self.target.slots), None, Limits(together, 1024, 1024)),
-            drafters,
-            decider,
-            Bounds(facts.context, facts.vocabulary, facts.eos_token_ids, TREE_NODES),
-            clock,
+        engine = build_engine(
+            EngineParts(
+                model=self.target,
+                drafters=drafters or Drafters(self.hello(), clock=clock, log=get_logger("bench", "warning")),
+                cost=self.cost(),
+                host=HostCost(0.0),
+                slots=self.target.slots,
+                limits=Limits(together, 1024, 1024),
+                prefix_cache=False,
+                budget=self.table.flat_rows - together,
+                draft_width=width,
+                tree_nodes=TREE_NODES,
+                policy=policy,
+                clock=clock,
+                rounds=rounds
+                or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.table),
+                decider_kind=ObservedDecider,
+            )
         )
-        return engine, decider
+        return engine, cast(ObservedDecider, engine.decider)
 
 
 @dataclass(frozen=True, slots=True)

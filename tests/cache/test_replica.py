@@ -17,7 +17,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import DrafterMessage, Growth, Open, Outcome, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
-from tests.fakes import EOS, VOCABULARY, ScriptedSource
+from tests.fakes import VOCABULARY, ScriptedSource, core_of
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=6, nodes=5000)
 REQUEST = 4
@@ -67,7 +67,7 @@ def make_replica(epoch: int, root: int) -> Replica:
 
 def make_ends() -> Ends:
     source = ScriptedSource()
-    core = DrafterCore(source, LIMITS, frozenset((EOS,)), "d0")
+    core = core_of(source, LIMITS)
     return Ends(source, core, make_replica(0, 0), [])
 
 

@@ -1,12 +1,13 @@
 """The drafter's core: messages in, growth out."""
 
 from ssd_serve.cache.replica import Replica
+from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
-from tests.fakes import EOS, VOCABULARY, ScriptedSource
+from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=6, nodes=200)
 PROMPT = (5, 6, 7)
@@ -15,7 +16,7 @@ ROOT = root_name(1, 1, 2)
 
 def make(limits: GrowthLimits = LIMITS) -> tuple[DrafterCore, ScriptedSource]:
     source = ScriptedSource()
-    return DrafterCore(source, limits, frozenset((EOS,)), "d0"), source
+    return core_of(source, limits), source
 
 
 def opening(request: int = 1, epoch: int = 1, output: tuple[int, ...] = (), max_tokens: int = 100) -> Open:
@@ -60,7 +61,7 @@ class Watched(LiveWidth):
 
 def test_a_step_that_was_recorded_first_teaches_nothing_about_time() -> None:
     source, widths = ScriptedSource(), Watched({1: 0.1, 3: 0.1})
-    core = DrafterCore(source, LIMITS, frozenset((EOS,)), "d0", widths=widths)
+    core = build_core(CoreParts(guesses=source, limits=LIMITS, ends=(EOS,), name="d0", widths=widths))
     core.handle(opening())
     source.prepared = True
     core.step()

@@ -1,17 +1,16 @@
 """The inline drafter: one draft step whenever the verifier waits."""
 
-from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Growth, Heartbeat, Open, Outcome, Resync, SamplingParameters
-from tests.fakes import EOS, HELLO, ScriptedSource
+from tests.fakes import HELLO, ScriptedSource, core_of
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
 OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 
 
 def make() -> InlineChannel:
-    return InlineChannel(DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "inline"), HELLO)
+    return InlineChannel(core_of(ScriptedSource(), LIMITS), HELLO)
 
 
 def test_it_greets_first() -> None:

@@ -29,7 +29,7 @@ from ssd_serve.messages import (
     Resync,
     SamplingParameters,
 )
-from tests.fakes import EOS, HELLO, VOCABULARY, ScriptedSource
+from tests.fakes import HELLO, VOCABULARY, ScriptedSource, core_of
 
 QUIET = get_logger("drafter-0", level="error")
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
@@ -38,7 +38,7 @@ OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 
 def make() -> tuple[Loop, DrafterCore, MemoryChannel, MemoryChannel]:
     mine, verifiers = memory_pair()
-    core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+    core = core_of(ScriptedSource(), LIMITS)
     return Loop([Target(core, HELLO, QUIET, channel=mine)], core, 0.001), core, mine, verifiers
 
 
@@ -96,7 +96,7 @@ def test_a_patient_one_that_is_refused_asks_again_and_joins_who_comes_after() ->
         verifiers.send(Refusal("protocol versions differ") if len(reached) == 1 else HELLO)
         return mine
 
-    core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+    core = core_of(ScriptedSource(), LIMITS)
     target = Target(core, HELLO, QUIET, dial=Dial("tcp://a:1", QUIET, reach, longest_pause_s=0.01))
     loop = Loop([target], core, 0.001, patient=True)
     deadline = time.monotonic() + 10.0
@@ -110,7 +110,7 @@ class Shared:
     """One drafter with two verifiers."""
 
     def __init__(self) -> None:
-        self.core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+        self.core = core_of(ScriptedSource(), LIMITS)
         pairs = [memory_pair() for _ in range(2)]
         self.verifiers = [pair[1] for pair in pairs]
         targets = [
@@ -187,7 +187,7 @@ def test_a_verifier_that_comes_back_is_greeted_again() -> None:
         ends.append(its)
         return mine
 
-    core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+    core = core_of(ScriptedSource(), LIMITS)
     loop = Loop([Target(core, HELLO, QUIET, dial=Dial("here", QUIET, reach))], core, 0.001)
     until(loop, lambda: len(ends) == 1)
     ends[0].send(HELLO)
@@ -211,7 +211,7 @@ def test_the_file_of_its_life_is_touched_while_a_verifier_takes_drafts(tmp_path:
 
     def touched(*said: Message) -> bool:
         mine, verifiers = memory_pair()
-        core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+        core = core_of(ScriptedSource(), LIMITS)
         loop = Loop([Target(core, HELLO, QUIET, channel=mine)], core, 0.001, patient=True, alive_file=alive)
         alive.unlink(missing_ok=True)
         for message in said:
@@ -267,7 +267,7 @@ def test_a_text_with_tokens_that_the_draft_model_lacks_is_not_drafted() -> None:
 def test_who_was_welcome_once_and_is_refused_later_tries_again() -> None:
     """The reason may pass: a process that is no patient one does not end for it."""
     mine, verifiers = memory_pair()
-    core = DrafterCore(ScriptedSource(), LIMITS, frozenset((EOS,)), "d0")
+    core = core_of(ScriptedSource(), LIMITS)
     target = Target(core, HELLO, QUIET, dial=Dial("here", QUIET, lambda _address: mine))
     loop = Loop([target], core, 0.001)
     deadline = time.monotonic() + 10.0

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.messages import Close, Growth, Open, Outcome, Pause, Resync, SamplingParameters, Submit
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.layout import Layout
 from ssd_serve.verifier.request import Request, accept, share
-from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource
+from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
 
 NUMBERS = range(3)
 
@@ -23,7 +22,7 @@ class Far:
     def __init__(self, drafters: Drafters, capacity: int, name: str, synchronous: bool = False) -> None:
         mine, self._its = memory_pair(capacity=capacity)
         self.source = ScriptedSource()
-        self.core = DrafterCore(self.source, GROWTH, frozenset(), "d0")
+        self.core = core_of(self.source, GROWTH, ends=())
         drafters.connect(mine, synchronous)
         self._its.send(replace(HELLO, name=name))
 

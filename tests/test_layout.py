@@ -1,0 +1,77 @@
+"""The house: who may build what."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOORS = {
+    "ssd_serve.verifier.engine": ("Engine", "verifier/build.py"),
+    "ssd_serve.verifier.deciding": ("Decider", "verifier/build.py"),
+    "ssd_serve.verifier.scheduler": ("Scheduler", "verifier/build.py"),
+    "ssd_serve.verifier.round": ("Rounds", "verifier/build.py"),
+    "ssd_serve.drafter.core": ("DrafterCore", "drafter/build.py"),
+}
+"""Of each module, the class that is built in one place, and that place."""
+TESTS_OF_ONE_CLASS = {
+    ("Scheduler", "tests/verifier/test_scheduler.py"),
+    ("Decider", "tests/verifier/test_deciding.py"),
+    ("Rounds", "tests/verifier/test_device_placement.py"),
+}
+
+
+@cache
+def house() -> dict[str, ast.Module]:
+    """Every Python file of the repository, each once, by its path."""
+    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("build", "dist")]
+    found = [path for room in rooms if not room.name.startswith(".") for path in room.rglob("*.py")]
+    files = {path.resolve() for path in found if not path.is_symlink()}
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
+def calls(tree: ast.Module, module: str, name: str) -> Iterator[ast.Call]:
+    """Calls of a module's class by any name that the source has for it."""
+    names, modules = set[str](), set[str]()
+    package, _, last = module.rpartition(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == module:
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == name}
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name == last}
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name == module}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in names or called in {f"{each}.{name}" for each in modules}:
+                yield node
+
+
+@pytest.mark.parametrize("module", DOORS)
+def test_each_part_of_an_engine_is_built_in_one_place(module: str) -> None:
+    name, door = DOORS[module]
+    builders = {path for path, tree in house().items() if [*calls(tree, module, name)]}
+    assert builders - {door} == {path for each, path in TESTS_OF_ONE_CLASS if each == name}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from a.b import C\nC(1)",
+        "from a.b import C as D\nD()",
+        "import a.b\na.b.C()",
+        "import a.b as x\nx.C()",
+        "from a import b\nb.C()",
+    ],
+)
+def test_a_call_is_found_under_every_name(source: str) -> None:
+    assert len([*calls(ast.parse(source), "a.b", "C")]) == 1
+
+
+def test_a_type_a_subclass_or_another_class_of_the_name_is_no_call() -> None:
+    source = "from a.b import C\ndef f(c: C) -> C: ...\nclass D(C): ...\nD()"
+    assert [*calls(ast.parse(source), "a.b", "C")] == []
+    assert [*calls(ast.parse("class C: ...\nC()"), "a.b", "C")] == []
