@@ -13,8 +13,8 @@ from pathlib import Path
 from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
 from ssd_serve.bench.kernel_commands import add_kernels
-from ssd_serve.bench.load_commands import add_load
-from ssd_serve.bench.peers_commands import add_peers
+from ssd_serve.bench.load.commands import add_load
+from ssd_serve.bench.peers.commands import add_peers
 from ssd_serve.bench.quality_commands import add_check, add_quality
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.devices import this_machine
@@ -114,7 +114,7 @@ def _add_report(commands: Commands) -> None:
 
 
 def _run_report(args: argparse.Namespace) -> int:
-    from ssd_serve.bench.load_report import load_tables, replace_load_block
+    from ssd_serve.bench.load.report import load_tables, replace_load_block
     from ssd_serve.bench.report import markdown_table, read_result, replace_block
 
     result = read_result(args.file)

@@ -61,8 +61,8 @@ def add_check(commands: Commands) -> None:
 
 def _run_check(args: argparse.Namespace) -> int:
     """0: no ratio's interval lies wholly below the bound; 1: one does."""
-    from ssd_serve.bench.check import compare, table
-    from ssd_serve.bench.check_code import both_codes
+    from ssd_serve.bench.check.checkouts import both_codes
+    from ssd_serve.bench.check.comparison import compare, table
 
     with both_codes(args.base, _say) as codes:
         result = compare(codes.new, codes.old, seconds=args.seconds, least=_ENOUGH_PAIRS, say=_say)

@@ -23,7 +23,7 @@ from lab.faults.proxy import MessageFaults
 from lab.faults.ray_nodes import two_nodes
 from lab.faults.report import Outcome
 from lab.faults.site import Site
-from ssd_serve.bench.load_servers import served
+from ssd_serve.bench.load.servers import served
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Mode, Settings

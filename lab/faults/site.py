@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.bench.load_servers import Server
+from ssd_serve.bench.load.servers import Server
 from ssd_serve.errors import SsdError
 
 _SERVER = "server"

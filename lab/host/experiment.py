@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ssd_serve.bench.load_servers import served
+from ssd_serve.bench.load.servers import served
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.bench.rig import Rig, Way, use_cores

@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 from lab.soak.clients import KINDS, Counted, Crowd, can_chat, client, probe
 from lab.soak.processes import Disturber, Family
 from lab.soak.report import judge, process_figures
-from ssd_serve.bench.load_servers import Server, served
+from ssd_serve.bench.load.servers import Server, served
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.settings import Settings
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench import check, check_code
-from ssd_serve.bench.load_statistics import ratio_interval
+from ssd_serve.bench.check import checkouts, comparison
+from ssd_serve.bench.load.statistics import ratio_interval
 from ssd_serve.errors import SsdError, UserError
 from tests.fakes import FakeClock
 
@@ -29,10 +29,10 @@ class FakeCode:
 
 def run(
     new: tuple[float, float], old: tuple[float, float], seconds: float = 100.0
-) -> tuple[check.Found, list[str]]:
+) -> tuple[comparison.Found, list[str]]:
     clock = FakeClock()
     log: list[str] = []
-    found = check.compare(
+    found = comparison.compare(
         FakeCode("new", clock, log, *new),
         FakeCode("old", clock, log, *old),
         seconds=seconds,
@@ -59,7 +59,7 @@ def test_a_machine_that_slows_down_does_not_matter() -> None:
     for ratio in found.ratios.values():
         assert 0.95 < ratio.low < 1.0 < ratio.high < 1.05
     assert found.slower == ()
-    assert "no mode is slower" in check.table(found, "v1")
+    assert "no mode is slower" in comparison.table(found, "v1")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_slower_is_named(new: tuple[float, float], slower: tuple[str, ..
     found, _ = run(new, (60, 140))
     assert found.slower == slower
     for mode in slower:
-        assert mode in check.table(found, "v1").splitlines()[-1]
+        assert mode in comparison.table(found, "v1").splitlines()[-1]
     result = found.as_json("v1")
     assert (result["base"], result["slower"]) == ("v1", list(slower))
 
@@ -84,8 +84,8 @@ def test_what_is_slower_is_named(new: tuple[float, float], slower: tuple[str, ..
 def test_a_wide_interval_is_no_verdict() -> None:
     ratios = ratio_interval([0.5, 0.9, 1.3])
     assert ratios is not None
-    found = check.Found({"ar": [1.0]}, {"ar": [1.0]}, {"ar": ratios})
-    assert ratios.mean < check.BOUND < ratios.high
+    found = comparison.Found({"ar": [1.0]}, {"ar": [1.0]}, {"ar": ratios})
+    assert ratios.mean < comparison.BOUND < ratios.high
     assert found.slower == ()
 
 
@@ -109,24 +109,24 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_base_is_what_was_named_or_the_last_release_or_the_parent(root: Path) -> None:
     first, second = git(root, "rev-parse", "HEAD~2"), git(root, "rev-parse", "HEAD~1")
-    parent = check_code.find_base(root, None)
+    parent = checkouts.find_base(root, None)
     assert parent.commit == second
     assert "no release yet" in parent.name
     git(root, "tag", "other", "HEAD~1")
     git(root, "tag", "v0.1.0", "HEAD~2")
-    release = check_code.find_base(root, None)
+    release = checkouts.find_base(root, None)
     assert release.commit == first
     assert release.name == "v0.1.0, the last release"
-    assert check_code.find_base(root, "other") == check_code.Base(second, "other")
+    assert checkouts.find_base(root, "other") == checkouts.Base(second, "other")
     with pytest.raises(UserError, match="git rev-parse"):
-        check_code.find_base(root, "nothing")
+        checkouts.find_base(root, "nothing")
 
 
 def test_the_worktree_goes_away_whatever_happens(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "old"
 
     def interrupted() -> None:
-        with check_code.worktree(root, "HEAD~2", path):
+        with checkouts.worktree(root, "HEAD~2", path):
             assert (path / "file").read_text() == "a"
             (path / "left").write_text("something")
             raise KeyboardInterrupt
@@ -158,14 +158,14 @@ def test_each_code_runs_its_own_sources(tmp_path: Path) -> None:
     probe.parent.mkdir()
     probe.write_text(ECHO)
     new, old = tree(tmp_path / "new", 3), tree(tmp_path / "old", 2)
-    with check_code.started(new, probe, probe) as first, check_code.started(old, probe, probe) as second:
+    with checkouts.started(new, probe, probe) as first, checkouts.started(old, probe, probe) as second:
         assert first.measure(5) == {"ar": 15.0, "ssd": 7.0}
         assert second.measure(4) == {"ar": 8.0, "ssd": 7.0}
     # Without sources of its own, Python would import those of this checkout: never take them for another's.
     (tmp_path / "empty").mkdir()
     with (
         pytest.raises(SsdError, match="was to be measured"),
-        check_code.started(tmp_path / "empty", probe, probe),
+        checkouts.started(tmp_path / "empty", probe, probe),
     ):
         pytest.fail("it started")
 
@@ -175,6 +175,6 @@ def test_code_that_cannot_run_the_probe_is_one_sentence(tmp_path: Path) -> None:
     probe.write_text("raise SystemExit('this commit has no such benchmark')")
     with (
         pytest.raises(SsdError, match="BASE=COMMIT"),
-        check_code.started(tree(tmp_path / "old", 1), probe, probe),
+        checkouts.started(tree(tmp_path / "old", 1), probe, probe),
     ):
         pytest.fail("it started")

@@ -1,0 +1,209 @@
+"""Two states of the code for `ssd bench check`: this checkout, and an earlier commit in its own worktree.
+
+Each runs `probe.py` in a process that imports its own sources with the Python of this one. The worktree
+and all files go away whatever happens. Knows git and processes, not what is measured.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import ssd_serve
+from ssd_serve.bench.check.comparison import MODES, Code
+from ssd_serve.errors import SsdError, UserError
+
+_PROBE = "probe.py"
+_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 2, 128, 48
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Both codes, ready to measure, and what the old one is called."""
+
+    new: Code
+    old: Code
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The commit to compare with, and why it is that one."""
+
+    commit: str
+    name: str
+
+
+def repository() -> Path:
+    """The checkout that this code runs from."""
+    root = Path(ssd_serve.__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        raise UserError(f"{root} is no git checkout; bench check compares this code with an earlier commit")
+    return root
+
+
+def find_base(root: Path, wanted: str | None) -> Base:
+    """`wanted`, else the last release, else the first parent of the commit that is checked out."""
+    if wanted:
+        return Base(_git(root, "rev-parse", "--verify", f"{wanted}^{{commit}}"), wanted)
+    with contextlib.suppress(UserError):
+        tag = _git(root, "describe", "--tags", "--abbrev=0", "--match", "v*")
+        return Base(_git(root, "rev-parse", f"{tag}^{{commit}}"), f"{tag}, the last release")
+    commit = _git(root, "rev-parse", "--verify", "HEAD^")
+    return Base(commit, f"{commit[:10]}, the parent of the last commit, because there is no release yet")
+
+
+@contextlib.contextmanager
+def worktree(root: Path, commit: str, path: Path) -> Generator[Path]:
+    """The commit's files below `path`, for as long as this lasts."""
+    _git(root, "worktree", "add", "--detach", str(path), commit)
+    try:
+        yield path
+    finally:
+        _git(root, "worktree", "remove", "--force", str(path))
+
+
+@contextlib.contextmanager
+def both_codes(wanted: str | None, say: Say) -> Generator[Codes]:
+    """Both codes over the same pair and prompts. Ends their processes and removes the worktree."""
+    root = repository()
+    base = find_base(root, wanted)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminated_like_interrupted())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssd-check-")))
+        say(f"comparing with {base.name}")
+        old = stack.enter_context(worktree(root, base.commit, folder / "old"))
+        job = _write_job(folder)
+        probe = Path(shutil.copy(Path(__file__).with_name(_PROBE), folder))
+        codes: list[Code] = []
+        for name, tree in (("this checkout", root), (base.name, old)):
+            say(f"starting {name}")
+            codes.append(stack.enter_context(started(tree, probe, job)))
+        yield Codes(codes[0], codes[1], base.name)
+
+
+class Probe:
+    """A code in its process: a line in for every pass, a line of JSON back."""
+
+    def __init__(self, popen: "subprocess.Popen[str]", tree: Path) -> None:
+        self._popen = popen
+        self._tree = tree
+
+    def measure(self, turn: int) -> Mapping[str, float]:
+        """One pass."""
+        self.tell(str(turn))
+        answer = self.answer()
+        return {mode: float(answer[mode]) for mode in MODES}
+
+    def tell(self, line: str) -> None:
+        """Send a line; what a dead process does not read is noticed by the answer."""
+        if self._popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._popen.stdin.write(line + "\n")
+                self._popen.stdin.flush()
+
+    def answer(self) -> dict[str, str]:
+        """The next line that begins an object."""
+        for line in self._popen.stdout or ():
+            if line.startswith("{"):
+                found: dict[str, str] = json.loads(line)
+                return found
+        raise SsdError(
+            f"the code in {self._tree} cannot run this check (see above); name a later commit: BASE=COMMIT"
+        )
+
+
+@contextlib.contextmanager
+def started(tree: Path, probe: Path, job: Path) -> Generator[Probe]:
+    """The sources below `tree`, loaded and ready."""
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    popen = subprocess.Popen(
+        [sys.executable, str(probe), str(job)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=probe.parent,
+    )
+    try:
+        code = Probe(popen, tree)
+        source = Path(code.answer()["source"]).resolve()
+        if not source.is_relative_to(tree.resolve()):
+            raise SsdError(f"{tree} was to be measured, but Python imported {source}")
+        yield code
+    finally:
+        for pipe in (popen.stdin, popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(10.0)
+        popen.kill()
+        popen.wait()
+
+
+def _write_job(folder: Path) -> Path:
+    """The pair with ballast, and the beginnings of held-out files, both from this checkout."""
+    from ssd_serve.bench.both import BALLAST_HIDDEN, DRAFT_LAYERS, TARGET_LAYERS
+    from ssd_serve.bench.prompts import held_out_prompts
+    from ssd_serve.models.hub import resolve_model
+    from ssd_serve.models.tokenizer import Tokenizer
+    from ssd_serve.recipes.ballast import add_ballast
+    from ssd_serve.settings import EMBEDDED
+
+    target, draft = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
+    add_ballast(target, folder / "target", BALLAST_HIDDEN, TARGET_LAYERS)
+    add_ballast(draft, folder / "draft", BALLAST_HIDDEN, DRAFT_LAYERS)
+    prompts = [
+        {"tokens": prompt.tokens[:_PROMPT_TOKENS], "seed": prompt.seed}
+        for prompt in held_out_prompts(target, Tokenizer(target))
+    ]
+    job = folder / "job.json"
+    job.write_text(
+        json.dumps(
+            {
+                "target": str(folder / "target"),
+                "draft": str(folder / "draft"),
+                "prompts": prompts,
+                "prompts_of_a_pass": _PROMPTS,
+                "tokens": _NEW_TOKENS,
+            }
+        ),
+        encoding="utf-8",
+    )
+    return job
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Generator[None]:
+    """A request to end unwinds the stack, so that nothing is left behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 signal's arguments
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError as error:
+        raise UserError("bench check needs git; install it") from error
+    if done.returncode:
+        raise UserError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()

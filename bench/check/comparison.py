@@ -1,0 +1,109 @@
+"""`ssd bench check`: is one state of the code slower than another? Passes of both, taken in turn.
+
+A pass decodes a few prompts plainly and with SSD at temperature 0. Two passes of the two codes over the same
+prompts, one directly after the other, make a pair; what is judged is the ratio in each pair, so that a
+machine that slows down slows both. Knows neither processes nor git.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ssd_serve.bench.load.statistics import Interval, ratio_interval
+from ssd_serve.errors import SsdError
+
+MODES = ("ar", "ssd")
+BOUND = 0.95
+"""A ratio that lies below this with all of its 95 % interval is a regression."""
+
+
+class Code(Protocol):
+    """One state of the code, ready to decode."""
+
+    def measure(self, turn: int) -> Mapping[str, float]:
+        """Tokens a second of each mode over the prompts of this turn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Speeds in tokens/s by mode and pass, of both codes, and the ratios new/old."""
+
+    new: dict[str, list[float]]
+    old: dict[str, list[float]]
+    ratios: dict[str, Interval]
+
+    @property
+    def slower(self) -> tuple[str, ...]:
+        """The modes whose ratio lies wholly below the bound."""
+        return tuple(mode for mode, ratio in self.ratios.items() if ratio.high < BOUND)
+
+    def as_json(self, base: str) -> dict[str, object]:
+        """For a result file."""
+        return {
+            "bench": "check",
+            "base": base,
+            "bound": BOUND,
+            "slower": list(self.slower),
+            "results": [
+                {
+                    "mode": mode,
+                    "new_tokens_per_s": [round(speed, 2) for speed in self.new[mode]],
+                    "old_tokens_per_s": [round(speed, 2) for speed in self.old[mode]],
+                    "ratio": round(ratio.mean, 4),
+                    "ratio_interval": [round(ratio.low, 4), round(ratio.high, 4)],
+                }
+                for mode, ratio in self.ratios.items()
+            ],
+        }
+
+
+def compare(
+    new: Code,
+    old: Code,
+    *,
+    seconds: float,
+    least: int,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Found:
+    """Pairs of passes until `seconds` have gone by, at least `least`, after one that is not counted."""
+    codes = {"new": new, "old": old}
+    speeds: dict[str, dict[str, list[float]]] = {name: {mode: [] for mode in MODES} for name in codes}
+    for code in codes.values():
+        code.measure(0)
+    started, turn = clock(), 0
+    while turn < least or clock() - started < seconds:
+        turn += 1
+        order = ("new", "old") if turn % 2 else ("old", "new")
+        for name in order:
+            for mode, speed in codes[name].measure(turn).items():
+                speeds[name][mode].append(speed)
+        latest = [f"{mode} {speeds['new'][mode][-1] / speeds['old'][mode][-1]:.2f}" for mode in MODES]
+        say(f"pair {turn}: new/old {', '.join(latest)}")
+    ratios: dict[str, Interval] = {}
+    for mode in MODES:
+        pairs = zip(speeds["new"][mode], speeds["old"][mode], strict=True)
+        interval = ratio_interval([ahead / behind for ahead, behind in pairs])
+        if interval is None:
+            raise SsdError("one pair of passes says nothing about spread; measure for longer")
+        ratios[mode] = interval
+    return Found(speeds["new"], speeds["old"], ratios)
+
+
+def table(found: Found, base: str) -> str:
+    """The verdict for people."""
+    pairs = len(found.new[MODES[0]])
+    lines = [
+        f"this checkout against {base}, temperature 0, {pairs} interleaved pairs",
+        f"{'mode':>5}{'new tok/s':>11}{'old tok/s':>11}{'new/old':>9}  95 % interval",
+    ]
+    lines += [
+        f"{mode:>5}{statistics.median(found.new[mode]):>11.1f}{statistics.median(found.old[mode]):>11.1f}"
+        f"{ratio.mean:>9.3f}  {ratio.low:.3f} to {ratio.high:.3f}"
+        for mode, ratio in found.ratios.items()
+    ]
+    verdict = f"slower: {', '.join(found.slower)}" if found.slower else "no mode is slower"
+    return "\n".join([*lines, f"{verdict} (an interval wholly below {BOUND:g} is)"])

@@ -1,0 +1,150 @@
+"""The command line of `ssd bench load`. Parses arguments and writes files; what is heavy is imported late."""
+
+import argparse
+import importlib.util
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ssd_serve.errors import UserError
+from ssd_serve.flags import Commands, add_settings_flags, settings_from
+from ssd_serve.settings import KEY_SETTINGS, Mode
+
+_OWN_SETTINGS = (
+    *("mode", "host", "port", "run_dir", "prefix_cache", "served_model_name", "root_path", "cors_origins"),
+    *("target_device_alone", "speculation_may_stop"),
+    *("hf_token", "tls_certificate", "tls_key", *KEY_SETTINGS),
+)
+"""What the benchmark chooses by itself, what would hide the servers from it, and secrets."""
+
+
+def add_load(commands: Commands) -> None:
+    """Add the parser `load`."""
+    parser = commands.add_parser(
+        "load", help="servers under load: plain, synchronous, SSD and auto by concurrency; replay of a trace"
+    )
+    modes = [mode.value for mode in Mode]
+    parser.add_argument("--modes", choices=modes, nargs="+", default=modes, help="which servers to compare")
+    parser.add_argument("--ballast", action="store_true", help="the embedded pair at a larger cost")
+    parser.add_argument(
+        "--devices",
+        choices=("same", "all", "both"),
+        default="both",
+        help="the same device for every target, or all devices for targets without a drafter",
+    )
+    parser.add_argument("--temperature", type=_positive_or_zero, default=1.0)
+    _add_closed_loop(parser)
+    _add_trace(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the closed loop")
+    add_settings_flags(parser, leave_out=_OWN_SETTINGS)
+    parser.set_defaults(run=_run_load)
+
+
+def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("closed loop")
+    group.add_argument(
+        "--concurrency", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests at once"
+    )
+    group.add_argument("--pairs", type=_count, default=12, help="bursts of each mode and concurrency")
+    group.add_argument("--launches", type=_count, default=2, help="how often the servers are started anew")
+    group.add_argument(
+        "--learning", type=_bursts, default=3, help="bursts more to warm up the modes that learn"
+    )
+    group.add_argument("--waves", type=_count, default=2, help="requests of a burst, times concurrency")
+    group.add_argument("--tokens", type=_count, default=32, help="new tokens of each request")
+    group.add_argument("--prompt-tokens", type=_count, default=32, help="longest prompt")
+    group.add_argument(
+        "--ttft-limit-ms", type=_positive, default=450.0, help="a good answer's time to the first token"
+    )
+    group.add_argument(
+        "--tpot-limit-ms", type=_positive, default=40.0, help="a good answer's time per token after it"
+    )
+    group.add_argument("--no-closed-loop", action="store_true", help="only replay the trace")
+    group.add_argument("--no-resume", action="store_true", help="leave out the check after a burst")
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replay, after the closed loop")
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.csv",
+        help="arrivals: columns TIMESTAMP, ContextTokens, GeneratedTokens",
+    )
+    group.add_argument("--time-scale", type=_positive, default=1.0, help="multiplies the times of arrival")
+    group.add_argument(
+        "--trace-seconds", type=_positive, default=120.0, help="arrivals after that are left out"
+    )
+
+
+def _run_load(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("httpx") is None:
+        raise UserError("ssd bench load needs the package httpx: pip install httpx")
+    from ssd_serve.bench.load.report import load_plot, load_tables
+    from ssd_serve.bench.load.session import Plan, run_load
+    from ssd_serve.bench.load.statistics import Limits
+
+    if args.no_closed_loop and args.trace is None:
+        raise UserError("--no-closed-loop leaves nothing to do: give --trace")
+    plan = Plan(
+        modes=tuple(dict.fromkeys(args.modes)),
+        concurrencies=() if args.no_closed_loop else tuple(sorted(set(args.concurrency))),
+        pairs=args.pairs,
+        launches=1 if args.no_closed_loop else min(args.launches, args.pairs),
+        learning=args.learning,
+        waves=args.waves,
+        tokens=args.tokens,
+        prompt_tokens=args.prompt_tokens,
+        temperature=args.temperature,
+        limits=Limits(args.ttft_limit_ms, args.tpot_limit_ms),
+        ballast=args.ballast,
+        devices=args.devices,
+        resume=not args.no_resume,
+        trace=args.trace,
+        time_scale=args.time_scale,
+        trace_seconds=args.trace_seconds,
+    )
+    settings = settings_from(args)
+    signal.signal(signal.SIGTERM, leave_tidily)
+    result = run_load(settings, plan, lambda text: print(text, file=sys.stderr, flush=True))
+    _write(args.json, json.dumps(result, indent=1) + "\n")
+    _write(args.plot, load_plot(result))
+    print(load_tables(result))
+    return 0
+
+
+def leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
+    """SIGTERM: leave through every `finally`, so that the servers go too."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _bursts(text: str) -> int:
+    return 0 if int(text) == 0 else _count(text)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return value
+
+
+def _positive_or_zero(text: str) -> float:
+    return 0.0 if float(text) == 0 else _positive(text)

@@ -1,0 +1,159 @@
+"""What the closed loop of the load benchmark has found: rows by mode and concurrency, pairs, and ratios.
+
+A pair is one set of requests sent to every mode in turn. Knows answers, not servers.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ssd_serve.bench.load.client import Answer
+from ssd_serve.bench.load.statistics import (
+    Limits,
+    duration,
+    is_good,
+    percentile,
+    ratio_interval,
+    summary,
+    throughput,
+)
+
+AUTO, PLAIN = "auto", "ar"
+ALL_DEVICES = "-all-devices"
+"""Ends the names of modes in which the target may use the drafter's device as well."""
+SAME = ("ar", "sd", "ssd", AUTO)
+ALL = (f"ar{ALL_DEVICES}", f"sd{ALL_DEVICES}", "ssd", f"{AUTO}{ALL_DEVICES}")
+"""Modes that are compared with one another; the last is judged by the others. SSD always has both devices."""
+
+_LEAST_MEDIAN = 0.95
+_REACH = 0.98
+_REACH_PLAIN = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """The requests of one pair on one mode. `order` is its turn in the pair; shares are of one core."""
+
+    mode: str
+    concurrency: int
+    launch: int
+    pair: int
+    order: int
+    answers: tuple[Answer, ...]
+    client_cpu_share: float
+    server_cpu_share: float
+    idle_servers_cpu_share: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all requests a second, prompts and the last stragglers included."""
+        return throughput(self.answers)
+
+
+def results(bursts: Sequence[Burst], setting: str, limits: Limits) -> list[dict[str, object]]:
+    """One row for each concurrency and mode. Throughput is the median burst's."""
+    rows: list[dict[str, object]] = []
+    for (concurrency, mode), some in _grouped(bursts).items():
+        speeds = [burst.tokens_per_s for burst in some]
+        answers = [answer for burst in some for answer in burst.answers]
+        seconds = sum(duration(burst.answers) for burst in some)
+        good = sum(is_good(answer, limits) for answer in answers)
+        rows.append(
+            {
+                "setting": setting,
+                "mode": mode,
+                "concurrency": concurrency,
+                "tokens_per_s": round(statistics.median(speeds), 2),
+                "tokens_per_s_quartiles": [round(percentile(speeds, part), 2) for part in (25, 50, 75)],
+                "goodput_requests_per_s": round(good / seconds, 3),
+                **summary(answers, limits),
+                "bursts": len(some),
+                "client_cpu_share": _mean([burst.client_cpu_share for burst in some]),
+                "server_cpu_share": _mean([burst.server_cpu_share for burst in some]),
+                "idle_servers_cpu_share": _mean([burst.idle_servers_cpu_share for burst in some]),
+            }
+        )
+    return rows
+
+
+def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
+    """Throughput of every mode for each pair, in the order in which the modes ran."""
+    found: dict[tuple[int, int, int], list[Burst]] = {}
+    for burst in bursts:
+        found.setdefault((burst.concurrency, burst.launch, burst.pair), []).append(burst)
+    return [
+        {
+            "setting": setting,
+            "concurrency": concurrency,
+            "launch": launch,
+            "pair": pair,
+            "tokens_per_s": {
+                burst.mode: round(burst.tokens_per_s, 2)
+                for burst in sorted(some, key=lambda burst: burst.order)
+            },
+        }
+        for (concurrency, launch, pair), some in found.items()
+    ]
+
+
+def ratios(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
+    """Auto against every other mode of its group, pair by pair; bursts with a failed request are left out.
+
+    `best` marks the mode with the highest geometric mean. `holds`: the upper end of the 95 % interval reaches
+    0.98 (0.97 against plain decoding) and the median is at least 0.95.
+    """
+    speeds: dict[int, dict[str, dict[int, float]]] = {}
+    for burst in bursts:
+        if any(answer.error for answer in burst.answers):
+            continue
+        by_mode = speeds.setdefault(burst.concurrency, {})
+        by_mode.setdefault(burst.mode, {})[burst.pair] = burst.tokens_per_s
+    return [
+        {"setting": setting, "concurrency": concurrency, **row}
+        for *others, auto in (SAME, ALL)
+        for concurrency, by_mode in speeds.items()
+        for row in _against(by_mode.get(auto, {}), auto, {m: by_mode[m] for m in others if m in by_mode})
+    ]
+
+
+def _against(
+    own: Mapping[int, float], name: str, others: Mapping[str, Mapping[int, float]]
+) -> Iterator[dict[str, object]]:
+    """One mode's speeds by pair against those of others."""
+    means = {mode: statistics.geometric_mean(list(speeds.values())) for mode, speeds in others.items()}
+    best = max(means, key=means.__getitem__, default=None)
+    for mode, speeds in others.items():
+        found = [speed / speeds[pair] for pair, speed in own.items() if pair in speeds]
+        if found:
+            reach = _REACH_PLAIN if mode.removesuffix(ALL_DEVICES) == PLAIN else _REACH
+            about = {"ratio": f"{name}/{mode}", "best": mode == best, "pairs": len(found)}
+            yield {**about, **_judged(found, reach)}
+
+
+def _judged(found: Sequence[float], reach: float) -> dict[str, object]:
+    interval = ratio_interval(found)
+    median = statistics.median(found)
+    if interval is None:
+        return {"median": round(median, 4), "mean": None, "interval": None, "holds": None}
+    return {
+        "median": round(median, 4),
+        "mean": round(interval.mean, 4),
+        "interval": [round(interval.low, 4), round(interval.high, 4)],
+        "holds": interval.high >= reach and median >= _LEAST_MEDIAN,
+    }
+
+
+def _grouped(bursts: Sequence[Burst]) -> dict[tuple[int, str], list[Burst]]:
+    """By concurrency and mode; concurrencies in the order in which they were measured."""
+    grouped: dict[tuple[int, str], list[Burst]] = {}
+    modes = dict.fromkeys((*SAME, *ALL))
+    for concurrency in dict.fromkeys(burst.concurrency for burst in bursts):
+        for mode in modes:
+            some = [burst for burst in bursts if (burst.concurrency, burst.mode) == (concurrency, mode)]
+            if some:
+                grouped[concurrency, mode] = some
+    return grouped
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(statistics.fmean(values), 4)

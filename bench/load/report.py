@@ -1,0 +1,291 @@
+"""A result of `ssd bench load` as Markdown tables, and as the panels of its plot.
+
+Knows the shape of the result, and nothing of how it was measured.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ssd_serve.bench.document import read_as, replace_between
+from ssd_serve.bench.load.outcome import ALL, ALL_DEVICES, SAME
+from ssd_serve.bench.load.plot import Panel, draw
+
+BEGIN, END = "<!-- load:begin -->", "<!-- load:end -->"
+_MODES = {
+    "ar": "plain (ar)",
+    "sd": "synchronous (sd)",
+    "ssd": "SSD (ssd)",
+    "auto": "auto",
+}
+_MEANING = {
+    "real": "the served pair",
+    "ballast": "the embedded pair with ballast (the same function at a larger cost)",
+    "emulated": "the embedded pair; each forward is stretched by sleeping to the step time of a device "
+    "table, everything else is real. Not a measurement of those devices",
+}
+_SAME = (
+    "Closed loop, the same target device: the drafter's stays idle where there is no drafter. sd and ssd "
+    "never stop speculating."
+)
+_ALL = "Closed loop, all devices: where no drafter works beside the target, it has the drafter's as well."
+_LATENCY = "TTFT ms p50 / p90 / p99 | TPOT ms p50 / p90 / p99 | good"
+
+
+class _Percentiles(msgspec.Struct, frozen=True):
+    p50: float
+    p90: float
+    p99: float
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One mode under one load: a concurrency, or a trace."""
+
+    mode: str
+    tokens_per_s: float
+    requests: int
+    failed: int
+    ttft_ms: _Percentiles | None
+    tpot_ms: _Percentiles | None
+    goodput_share: float
+    tokens_per_round: float | None
+    nodes_per_round: float | None
+    concurrency: int = 0
+    tokens_per_s_quartiles: list[float] = []
+    client_cpu_share: float = 0.0
+    idle_servers_cpu_share: float = 0.0
+
+
+class _Ratio(msgspec.Struct, frozen=True):
+    concurrency: int
+    ratio: str
+    best: bool
+    pairs: int
+    median: float
+    interval: list[float] | None
+    holds: bool | None
+
+
+class _Steps(msgspec.Struct, frozen=True):
+    first_chunk_ms: float | None
+    speculated_ms: float | None
+    longest_gap_ms: float | None
+    tokens_per_chunk: float | None
+
+
+class _Resume(msgspec.Struct, frozen=True):
+    mode: str
+    concurrency: int
+    outlived_the_burst: bool
+    tokens_per_chunk_under_load: float | None
+    survivor_after_burst: _Steps
+    single_before_burst: _Steps
+    single_after_burst: _Steps
+
+
+class _Limits(msgspec.Struct, frozen=True):
+    ttft_ms: float
+    tpot_ms: float
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    setting: str
+    tokens: int
+    prompt_tokens: int
+    temperature: float
+    launches: int
+    limits: _Limits
+    time_scale: float
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """What is read of a result; whatever else it holds is left alone."""
+
+    plan: _Plan
+    results: list[_Row]
+    ratios: list[_Ratio]
+    trace: list[_Row]
+    resume: list[_Resume]
+    notes: dict[str, object]
+    hardware: dict[str, object]
+    versions: dict[str, str]
+
+
+def load_tables(result: Mapping[str, object]) -> str:
+    """All tables: the same target device, all devices, auto's ratios in both, trace, resumption."""
+    found = _converted(result)
+    parts: list[str] = []
+    for group, title in ((SAME, _SAME), (ALL, _ALL)):
+        rows = [row for row in found.results if row.mode in group]
+        if {row.mode for row in rows} - {"ssd"}:
+            parts.append(f"**{title}** Models: {_MEANING.get(found.plan.setting, '')}.")
+            parts += [_closed(rows), _ratio_table(found.ratios, f"{group[-1]}/")]
+    if found.trace:
+        parts += [_trace_head(found), _trace_table(found.trace)]
+    if found.resume:
+        parts += [_resume_table(found.resume)]
+    return "\n\n".join(part for part in [*parts, _where(found)] if part)
+
+
+def load_plot(result: Mapping[str, object]) -> str:
+    """The closed loop as SVG: tokens a second, and the median time per output token."""
+    rows = _converted(result).results
+    return draw(
+        [
+            Panel("tokens a second", _lines(rows, lambda row: row.tokens_per_s)),
+            Panel(
+                "ms per output token, median",
+                _lines(rows, lambda row: None if row.tpot_ms is None else row.tpot_ms.p50),
+            ),
+        ]
+    )
+
+
+def replace_load_block(document: str, tables: str) -> str:
+    """The document with the tables between its markers."""
+    return replace_between(BEGIN, END, document, tables)
+
+
+def _converted(result: Mapping[str, object]) -> _Result:
+    return read_as(_Result, result, "ssd bench load")
+
+
+def _lines(rows: Sequence[_Row], value: Callable[[_Row], float | None]) -> dict[str, list[tuple[int, float]]]:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        found = value(row)
+        if found is not None:
+            lines.setdefault(row.mode, []).append((row.concurrency, found))
+    return lines
+
+
+def _closed(rows: Sequence[_Row]) -> str:
+    head = f"| at once | mode | tokens/s (quartiles) | {_LATENCY} | tokens a round | nodes a round |"
+    return _table(head, [f"| {row.concurrency} {_cells(row)}" for row in rows])
+
+
+def _trace_table(rows: Sequence[_Row]) -> str:
+    head = f"| mode | tokens/s | {_LATENCY} | tokens a round | nodes a round |"
+    return _table(head, [_cells(row) for row in rows])
+
+
+def _cells(row: _Row) -> str:
+    """From the mode on."""
+    quartiles = row.tokens_per_s_quartiles
+    spread = f" ({quartiles[0]:.1f} to {quartiles[-1]:.1f})" if quartiles else ""
+    failed = f", {row.failed} failed" if row.failed else ""
+    cells = (
+        _mode(row.mode),
+        f"{row.tokens_per_s:.1f}{spread}",
+        _latency(row.ttft_ms),
+        _latency(row.tpot_ms, 1),
+        f"{row.goodput_share:.2f}{failed}",
+        _number(row.tokens_per_round),
+        _number(row.nodes_per_round),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ratio_table(ratios: Sequence[_Ratio], prefix: str) -> str:
+    """Auto's ratios, a row for each concurrency and a column for each other mode; the best mode is bold."""
+    some = [each for each in ratios if each.ratio.startswith(prefix)]
+    if not some:
+        return ""
+    names = list(dict.fromkeys(each.ratio for each in some))
+    lines: list[str] = []
+    for concurrency in dict.fromkeys(each.concurrency for each in some):
+        here = {each.ratio: each for each in some if each.concurrency == concurrency}
+        cells = [_ratio(here[name]) if name in here else "" for name in names]
+        best = next((each for each in here.values() if each.best), None)
+        holds = "" if best is None or best.holds is None else "yes" if best.holds else "no"
+        lines.append("| " + " | ".join([str(concurrency), *cells, holds]) + " |")
+    head = "| " + " | ".join(["at once", *names, "as good as the best"]) + " |"
+    counts = sorted({each.pairs for each in some})
+    told = (
+        f"Throughput of auto over that of another mode: median of {' or '.join(map(str, counts))} pairs, and "
+        "the 95 % interval of their geometric mean (Student's t on the logarithms). Bold: the best of the "
+        "other modes. As good as that: the interval reaches 0.98 (0.97 against ar), the median 0.95."
+    )
+    return f"{_table(head, lines)}\n\n{told}"
+
+
+def _ratio(each: _Ratio) -> str:
+    text = f"{each.median:.3f}"
+    if each.interval is not None:
+        text += f" ({each.interval[0]:.3f} to {each.interval[1]:.3f})"
+    return f"**{text}**" if each.best else text
+
+
+def _trace_head(found: _Result) -> str:
+    told = found.notes.get("trace")
+    trace = msgspec.convert(told, type=dict[str, object]) if told else {}
+    return (
+        f"**Replay of a trace**: {trace.get('arrivals')} arrivals, times multiplied by "
+        f"{found.plan.time_scale:g}; clipped to a context of {trace.get('context')}: "
+        f"{trace.get('clipped_prompts')} prompts and {trace.get('clipped_outputs')} outputs, which lost "
+        f"{trace.get('prompt_tokens_lost_share')} and {trace.get('output_tokens_lost_share')} of all tokens. "
+        f"{trace.get('left_out')} arrivals came after the end and are left out."
+    )
+
+
+def _resume_table(checks: Sequence[_Resume]) -> str:
+    """One row a check; times from the moment when the load ended, or from the request's first token."""
+    head = (
+        "| mode | load | tokens a chunk under it | survivor: first accepted guess, longest gap "
+        "| new request: the same | before the load: the same |"
+    )
+    lines = [
+        "| "
+        + " | ".join(
+            (
+                _mode(check.mode),
+                str(check.concurrency),
+                _number(check.tokens_per_chunk_under_load),
+                _resumed(check.survivor_after_burst) if check.outlived_the_burst else "ended before",
+                _resumed(check.single_after_burst),
+                _resumed(check.single_before_burst),
+            )
+        )
+        + " |"
+        for check in checks
+    ]
+    return f"**When the load goes**: ms until a round accepts a guess again.\n\n{_table(head, lines)}"
+
+
+def _resumed(steps: _Steps) -> str:
+    return f"{_number(steps.speculated_ms, 'never')}, {_number(steps.longest_gap_ms)}"
+
+
+def _where(found: _Result) -> str:
+    plan, hardware, versions = found.plan, found.hardware, found.versions
+    client = max((row.client_cpu_share for row in found.results), default=0.0)
+    idle = max((row.idle_servers_cpu_share for row in found.results), default=0.0)
+    notes = found.notes
+    return (
+        f"Prompts of up to {plan.prompt_tokens} tokens, outputs of {plan.tokens}, temperature "
+        f"{plan.temperature:g}; throughput includes prompts. Good: first token within "
+        f"{plan.limits.ttft_ms:g} ms and {plan.limits.tpot_ms:g} ms per token after it. Each mode a launched "
+        f"server, {plan.launches} launches; target on {notes.get('target_device')}, drafter on "
+        f"{notes.get('draft_device')}, client on {notes.get('client_device')}, where it took up to "
+        f"{client:.2f} of a core; the servers that were not measured took up to {idle:.3f}. Measured on "
+        f"{hardware.get('cpu')}, {hardware.get('cores')} cores, {hardware.get('memory_gib')} GiB; Python "
+        f"{versions.get('python')}, torch {versions.get('torch')}."
+    )
+
+
+def _table(head: str, lines: Sequence[str]) -> str:
+    return "\n".join([head, "|" + "---|" * (head.count("|") - 1), *lines])
+
+
+def _latency(found: _Percentiles | None, decimals: int = 0) -> str:
+    values = () if found is None else (found.p50, found.p90, found.p99)
+    return " / ".join(f"{value:.{decimals}f}" for value in values)
+
+
+def _mode(name: str) -> str:
+    mode = name.removesuffix(ALL_DEVICES)
+    return _MODES.get(mode, mode) + (", all devices" if mode != name else "")
+
+
+def _number(value: float | None, absent: str = "") -> str:
+    return absent if value is None else f"{value:.2f}"

@@ -1,0 +1,139 @@
+"""Figures of the load benchmark: percentiles, intervals of ratios, and what a set of answers adds up to.
+
+Knows numbers and answers, not servers. Standard library only.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssd_serve.bench.load.client import Answer
+
+_PERCENTILES = (50, 90, 99)
+_LEVEL = 0.95
+_STEPS = 2000
+_MOST_T = 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a good answer keeps, in milliseconds: time to the first token, and per token after it.
+
+    MLPerf Inference asks 2000 and 200 of Llama 2 70B as a server, 450 and 40 for interactive use.
+    """
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Ratios of pairs: their median, their geometric mean, and the 95 % interval of the latter."""
+
+    median: float
+    mean: float
+    low: float
+    high: float
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the values lie, interpolated linearly. `values` is not empty."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval | None:
+    """Student's t interval of the mean of the log ratios, as ratios. None for fewer than two pairs.
+
+    It assumes that pairs are independent and log ratios about normal.
+    """
+    if len(ratios) < 2:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Interval(statistics.median(ratios), math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def t_quantile(freedom: int, level: float = _LEVEL) -> float:
+    """The t with `level` of Student's distribution between -t and t, by bisection; up to 64."""
+    low, high = 0.0, _MOST_T
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _inside(middle, freedom) < level else (low, middle)
+    return (low + high) / 2
+
+
+def _inside(t: float, freedom: int) -> float:
+    """Probability between -t and t: Simpson's rule over the density."""
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+    scale /= math.sqrt(freedom * math.pi)
+    width = t / _STEPS
+    total = 0.0
+    for step in range(_STEPS + 1):
+        weight = 1 if step in (0, _STEPS) else 4 if step % 2 else 2
+        total += weight * (1 + (step * width) ** 2 / freedom) ** (-(freedom + 1) / 2)
+    return 2 * scale * total * width / 3
+
+
+def is_good(answer: Answer, limits: Limits) -> bool:
+    """Whether the answer is whole and within the limits."""
+    if answer.error:
+        return False
+    tpot = answer.tpot_s
+    return 1e3 * answer.ttft_s <= limits.ttft_ms and (tpot is None or 1e3 * tpot <= limits.tpot_ms)
+
+
+def duration(answers: Sequence[Answer]) -> float:
+    """Seconds from the first request sent to the last answer's end."""
+    return max(answer.ended_s for answer in answers) - min(answer.sent_s for answer in answers)
+
+
+def throughput(answers: Sequence[Answer]) -> float:
+    """Tokens a second over that time; those of answers that failed count too."""
+    return sum(answer.tokens for answer in answers) / duration(answers)
+
+
+def summary(answers: Sequence[Answer], limits: Limits) -> dict[str, object]:
+    """Latencies over all whole answers, the share of good ones, and speculation."""
+    whole = [answer for answer in answers if not answer.error]
+    first = [1e3 * answer.ttft_s for answer in whole]
+    later = [1e3 * tpot for answer in whole if (tpot := answer.tpot_s) is not None]
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(whole),
+        "errors": sorted({answer.error for answer in answers if answer.error})[:3],
+        "ttft_ms": _percentiles(first),
+        "tpot_ms": _percentiles(later),
+        "goodput_share": round(sum(is_good(answer, limits) for answer in answers) / len(answers), 4),
+        **speculation_figures(whole),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {f"p{percent}": round(percentile(values, percent), 2) for percent in _PERCENTILES}
+
+
+def speculation_figures(answers: Sequence[Answer]) -> dict[str, float | None]:
+    """Over all rounds of the answers; None where there is nothing to divide by."""
+    told = [answer.speculation for answer in answers]
+    rounds = sum(one.num_spec_steps for one in told)
+    accepted = sum(one.num_accepted_draft_tokens for one in told)
+    nodes = sum(one.num_draft_tokens or 0 for one in told)
+    hits, misses = sum(one.cache_hits or 0 for one in told), sum(one.cache_misses or 0 for one in told)
+    return {
+        "tokens_per_round": _share(rounds + accepted, rounds),
+        "nodes_per_round": _share(nodes, rounds),
+        "acceptance": _share(accepted, nodes),
+        "hit_rate": _share(hits, hits + misses),
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole else None

@@ -1,0 +1,112 @@
+"""Rows, pairs and ratios of the closed loop from bursts of known speed."""
+
+from dataclasses import replace
+
+import pytest
+
+from ssd_serve.bench.load.client import Answer, Speculation
+from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
+from ssd_serve.bench.load.statistics import Limits
+
+LIMITS = Limits(ttft_ms=10_000, tpot_ms=10_000)
+
+
+def burst(mode: str, speed: float, pair: int = 0, concurrency: int = 4, order: int = 0) -> Burst:
+    """Two answers of 50 tokens at the same time, at `speed` tokens a second together."""
+    seconds = 100 / speed
+    answer = Answer(0.0, 0.0, seconds, ((seconds / 2, 1), (seconds, 49)), Speculation(25, 50, 25, 75, 20, 5))
+    return Burst(mode, concurrency, pair % 2, pair, order, (answer, answer), 0.1, 0.9, 0.01)
+
+
+def speeds(**modes: list[float]) -> list[Burst]:
+    return [
+        burst(mode.replace("_", "-"), speed, pair)
+        for mode, own in modes.items()
+        for pair, speed in enumerate(own)
+    ]
+
+
+def test_a_row_for_each_mode_and_concurrency() -> None:
+    bursts = [*speeds(ar=[10.0, 20.0, 40.0]), burst("auto", 80.0), burst("ar", 5.0, concurrency=8)]
+    rows = results(bursts, "real", LIMITS)
+    assert [(row["concurrency"], row["mode"]) for row in rows] == [(4, "ar"), (4, "auto"), (8, "ar")]
+    first = rows[0]
+    assert first["tokens_per_s"] == 20.0
+    assert first["tokens_per_s_quartiles"] == [15.0, 20.0, 30.0]
+    assert (first["requests"], first["bursts"], first["failed"]) == (6, 3, 0)
+    assert first["goodput_requests_per_s"] == pytest.approx(6 / 17.5, abs=1e-3)
+    assert first["tokens_per_round"] == 2.0
+    assert first["nodes_per_round"] == 3.0
+    assert (first["client_cpu_share"], first["idle_servers_cpu_share"]) == (0.1, 0.01)
+
+
+def test_pairs_hold_every_mode_in_the_order_of_measurement() -> None:
+    bursts = [burst("ar", 10.0, order=1), burst("auto", 30.0, order=0), burst("ar", 20.0, pair=1)]
+    found = pairs(bursts, "real")
+    assert [(row["pair"], row["launch"]) for row in found] == [(0, 0), (1, 1)]
+    first = found[0]["tokens_per_s"]
+    assert isinstance(first, dict)
+    assert list(first.items()) == [("auto", 30.0), ("ar", 10.0)]
+
+
+def test_ratios_are_of_the_same_pair_and_name_the_best_mode() -> None:
+    rows = ratios(speeds(ar=[10.0, 20.0, 30.0], ssd=[20.0, 40.0, 60.0], auto=[22.0, 44.0, 66.0]), "real")
+    told = {str(row["ratio"]): row for row in rows}
+    assert set(told) == {"auto/ar", "auto/ssd"}
+    assert told["auto/ssd"]["median"] == told["auto/ssd"]["mean"] == 1.1
+    assert told["auto/ssd"]["interval"] == [1.1, 1.1]
+    assert told["auto/ar"]["median"] == 2.2
+    assert (told["auto/ssd"]["best"], told["auto/ar"]["best"]) == (True, False)
+    assert {row["pairs"] for row in rows} == {3}
+
+
+def test_modes_are_judged_among_those_with_the_same_devices() -> None:
+    bursts = speeds(
+        ar=[10.0, 10.0],
+        ssd=[20.0, 20.0],
+        auto=[20.0, 20.0],
+        ar_all_devices=[30.0, 30.0],
+        auto_all_devices=[30.0, 30.0],
+    )
+    rows = {str(row["ratio"]): row for row in ratios(bursts, "real")}
+    assert list(rows) == ["auto/ar", "auto/ssd", "auto-all-devices/ar-all-devices", "auto-all-devices/ssd"]
+    best = [name for name, row in rows.items() if row["best"]]
+    assert best == ["auto/ssd", "auto-all-devices/ar-all-devices"]
+    assert rows["auto-all-devices/ssd"]["median"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("other", "factors", "holds"),
+    [
+        ("ssd", [1.0, 1.0, 1.0], True),
+        ("ssd", [0.97, 0.97, 0.97], False),
+        ("ar", [0.97, 0.97, 0.97], True),
+        ("ar", [0.969, 0.969, 0.969], False),
+        ("sd", [0.97, 0.97, 0.97], False),
+        ("ssd", [0.94, 0.96, 0.99], True),
+        ("ssd", [0.5, 0.94, 2.0], False),
+    ],
+)
+def test_what_holds(other: str, factors: list[float], holds: bool) -> None:
+    """The interval must reach 0.98 (0.97 against ar), and a wide one does not excuse a median below 0.95."""
+    bursts = speeds(auto=[100 * factor for factor in factors], **{other: [100.0] * 3})
+    (row,) = ratios(bursts, "real")
+    assert row["holds"] is holds
+
+
+def test_a_burst_with_a_failed_request_is_in_no_ratio() -> None:
+    bursts = speeds(auto=[10.0, 10.0, 10.0], ar=[10.0, 10.0, 10.0])
+    answer = replace(bursts[-1].answers[0], error="status 500")
+    failed = replace(bursts[-1], answers=(answer, *bursts[-1].answers[1:]))
+    (row,) = ratios([*bursts[:-1], failed], "real")
+    assert (row["pairs"], row["median"]) == (2, 1.0)
+    assert [each["failed"] for each in results([*bursts[:-1], failed], "real", LIMITS)] == [1, 0]
+
+
+def test_one_pair_judges_nothing() -> None:
+    (row,) = ratios(speeds(auto=[10.0], ar=[10.0]), "real")
+    assert (row["interval"], row["holds"], row["median"]) == (None, None, 1.0)
+
+
+def test_without_auto_there_are_no_ratios() -> None:
+    assert ratios(speeds(ar=[10.0], ssd=[10.0]), "real") == []

@@ -1,0 +1,209 @@
+"""Results of the load benchmark as tables and as a plot; what it cannot read is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ssd_serve.bench.load.plot import Panel, draw, nice_step
+from ssd_serve.bench.load.report import BEGIN, END, load_plot, load_tables, replace_load_block
+from ssd_serve.cli import main
+from ssd_serve.errors import UserError
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def row(mode: str, concurrency: int, speed: float, **fields: object) -> dict[str, object]:
+    return {
+        "setting": "ballast",
+        "mode": mode,
+        "concurrency": concurrency,
+        "tokens_per_s": speed,
+        "tokens_per_s_quartiles": [speed - 1, speed, speed + 1],
+        "requests": 24,
+        "failed": 0,
+        "ttft_ms": {"p50": 50.4, "p90": 90.0, "p99": 99.0},
+        "tpot_ms": {"p50": 15.25, "p90": 19.0, "p99": 20.0},
+        "goodput_share": 0.875,
+        "tokens_per_round": 2.5,
+        "nodes_per_round": None,
+        "client_cpu_share": 0.07,
+        "idle_servers_cpu_share": 0.004,
+        "a_new_field": 1,
+        **fields,
+    }
+
+
+def ratio(other: str, concurrency: int, median: float, **fields: object) -> dict[str, object]:
+    return {
+        "setting": "ballast",
+        "concurrency": concurrency,
+        "ratio": f"auto/{other}",
+        "best": False,
+        "pairs": 12,
+        "median": median,
+        "mean": median,
+        "interval": [median - 0.01, median + 0.01],
+        "holds": True,
+        **fields,
+    }
+
+
+STEPS = {"first_chunk_ms": 10.0, "speculated_ms": 20.0, "longest_gap_ms": 30.0, "tokens_per_chunk": 2.0}
+RESULT: dict[str, Any] = {
+    "benchmark": "load",
+    "plan": {
+        "setting": "ballast",
+        "tokens": 48,
+        "prompt_tokens": 64,
+        "temperature": 1.0,
+        "launches": 3,
+        "limits": {"ttft_ms": 450.0, "tpot_ms": 40.0},
+        "time_scale": 4.0,
+    },
+    "results": [
+        row("ar", 1, 60.0),
+        row("ar-all-devices", 1, 70.0),
+        row("auto", 1, 100.0, failed=2),
+        row("ar", 8, 240.0),
+        row("auto", 8, 230.0),
+    ],
+    "ratios": [
+        ratio("ar", 1, 1.6, best=True),
+        ratio("ar", 1, 1.4, ratio="auto-all-devices/ar-all-devices", best=True),
+        ratio("ar", 8, 0.96, best=True, holds=False),
+    ],
+    "trace": [row("ar", 0, 33.0, tokens_per_s_quartiles=[])],
+    "resume": [
+        {
+            "mode": "auto",
+            "concurrency": 8,
+            "outlived_the_burst": True,
+            "tokens_per_chunk_under_load": 1.25,
+            "survivor_after_burst": STEPS,
+            "single_before_burst": STEPS,
+            "single_after_burst": {**STEPS, "speculated_ms": None},
+        }
+    ],
+    "notes": {
+        "target_device": "cpu:0",
+        "draft_device": "cpu:1",
+        "client_device": "cpu:1",
+        "trace": {"arrivals": 20, "context": 2048, "clipped_prompts": 3, "left_out": 100},
+    },
+    "hardware": {"cpu": "A processor", "cores": 2, "memory_gib": 23.4},
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+}
+
+
+def test_every_mode_has_its_line_and_the_devices_their_tables() -> None:
+    same, _, whole = load_tables(RESULT).partition("**Closed loop, all devices")
+    line = "| 60.0 (59.0 to 61.0) | 50 / 90 / 99 | 15.2 / 19.0 / 20.0 | 0.88 | 2.50 |  |"
+    assert f"| 1 | plain (ar) {line}" in same.splitlines()
+    assert ", all devices" not in same
+    assert any(each.startswith("| 1 | plain (ar), all devices | 70.0") for each in whole.splitlines())
+    assert "0.88, 2 failed" in same
+
+
+def test_the_best_mode_is_marked_and_judged() -> None:
+    lines = load_tables(RESULT).splitlines()
+    assert "| at once | auto/ar | as good as the best |" in lines
+    assert "| 1 | **1.600 (1.590 to 1.610)** | yes |" in lines
+    assert "| 8 | **0.960 (0.950 to 0.970)** | no |" in lines
+    assert "| at once | auto-all-devices/ar-all-devices | as good as the best |" in lines
+    assert "| 1 | **1.400 (1.390 to 1.410)** | yes |" in lines
+
+
+def test_trace_and_resumption() -> None:
+    text = load_tables(RESULT)
+    assert "20 arrivals, times multiplied by 4; clipped to a context of 2048: 3 prompts" in text
+    assert "| plain (ar) | 33.0 | 50 / 90 / 99 |" in text
+    assert "| auto | 8 | 1.25 | 20.00, 30.00 | never, 30.00 | 20.00, 30.00 |" in text
+    assert "client on cpu:1, where it took up to 0.07 of a core" in text
+
+
+def test_tables_have_as_many_cells_as_columns() -> None:
+    for block in load_tables(RESULT).split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
+def test_the_plot_has_a_line_for_each_mode_in_both_panels() -> None:
+    root = ElementTree.fromstring(load_plot(RESULT))
+    lines = root.findall(f"{SVG}polyline")
+    assert len(lines) == 2 * 3
+    texts = {element.text for element in root.findall(f"{SVG}text")}
+    assert {"ar", "auto", "ar-all-devices", "tokens a second", "1", "8"} <= texts
+    first = [tuple(map(float, place.split(","))) for place in lines[0].attrib["points"].split()]
+    assert first[0][0] < first[1][0]
+    assert first[0][1] > first[1][1]
+
+
+def test_places_of_a_plot_follow_doublings_and_values() -> None:
+    root = ElementTree.fromstring(draw([Panel("title", {"ar": [(1, 0.0), (2, 50.0), (8, 100.0)]})]))
+    line = root.find(f"{SVG}polyline")
+    assert line is not None
+    (x1, y1), (x2, y2), (x8, y8) = (map(float, place.split(",")) for place in line.attrib["points"].split())
+    assert x8 - x1 == pytest.approx(3 * (x2 - x1), abs=0.2)
+    assert y1 - y8 == pytest.approx(2 * (y1 - y2), abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("value", "step"), [(0.9, 1), (1.0, 1), (2.1, 2.5), (31, 50), (0.06, 0.1), (600, 1000)]
+)
+def test_steps_of_an_axis_are_round(value: float, step: float) -> None:
+    assert nice_step(value) == pytest.approx(step)
+
+
+def test_a_replay_alone_has_no_closed_loop() -> None:
+    alone = {**RESULT, "results": [], "ratios": [], "resume": []}
+    text = load_tables(alone)
+    assert "Closed loop" not in text
+    assert "Replay of a trace" in text
+    assert ElementTree.fromstring(load_plot(alone)).findall(f"{SVG}polyline") == []
+
+
+def test_the_block_of_a_document_is_replaced_and_nothing_else() -> None:
+    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    once = replace_load_block(document, "table")
+    assert once == f"before\n{BEGIN}\n\ntable\n\n{END}\nafter\n"
+    assert replace_load_block(once, "table") == once
+    with pytest.raises(UserError, match="has no block"):
+        replace_load_block("no markers", "table")
+
+
+def test_the_report_command_knows_whose_result_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, readme = tmp_path / "load.json", tmp_path / "README.md"
+    file.write_text(json.dumps(RESULT))
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    assert main(["bench", "report", str(file)]) == 0
+    assert capsys.readouterr().out == load_tables(RESULT) + "\n"
+    assert main(["bench", "report", str(file), "--readme", str(readme)]) == 0
+    assert readme.read_text() == f"{BEGIN}\n\n{load_tables(RESULT)}\n\n{END}\n"
+
+
+@pytest.mark.parametrize("result", [{}, {**RESULT, "results": [{"mode": "ar"}]}])
+def test_something_else_is_refused(result: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="not a result"):
+        load_tables(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--pairs", "0"], "--pairs: must be at least 1"),
+        (["--time-scale", "-1"], "--time-scale: must be greater than 0"),
+        (["--temperature", "nan"], "--temperature: must be greater than 0"),
+        (["--modes", "fast"], "invalid choice"),
+        (["--no-closed-loop"], "leaves nothing to do"),
+        (["--port", "1"], "the flag --port is unknown"),
+        (["--learning", "-1"], "--learning: must be at least 1"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "load", *arguments]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""What is sent to whom, and when: a session over servers that are not there."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.bench.load.client import LoadClient
+from ssd_serve.bench.load.servers import Server
+from ssd_serve.bench.load.session import Found, Plan, Session, run_load
+from ssd_serve.bench.load.statistics import Limits
+from ssd_serve.bench.load.trace import Arrival, RequestMaker
+from ssd_serve.bench.prompts import Prompt
+from ssd_serve.errors import SsdError, UserError
+from ssd_serve.settings import Settings
+from tests.bench.load.fakes import FakeApi
+
+PLAN = Plan(
+    modes=("ar", "ssd", "auto"),
+    concurrencies=(1, 3),
+    pairs=5,
+    launches=2,
+    learning=0,
+    waves=2,
+    tokens=6,
+    prompt_tokens=10,
+    temperature=1.0,
+    limits=Limits(1000.0, 1000.0),
+    ballast=False,
+    devices="same",
+    resume=False,
+    trace=None,
+    time_scale=0.01,
+    trace_seconds=60.0,
+)
+POOL = [Prompt(f"file {index}", tuple(range(40 * index, 40 * index + 30)), index) for index in range(50)]
+RESOLVED = {"ar": "ar", "ssd": "ssd", "auto": "ssd"}
+
+
+class Measured:
+    """A session, the fake API of each server, and what was found."""
+
+    def __init__(self, plan: Plan = PLAN, trace: Sequence[Arrival] = (), context: int = 100) -> None:
+        self.apis = {name: FakeApi() for name in plan.modes}
+        self.found = Found([], [], [], {})
+        self._servers = {name: Server(name, name, RESOLVED[name], context, ()) for name in plan.modes}
+        maker = RequestMaker(POOL)
+        self._session = Session(
+            plan, maker, trace, None, self._connect, self.found, lambda _text: None, rest_s=0.0
+        )
+
+    def _connect(self, server: Server) -> LoadClient:
+        return LoadClient("http://load", PLAN.temperature, transport=self.apis[server.name].transport)
+
+    def run(self, *launches: int) -> "Measured":
+        for launch in launches:
+            asyncio.run(self._session.run(launch, self._servers))
+        return self
+
+
+def test_launches_share_the_pairs_out_and_every_mode_gets_the_same_requests() -> None:
+    measured = Measured().run(0, 1)
+    bursts = measured.found.bursts
+    assert [(each.launch, each.pair) for each in bursts if (each.mode, each.concurrency) == ("ar", 3)] == [
+        (0, 0),
+        (0, 2),
+        (0, 4),
+        (1, 1),
+        (1, 3),
+    ]
+    bodies = [measured.apis[name].bodies for name in PLAN.modes]
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert len({body["seed"] for body in bodies[0]}) == len(bodies[0])
+    assert {len(body["prompt"]) for body in bodies[0]} == {PLAN.prompt_tokens}
+
+
+def test_a_burst_has_two_waves_but_never_only_a_few_requests() -> None:
+    bursts = Measured().run(0).found.bursts
+    assert {(each.concurrency, len(each.answers)) for each in bursts} == {(1, 4), (3, 6)}
+    assert not any(answer.error for each in bursts for answer in each.answers)
+
+
+def test_warm_ups_are_sent_but_not_counted() -> None:
+    measured = Measured().run(0)
+    counted = sum(len(each.answers) for each in measured.found.bursts if each.mode == "ar")
+    assert len(measured.apis["ar"].bodies) == counted + 1 + 3
+
+
+def test_what_learns_is_warmed_up_longer_but_measured_alike() -> None:
+    learning, plain = Measured(replace(PLAN, learning=2)).run(0), Measured().run(0)
+    sent = {name: len(api.bodies) - len(plain.apis[name].bodies) for name, api in learning.apis.items()}
+    assert sent == {"ar": 0, "ssd": 0, "auto": 2 * 4 + 2 * 6}
+    assert len(learning.found.bursts) == len(plain.found.bursts)
+
+
+def test_no_mode_always_comes_first_or_after_the_same_other() -> None:
+    orders: dict[int, list[str]] = {}
+    for each in sorted(Measured().run(0, 1).found.bursts, key=lambda each: each.order):
+        if each.concurrency == 3:
+            orders.setdefault(each.pair, []).append(each.mode)
+    assert {order[0] for order in orders.values()} == set(PLAN.modes)
+    before_auto = {order[order.index("auto") - 1] for order in orders.values() if order[0] != "auto"}
+    assert before_auto == {"ar", "ssd"}
+
+
+def test_resumption_is_checked_where_drafts_can_be_made() -> None:
+    found = Measured(replace(PLAN, resume=True)).run(0, 1).found
+    assert [(each["mode"], each["launch"]) for each in found.resumes] == [
+        ("auto", 0),
+        ("ssd", 0),
+        ("auto", 1),
+        ("ssd", 1),
+    ]
+    assert {each["concurrency"] for each in found.resumes} == {3}
+
+
+def test_the_trace_is_replayed_once_to_every_server() -> None:
+    trace = [Arrival(0.0, 20, 4), Arrival(1.0, 500, 4), Arrival(9000.0, 1, 1)]
+    plan = replace(PLAN, concurrencies=())
+    measured = Measured(plan, trace).run(0, 1)
+    assert [each["mode"] for each in measured.found.replays] == ["ar", "auto", "ssd"]
+    assert {each["requests"] for each in measured.found.replays} == {2}
+    assert measured.found.bursts == []
+    assert measured.found.notes["trace"] == {
+        "arrivals": 2,
+        "context": 100,
+        "left_out": 1,
+        "clipped_prompts": 1,
+        "clipped_outputs": 0,
+        "prompt_tokens_lost_share": round(404 / 520, 4),
+        "output_tokens_lost_share": 0.0,
+    }
+    lengths = [(len(body["prompt"]), body["max_tokens"]) for body in measured.apis["ssd"].bodies]
+    assert lengths == [(20, 4), (96, 4)]
+
+
+def test_a_server_that_fails_everything_ends_the_benchmark() -> None:
+    measured = Measured()
+    measured.apis["ssd"].status = 500
+    with pytest.raises(SsdError, match="the server 'ssd' failed every request: status 500"):
+        measured.run(0)
+
+
+def test_requests_that_do_not_fit_the_context_are_refused_before_anything_is_sent() -> None:
+    measured = Measured(context=15)
+    with pytest.raises(UserError, match="must not exceed the context of 15"):
+        measured.run(0)
+    assert measured.apis["ar"].bodies == []
+
+
+@pytest.mark.parametrize("settings", [Settings(target="elsewhere"), Settings(emulate="mi300x-70b-1b")])
+def test_ballast_is_for_the_embedded_pair(settings: Settings) -> None:
+    with pytest.raises(UserError, match="leave out --target"):
+        run_load(settings, replace(PLAN, ballast=True), lambda _text: None)
+
+
+def test_a_trace_is_read_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the trace"):
+        run_load(Settings(), replace(PLAN, trace=tmp_path / "none.csv"), lambda _text: None)
