@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("server", "verifier", "drafter", "cache", "models", "kernels", "cluster", "src")
 OUTSIDE = ("bench", "lab", "recipes")
+LINKED = sorted(path.name for path in (ROOT / "src" / "ssd_serve").iterdir() if path.is_symlink())
+PRODUCT = ["src", *(room for room in LINKED if room not in OUTSIDE)]
 NAMES_MODULES = "src/ssd_serve/cli.py"
 """Imports the commands of `ssd bench` and `ssd recipe` by name, when one of them is called."""
 
@@ -51,7 +52,7 @@ def wrong(
         str(file.relative_to(ROOT)): of_rooms(found(file.read_text(encoding="utf-8")), others)
         for file in sources(room)
     }
-    assert len(named) > 5
+    assert named
     return {file: names for file, names in named.items() if names}
 
 
