@@ -47,13 +47,23 @@ def conformance(
     """Every batch with one shape of heads, and one batch with all shapes, for each dtype; `quick`: with
     few heads, and without the largest. Errors that the backend raises are the caller's."""
     for dtype in dtypes:
-        for name, asked in BATCHES.items():
-            if quick and name in LARGE:
-                continue
-            heads = Heads(*(_FEW_HEADS[0] if quick else (8, 2)), 64, dtype)
+        yield from every_batch(make, device, dtype, quick=quick)
+        yield from every_shape(make, device, dtype, quick=quick)
+
+
+def every_batch(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[Result]:
+    """The first part: all batches, with one shape of heads."""
+    for name, asked in BATCHES.items():
+        if quick and name in LARGE:
+            continue
+        heads = Heads(*(_FEW_HEADS[0] if quick else (8, 2)), 64, dtype)
+        yield Result(name, Trial(heads, largest_error(make, heads, asked, device)))
+
+
+def every_shape(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[Result]:
+    """The second part: all shapes of heads, with one batch."""
+    name, asked = next(iter(BATCHES.items()))
+    for head_dim in HEAD_DIMS:
+        for query_heads, kv_heads in _FEW_HEADS if quick else RATIOS:
+            heads = Heads(query_heads, kv_heads, head_dim, dtype)
             yield Result(name, Trial(heads, largest_error(make, heads, asked, device)))
-        name, asked = next(iter(BATCHES.items()))
-        for head_dim in HEAD_DIMS:
-            for query_heads, kv_heads in _FEW_HEADS if quick else RATIOS:
-                heads = Heads(query_heads, kv_heads, head_dim, dtype)
-                yield Result(name, Trial(heads, largest_error(make, heads, asked, device)))

@@ -208,13 +208,14 @@ def _registers(target: Target, code: Mapping[str, Any]) -> Registers:
     return Registers(used["REG"], memory // 4, 0, memory)
 
 
-def main() -> int:
-    """Print a table of all configurations; 1 when any must not be used."""
+def main(names: Sequence[str]) -> int:
+    """Print a table of all configurations, for GPUs of these names or all; 1 when any must not be used."""
+    targets = [target for target in TARGETS if target.name in names] if names else TARGETS
     head = "kernel | GPU | head size | dtype | rows | registers | spilled | scalar ones | bytes in memory"
     print(f"| {head} | shared KiB | matrix instructions |  |")
     print("|" + "---|" * 12)
     wrong = 0
-    for found, why in compile_all():
+    for found, why in compile_all(targets):
         wrong += bool(why)
         cells = (found.kernel, found.target, found.head_dim, found.dtype, found.tile)
         each = found.registers
@@ -230,4 +231,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

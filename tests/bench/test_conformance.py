@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from ssd_serve.bench.conformance import BATCHES, DTYPES, HEAD_DIMS, LARGE, conformance
+from ssd_serve.bench.conformance import (
+    BATCHES,
+    DTYPES,
+    HEAD_DIMS,
+    LARGE,
+    conformance,
+    every_batch,
+    every_shape,
+)
+from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
@@ -27,10 +36,24 @@ def test_compiled_kernel(native: NativeLibrary) -> None:
     assert wrong(lambda cache, heads: NativeAttention(native, cache, heads), quick=True) == []
 
 
+def interpreted(cache: KVCache, heads: int) -> TritonAttention:
+    return TritonAttention(cache, heads, widen=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_triton_under_its_interpreter() -> None:
-    assert wrong(lambda cache, heads: TritonAttention(cache, heads, widen=True), quick=True) == []
+def test_triton_under_its_interpreter_with_every_batch() -> None:
+    results = list(every_batch(interpreted, "cpu", torch.float32, quick=True))
+    assert {result.batch for result in results} == set(BATCHES) - set(LARGE)
+    assert all(result.trial.right for result in results), results
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_triton_under_its_interpreter_with_every_shape() -> None:
+    results = list(every_shape(interpreted, "cpu", torch.float32, quick=True))
+    assert {result.trial.heads.head_dim for result in results} == set(HEAD_DIMS)
+    assert all(result.trial.right for result in results), results
 
 
 class Short(SdpaAttention):

@@ -53,6 +53,7 @@ def use(patch: pytest.MonkeyPatch, *found: Candidate) -> None:
     patch.setattr(kernels, "candidates", lambda *_: list(found))
 
 
+@pytest.mark.slow
 def test_a_backend_that_raises_does_not_end_the_suite(suite: pytest.MonkeyPatch) -> None:
     use(suite, Candidate("broken", "", raises), Candidate("sdpa", "", SdpaAttention))
     result = check_conformance("cpu", lambda text: None)

@@ -60,6 +60,7 @@ def test_dtypes_are_compared_with_the_first() -> None:
     assert rows["int8"]["same_best_token"] == pytest.approx(2 / 3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_embedded_target_in_three_dtypes() -> None:
     said: list[str] = []
     result = quality.measure_quality(resolve_model("embedded", "target"), positions=600, say=said.append)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -80,7 +81,10 @@ def test_a_killed_parent_leaves_no_orphans(how: signal.Signals, tmp_path: Path) 
         assert until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_workers_get_settings_and_titles_and_leave_when_let_go(tmp_path: Path) -> None:
+def test_workers_get_settings_and_titles_and_leave_when_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerProcess, "stop", partialmethod(WorkerProcess.stop, grace_s=30.0))
     settings = Settings(mode=Mode.SSD, target="some-model", draft="d", run_dir=tmp_path / "run")
     command = workers(verifier="listen", drafter="sleep")
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
@@ -92,7 +96,7 @@ def test_workers_get_settings_and_titles_and_leave_when_let_go(tmp_path: Path) -
         assert until(lambda: psutil.Process(pids["drafter-0"]).cmdline()[0].startswith("ssd: drafter"))
         began = time.monotonic()
         channel.close()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20.0, "they have not left by themselves"
     assert not any(alive(pid) for pid in pids.values())
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -162,12 +166,21 @@ def test_a_signal_to_the_whole_group_is_the_parents_affair() -> None:
     assert not any(alive(pid) for pid in pids.values())
 
 
-def test_a_drafter_that_always_dies_is_restarted_less_and_less_often() -> None:
+@pytest.mark.slow
+def test_a_drafter_that_always_dies_is_restarted_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    def noted(deaths: int) -> float:
+        pauses.append(comeback.pause_before_restart(deaths))
+        return pauses[-1]
+
+    monkeypatch.setattr(supervisor, "pause_before_restart", noted)
     command = workers(verifier="sleep", drafter="crash")
+    began = time.monotonic()
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
-        assert until(lambda: engine.restarts >= 2)
-        time.sleep(0.3)
-        assert engine.restarts <= 3
+        assert until(lambda: engine.restarts >= 3)
+        assert time.monotonic() - began > 1.5, "the pauses are waited for"
+        assert pauses[:3] == [0.0, 0.5, 1.0]
         assert engine.failure is None
 
 
@@ -282,6 +295,7 @@ def test_a_target_that_was_ready_comes_back_whole() -> None:
         channel.close()
 
 
+@pytest.mark.slow
 def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comeback, "pause_before_restart", lambda _restarts: 0.0)
     command = workers(verifier="crash")
@@ -307,7 +321,7 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Pat
         began = time.monotonic()
         lost = 1 if victim == "drafter-0" else 2
         assert until(lambda: len(set(engine.pids().values()) - set(before.values())) == lost)
-        assert 4.0 < time.monotonic() - began < 8.0
+        assert time.monotonic() - began > 4.0
         assert not alive(before[victim])
         assert engine.failure is None
     assert list((tmp_path / "run").iterdir()) == []
@@ -325,9 +339,7 @@ def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_l
         assert until(lambda: psutil.Process(second).num_threads() >= _ALIVE)
         time.sleep(1.0)  # long enough to beat
         os.kill(second, signal.SIGSTOP)
-        began = time.monotonic()
         assert until(lambda: engine.pids().get("drafter-0", second) != second)
-        assert time.monotonic() - began < 8.0
         assert engine.failure is None
 
 

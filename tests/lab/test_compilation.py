@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.compilation import Compiled, Registers, amd_registers, argument_types, complaint
+from lab.compilation import TARGETS, Compiled, Registers, amd_registers, argument_types, complaint
 from ssd_serve.errors import SsdError
 
 GOOD = Compiled("attend_parts", "gfx950", 128, "bf16", 64, Registers(164, 0, 0, 0), 64 << 10, 12)
@@ -59,13 +59,14 @@ def test_an_argument_that_nothing_is_known_of_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_every_configuration_compiles_for_every_gpu_without_spills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", [target.name for target in TARGETS])
+def test_every_configuration_compiles_for_every_gpu_without_spills(tmp_path: Path, gpu: str) -> None:
     """In a process of its own: here kernels are interpreted."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     del environment["TRITON_INTERPRET"]
-    words = [sys.executable, "-m", "lab.compilation"]
+    words = [sys.executable, "-m", "lab.compilation", gpu]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout
-    for kernel, least in (("attend_parts", 50), ("merge_parts", 30), ("fill_noise", 2)):
+    for kernel, least in (("attend_parts", 17), ("merge_parts", 10), ("fill_noise", 0)):
         assert done.stdout.count(kernel) > least

@@ -23,12 +23,12 @@ from tests.models import checkpoints
 
 SLOTS, LENGTH = 400, 40
 CASES = (
-    ("llama-linear-biases", "bf16", "torch"),
-    ("mistral-window", "bf16", "torch"),
-    ("qwen3-qk-norm", "fp16", "torch"),
-    ("llama3-gqa-tied", "fp32", "torch"),
-    ("qwen2-mixed-windows", "int8", "torch"),
-    ("qwen2-mixed-windows", "bf16", "compiled"),
+    pytest.param(("llama-linear-biases", "bf16", "torch"), marks=pytest.mark.slow),
+    pytest.param(("mistral-window", "bf16", "torch"), marks=pytest.mark.slow),
+    pytest.param(("qwen3-qk-norm", "fp16", "torch"), marks=pytest.mark.slow),
+    pytest.param(("llama3-gqa-tied", "fp32", "torch"), marks=pytest.mark.slow),
+    pytest.param(("qwen2-mixed-windows", "int8", "torch"), marks=pytest.mark.slow),
+    pytest.param(("qwen2-mixed-windows", "bf16", "compiled"), marks=pytest.mark.slow),
     ("qwen3-qk-norm", "fp32", "compiled"),
 )
 
