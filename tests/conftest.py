@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from ssd_serve.kernels.native.library import NativeLibrary
 
-settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "local", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile(
     "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -224,6 +224,7 @@ def test_where_index_buffers_are(recorded: Recorded, place: str) -> None:
     assert doubles.planned(masked=True)[0]["custom_mask"].device.type == "meta"
 
 
+@pytest.mark.slow
 @PACKAGES
 def test_a_device_computes_what_the_reference_does(recorded: Recorded) -> None:
     doubles = Doubles(recorded)

@@ -22,6 +22,8 @@ from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, rows
 from tests.kernels.test_flashinfer import chunk, fork
 from tests.models.tape import Tape
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = pytest.mark.parametrize("recorded", ALL, ids=str)
 PADDING = SLOTS - 1
 

@@ -60,6 +60,7 @@ def test_a_row_of_torchs_attention_is_its_own_to_the_bit(
             assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.slow
 def test_a_row_of_the_triton_kernels_is_its_own_to_the_bit() -> None:
     rng = random.Random(2)
     prefix = [rng.sample(range(100, SLOTS), size) for size in (SPLIT + 5, 20)]

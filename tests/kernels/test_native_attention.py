@@ -206,6 +206,7 @@ def test_write_stores_what_the_cache_would(library: NativeLibrary) -> None:
     assert torch.equal(model.cache.values(0), expected.cache.values(0))
 
 
+@pytest.mark.slow
 def test_self_test_passes(library: NativeLibrary) -> None:
     for head_dim in (24, 64, 80):
         assert (

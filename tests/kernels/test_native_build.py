@@ -12,6 +12,7 @@ from ssd_serve.kernels.native.library import INT, NativeLibrary, load_native, na
 from ssd_serve.settings import Settings
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("native")
 def test_a_second_start_uses_what_the_first_compiled(tmp_path: Path) -> None:
     path = build(tmp_path)
@@ -107,6 +108,7 @@ def test_a_lock_that_is_a_link_costs_only_speed(tmp_path: Path, compiler: list[s
     assert precious.read_text() == "x"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("native")
 def test_settings_can_switch_the_kernels_off(tmp_path: Path) -> None:
     assert native_library(Settings(cache_dir=tmp_path, native_kernels=False)) is None

@@ -16,6 +16,8 @@ from ssd_serve.recipes.optimiser import Schedule, orthogonalise
 from ssd_serve.recipes.training import Phase, Recipe, Training, run, stored_schedule
 from ssd_serve.recipes.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 TARGET = Shape(300, 32, layers=2, heads=4, kv_heads=2, head=8, intermediate=48, context=256)
 DRAFT = Shape(300, 16, layers=1, heads=2, kv_heads=1, head=8, intermediate=32, context=256)
