@@ -10,12 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
+from ssd_serve.bench.check.commands import add_check
+from ssd_serve.bench.devices import add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
-from ssd_serve.bench.kernel_commands import add_kernels
+from ssd_serve.bench.kernels.commands import add_kernels
 from ssd_serve.bench.load.commands import add_load
+from ssd_serve.bench.lossless.commands import add_lossless
 from ssd_serve.bench.peers.commands import add_peers
-from ssd_serve.bench.quality_commands import add_check, add_quality
+from ssd_serve.bench.quality.commands import add_quality
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError
@@ -32,7 +34,7 @@ def add_commands(bench: argparse.ArgumentParser) -> None:
     add_load(commands)
     add_peers(commands)
     add_kernels(commands)
-    _add_lossless(commands)
+    add_lossless(commands)
     add_quality(commands)
     add_check(commands)
     _add_report(commands)
@@ -85,25 +87,6 @@ def _run_modes(args: argparse.Namespace) -> int:
 
         print(markdown_table(result))
     return 0
-
-
-def _add_lossless(commands: Commands) -> None:
-    parser = commands.add_parser("lossless", help="any mode, batch, budget and drafter: the plain text")
-    parser.add_argument("--quick", action="store_true", help="a small part of the product, in under a minute")
-    add_device_flags(parser)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.set_defaults(run=_run_lossless)
-
-
-def _run_lossless(args: argparse.Namespace) -> int:
-    """0: lossless; 1: a text differed beyond near-ties, or nothing was speculated where it should be."""
-    devices = chosen_devices(args.device, args.draft_device, this_machine(), Devices())
-    from ssd_serve.bench.lossless import QUICK, Plan, run_lossless
-
-    plan = QUICK if args.quick else Plan()
-    result = run_lossless(plan, lambda text: print(text, file=sys.stderr, flush=True), devices)
-    _write(result, args.json)
-    return 0 if result["lossless"] else 1
 
 
 def _add_report(commands: Commands) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ssd_serve.bench.fixed_costs import FixedCost
+from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits

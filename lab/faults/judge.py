@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lab.faults.client import Heard
-from ssd_serve.bench.lossless import Judge, first_difference
-from ssd_serve.bench.lossless_rig import Outputs, Pair
+from ssd_serve.bench.lossless.proof import Judge, first_difference
+from ssd_serve.bench.lossless.rig import Outputs, Pair
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import Settings

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssd_serve.bench.conformance import (
+from ssd_serve.bench.kernels.conformance import (
     BATCHES,
     DTYPES,
     HEAD_DIMS,

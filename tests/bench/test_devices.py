@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve.bench import commands, lossless_rig
+from ssd_serve.bench import commands
 from ssd_serve.bench.devices import Devices, chosen_devices
-from ssd_serve.bench.lossless import requests
-from ssd_serve.bench.lossless_rig import Case, Pair, run_case
+from ssd_serve.bench.lossless import rig as lossless_rig
+from ssd_serve.bench.lossless.proof import requests
+from ssd_serve.bench.lossless.random_pair import write_random_pair
+from ssd_serve.bench.lossless.rig import Case, Pair, run_case
 from ssd_serve.bench.modes import CORES
-from ssd_serve.bench.random_pair import write_random_pair
 from ssd_serve.bench.rig import Rig, Way
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli import main

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.float64 import Float64Decoder
+from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.errors import CheckpointError
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write

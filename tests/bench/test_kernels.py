@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.bench import kernels
-from ssd_serve.bench.conformance import Result
-from ssd_serve.bench.kernels import Plan, check_conformance, layers_for, run_kernels, table
+from ssd_serve.bench.kernels import timing
+from ssd_serve.bench.kernels.conformance import Result
+from ssd_serve.bench.kernels.timing import Plan, check_conformance, layers_for, run_kernels, table
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli import build_parser, main
 from ssd_serve.errors import SettingsError, UserError
@@ -45,12 +45,12 @@ def small_suite(make: Maker, device: str, dtypes: Sequence[torch.dtype]) -> Iter
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(kernels, "conformance", small_suite)
+    monkeypatch.setattr(timing, "conformance", small_suite)
     return monkeypatch
 
 
 def use(patch: pytest.MonkeyPatch, *found: Candidate) -> None:
-    patch.setattr(kernels, "candidates", lambda *_: list(found))
+    patch.setattr(timing, "candidates", lambda *_: list(found))
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ class Breaks(SdpaAttention):
 
 def test_a_backend_that_raises_is_not_timed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1, "float32", {1: 1e-10}, 1e11)
-    monkeypatch.setattr(kernels, "measure_roof", lambda *_, **__: roof)
-    monkeypatch.setattr(kernels, "SHAPES", {"a": (Asked(0, 201, depth=0),)})
+    monkeypatch.setattr(timing, "measure_roof", lambda *_, **__: roof)
+    monkeypatch.setattr(timing, "SHAPES", {"a": (Asked(0, 201, depth=0),)})
     use(
         monkeypatch,
         Candidate("broken", "", raises),
@@ -132,8 +132,8 @@ def test_quartiles_need_two_values() -> None:
 
 def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1, "float32", {1: 1e-10}, 1e11)
-    monkeypatch.setattr(kernels, "measure_roof", lambda *_, **__: roof)
-    monkeypatch.setattr(kernels, "SHAPES", {"a": (Asked(20, 5),), "b": (Asked(3, 1), Asked(0, 9, depth=0))})
+    monkeypatch.setattr(timing, "measure_roof", lambda *_, **__: roof)
+    monkeypatch.setattr(timing, "SHAPES", {"a": (Asked(20, 5),), "b": (Asked(3, 1), Asked(0, 9, depth=0))})
     result = run_kernels(Plan(heads=4, kv_heads=2, head_dim=64, repeats=3), native, lambda text: None)
     lines = table(result).splitlines()
     assert [line.split(" | ")[:2] for line in lines[2:6]] == [
@@ -151,11 +151,11 @@ def test_the_roof_is_reading_once_or_computing() -> None:
     asked = (Asked(100, 4, depth=0), Asked(28, 4, depth=0))
     batch = random_batch(random.Random(0), 200, asked)
     size = 136 * 2 * 8 * 128 * 4
-    assert kernels.least_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)
+    assert timing.least_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)
     computing = Roof(1, "float32", {1: 1e-15}, 1e9)
     products = 4 * 100 + 4 * 28 + 2 * (1 + 2 + 3 + 4)
     expected = 4 * products * 32 * 128 / 1e9
-    assert kernels.least_seconds(plan, torch.float32, asked, batch, computing) == pytest.approx(expected)
+    assert timing.least_seconds(plan, torch.float32, asked, batch, computing) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lab.invariance.experiment import SHAPES, Plan, run_invariance
-from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.settings import Settings
 
 

@@ -1,6 +1,6 @@
 """`ssd bench lossless`: the product, its figures and its verdict."""
 
-from ssd_serve.bench.lossless import BATCHES, BUDGETS, DRAFTERS, Plan, add, cases, run_lossless
+from ssd_serve.bench.lossless.proof import BATCHES, BUDGETS, DRAFTERS, Plan, add, cases, run_lossless
 
 SMALL = Plan(("random-llama",), batches=(4,), budgets=(0, 4), sets=2, max_tokens=10)
 

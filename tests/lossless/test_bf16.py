@@ -2,8 +2,8 @@
 
 import pytest
 
-from ssd_serve.bench.lossless import requests
-from ssd_serve.bench.lossless_rig import Case, Pair, run_case
+from ssd_serve.bench.lossless.proof import requests
+from ssd_serve.bench.lossless.rig import Case, Pair, run_case
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.models.hub import resolve_model

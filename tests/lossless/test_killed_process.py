@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.bench.lossless_rig import Case, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, Pair, run_case
 from ssd_serve.cluster.listener import Listener
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.run_dir import make_run_dir

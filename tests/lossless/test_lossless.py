@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.lossless import BATCHES, BUDGETS, Judge, requests
-from ssd_serve.bench.lossless_rig import Case, Outputs, Pair, run_case
-from ssd_serve.bench.random_pair import RANDOM_PAIRS, write_random_pair
+from ssd_serve.bench.lossless.proof import BATCHES, BUDGETS, Judge, requests
+from ssd_serve.bench.lossless.random_pair import RANDOM_PAIRS, write_random_pair
+from ssd_serve.bench.lossless.rig import Case, Outputs, Pair, run_case
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ssd_serve.bench.lossless import Judge
-from ssd_serve.bench.lossless_rig import Case, Pair, run_case
-from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.bench.lossless.proof import Judge
+from ssd_serve.bench.lossless.random_pair import write_random_pair
+from ssd_serve.bench.lossless.rig import Case, Pair, run_case
 from ssd_serve.messages import SamplingParameters, Submit
 from tests.lossless.covering import parameter_design
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.bench.lossless_rig import Case, Pair, run_case
-from ssd_serve.bench.random_pair import write_random_pair
+from ssd_serve.bench.lossless.random_pair import write_random_pair
+from ssd_serve.bench.lossless.rig import Case, Pair, run_case
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.int8 import can_multiply_int8

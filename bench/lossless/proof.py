@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from ssd_serve.bench.devices import Devices
-from ssd_serve.bench.float64 import Float64Decoder
-from ssd_serve.bench.lossless_rig import Case, Outputs, Pair, run_case
+from ssd_serve.bench.lossless.float64 import Float64Decoder
+from ssd_serve.bench.lossless.random_pair import write_random_pair
+from ssd_serve.bench.lossless.rig import Case, Outputs, Pair, run_case
 from ssd_serve.bench.machine import hardware, versions
-from ssd_serve.bench.random_pair import write_random_pair
 from ssd_serve.devices import pin
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.messages import SamplingParameters, Submit

@@ -39,7 +39,7 @@ def _repeats(text: str) -> int:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
-    from ssd_serve.bench.kernels import Plan, run_kernels, table
+    from ssd_serve.bench.kernels.timing import Plan, run_kernels, table
     from ssd_serve.kernels.native.library import native_library
     from ssd_serve.settings import Settings
 
@@ -56,7 +56,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
 def _run_conformance(args: argparse.Namespace) -> int:
     """1 when any backend that could serve computes something else."""
     os.environ.update(worker_environment())
-    from ssd_serve.bench.kernels import check_conformance
+    from ssd_serve.bench.kernels.timing import check_conformance
 
     result = check_conformance(_chosen(args.device), _say, quick=args.quick)
     _write(result, args.json)

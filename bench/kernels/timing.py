@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ssd_serve.bench.conformance import DTYPES, conformance
+from ssd_serve.bench.kernels.conformance import DTYPES, conformance
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line

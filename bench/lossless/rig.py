@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ssd_serve.bench.devices import Devices
-from ssd_serve.bench.fixed_costs import FixedCost, FixedHost
+from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.devices import Device
