@@ -18,7 +18,7 @@ from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.models.memory import release_memory, within_memory
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.processors import is_greedy
+from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.sampling import draft_scores, ranked_children
 
 

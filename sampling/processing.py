@@ -11,15 +11,8 @@ import torch
 
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.edits import EditedRow, Edits, Places, edit_rows
-from ssd_serve.sampling.processors import (
-    TOP_P_UNITS,
-    TokenCounts,
-    is_greedy,
-    needs_editing,
-    penalises,
-    smallest_share,
-    truncates,
-)
+from ssd_serve.sampling.parameters import is_greedy, needs_editing, penalises, truncates
+from ssd_serve.sampling.processors import TOP_P_UNITS, TokenCounts, smallest_share
 from ssd_serve.sampling.sampling_rows import SamplingRows
 
 _TOGETHER = 4 << 20

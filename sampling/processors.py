@@ -18,42 +18,9 @@ import torch
 
 from ssd_serve.kernels.batch import Int32Array, Int64Array
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.parameters import is_greedy, penalises
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are 0, as in vLLM: dividing by them would overflow float32."""
 TOP_P_UNITS = 2.0**50
-
-
-def is_greedy(parameters: SamplingParameters) -> bool:
-    """Whether the choice is the most probable token, without noise."""
-    return parameters.temperature < GREEDY_BELOW
-
-
-def needs_counts(parameters: SamplingParameters) -> bool:
-    """Whether rows of this request need `TokenCounts`: a penalty is on, or a bad word has several tokens."""
-    return penalises(parameters) or any(len(word) > 1 for word in parameters.bad_words)
-
-
-def penalises(parameters: SamplingParameters) -> bool:
-    """Whether any penalty is on."""
-    return (
-        parameters.repetition_penalty != 1.0
-        or parameters.presence_penalty != 0.0
-        or parameters.frequency_penalty != 0.0
-    )
-
-
-def needs_processing(parameters: SamplingParameters, generated: int) -> bool:
-    """Whether a row after `generated` output tokens needs more than division by its temperature."""
-    if penalises(parameters) or needs_editing(parameters, generated):
-        return True
-    return truncates(parameters)
-
-
-def truncates(parameters: SamplingParameters) -> bool:
-    """Whether top-k, top-p or min-p may leave tokens out."""
-    some = parameters.top_k > 0 or parameters.top_p < 1.0 or parameters.min_p > 0.0
-    return some and not is_greedy(parameters)
 
 
 class TokenCounts:
@@ -121,16 +88,6 @@ class TokenCounts:
         """The last `count` tokens of the output and the path, or all where there are fewer."""
         text = (*self._output[-count:], *path) if count > 0 else ()
         return text[max(0, len(text) - count) :]
-
-
-def needs_editing(parameters: SamplingParameters, generated: int) -> bool:
-    """Whether single tokens of a row after `generated` output tokens change, other than by penalties."""
-    return bool(
-        parameters.logit_bias
-        or parameters.bad_words
-        or parameters.allowed_token_ids is not None
-        or generated < parameters.min_tokens
-    )
 
 
 def process(

@@ -23,8 +23,9 @@ from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.sampling.native.choosing import NativeChoice
 from ssd_serve.sampling.noise import Float32Array
 from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.parameters import is_greedy, needs_processing
 from ssd_serve.sampling.processing import process_rows
-from ssd_serve.sampling.processors import TokenCounts, is_greedy, needs_processing
+from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.sampling.sampling_rows import SamplingRows
 
 _TOGETHER = 4 << 20

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.edits import Edits
-from ssd_serve.sampling.processors import TokenCounts, is_greedy
+from ssd_serve.sampling.parameters import is_greedy
+from ssd_serve.sampling.processors import TokenCounts
 
 
 class SamplingRows(NamedTuple):

@@ -10,7 +10,8 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.sampling.edits import Edits
-from ssd_serve.sampling.processors import TokenCounts, needs_counts, needs_editing
+from ssd_serve.sampling.parameters import needs_counts, needs_editing
+from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.seeds import root_name
 from ssd_serve.verifier.text import Text
 

@@ -23,7 +23,8 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.processors import TokenCounts, is_greedy, needs_counts, process
+from ssd_serve.sampling.parameters import is_greedy, needs_counts
+from ssd_serve.sampling.processors import TokenCounts, process
 from ssd_serve.seeds import choice_seed, mix
 from ssd_serve.settings import EMBEDDED, Settings
 

@@ -1,28 +1,44 @@
 """Choosing tokens by the compiled kernel: processing, noise and argmax of all rows in one call.
 
-What parameters do to single tokens (bias, masks, bad words) is left to `sampling.processing.edited`.
+What `COMPILED` does not list (what parameters do to single tokens) is left to torch, before the call.
 Knows rows, not what they are for.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.sampling.processing import edited
-from ssd_serve.sampling.processors import (
-    TOP_P_UNITS,
+from ssd_serve.sampling.parameters import (
+    Parameter,
+    Stage,
+    any_on,
+    at,
+    during,
     is_greedy,
-    needs_editing,
     penalises,
-    smallest_share,
     truncates,
 )
+from ssd_serve.sampling.processing import edited, process_rows
+from ssd_serve.sampling.processors import TOP_P_UNITS, smallest_share
 from ssd_serve.sampling.sampling_rows import SamplingRows
 
+COMPILED = frozenset(
+    {
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+    }
+)
+"""The parameters that the kernel knows."""
+_PLAIN = SamplingParameters()
 _REALS = 6
 """Numbers of a request that are not whole."""
 
@@ -30,7 +46,9 @@ _REALS = 6
 class NativeChoice:
     """Chooses tokens for rows of float32 logits on the CPU. Noise is that of `NativeNoise`, bit for bit."""
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeLibrary, compiled: Collection[str] = COMPILED) -> None:
+        """`compiled`: the parameters that are left to the kernel, some of those that it knows."""
+        self._declined = Declined(compiled)
         pointers = (POINTER,) * 4
         self._choose = library.function(
             "ssd_choose", POINTER, POINTER, SIZE, SIZE, *pointers, INT, result=INT
@@ -41,18 +59,39 @@ class NativeChoice:
     ) -> tuple[list[int], dict[int, torch.Tensor]]:
         """The choice of each row of `logits` [rows, vocabulary], and the processed logits, by row, of the
         requests that want log-probabilities."""
-        call = _Call(logits.contiguous())
+        call = _Call(logits.contiguous(), self._declined)
         for each in requests:
             call.add(each)
         return call.run(self._choose), call.processed
 
 
+class Declined:
+    """What the kernel is not asked: the parameters that change logits and are not `compiled`."""
+
+    def __init__(self, compiled: Collection[str]) -> None:
+        def others(*stages: Stage) -> list[Parameter]:
+            return [each for each in at(*stages) if each.name not in compiled]
+
+        self._edits = any_on(others(Stage.TOKENS, Stage.PENALTY))
+        self._early = during(others(Stage.START))
+        self._rest = any_on(others(Stage.TEMPERATURE, Stage.TRUNCATION))
+
+    def edits(self, request: SamplingRows) -> bool:
+        """Whether logits must be edited and penalised before."""
+        return self._edits(request.parameters) or self._early(request.parameters, request.generated)
+
+    def everything(self, request: SamplingRows) -> bool:
+        """Whether logits must be processed before: only noise and argmax are left."""
+        return self._rest(request.parameters)
+
+
 class _Call:
     """The arguments of one call, gathered request by request. Layouts are those of choosing.c."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits: torch.Tensor, declined: Declined) -> None:
         self.processed: dict[int, torch.Tensor] = {}
         self._logits = logits
+        self._declined = declined
         self._vocabulary = logits.shape[1]
         self._rows = 0
         self._wholes: list[int] = []
@@ -66,10 +105,12 @@ class _Call:
     def add(self, request: SamplingRows) -> None:
         """The next rows."""
         parameters, rows = request.parameters, request.rows
-        at = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
+        place = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
         penalised = penalises(parameters)
-        if needs_editing(parameters, request.generated):
-            at, penalised = self._edited(request), False
+        if self._declined.everything(request):
+            place, parameters, penalised = self._changed(process_rows, request), _PLAIN, False
+        elif self._declined.edits(request):
+            place, penalised = self._changed(edited, request), False
         tokens_at = counts_at = known = 0
         if penalised:
             tokens_at, counts_at, known = self._counted(request)
@@ -78,10 +119,10 @@ class _Call:
                 self._path_ends.append(len(self._paths))
         else:
             self._path_ends.extend([len(self._paths)] * rows)
-        told = self._told(rows) if parameters.logprobs is not None else 0
+        told = self._told(rows) if request.parameters.logprobs is not None else 0
         top_k, top_p = self._truncation(parameters)
-        drawn, seed = not is_greedy(parameters), _signed(request.seed)
-        self._wholes += (rows, self._rows, at, told, tokens_at, counts_at, known, top_k, top_p)
+        drawn, seed = not is_greedy(request.parameters), _signed(request.seed)
+        self._wholes += (rows, self._rows, place, told, tokens_at, counts_at, known, top_k, top_p)
         self._wholes += (drawn, seed, request.position)
         self._reals += self._numbers(parameters, penalised)
         self._depths.append(0)
@@ -109,9 +150,11 @@ class _Call:
         found: list[int] = choices.tolist()
         return found
 
-    def _edited(self, request: SamplingRows) -> int:
+    def _changed(
+        self, change: Callable[[torch.Tensor, Sequence[SamplingRows]], torch.Tensor], request: SamplingRows
+    ) -> int:
         rows = self._logits[self._rows : self._rows + request.rows]
-        changed = edited(rows, request.single())
+        changed = change(rows, request.single())
         self._kept.append(changed)
         return changed.data_ptr()
 

@@ -10,12 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.parameters import needs_counts, needs_processing
 from ssd_serve.sampling.processors import (
     TokenCounts,
     keep_top_k,
     keep_top_p,
-    needs_counts,
-    needs_processing,
     process,
 )
 

@@ -1,0 +1,153 @@
+"""Every parameter of the table: what is derived says that it is on, and no path passes it over."""
+
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import asdict, replace
+
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.native.choosing import COMPILED, Declined, NativeChoice
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.parameters import (
+    PARAMETERS,
+    Parameter,
+    Stage,
+    any_on,
+    is_greedy,
+    needs_counts,
+    needs_editing,
+    needs_processing,
+    penalises,
+    truncates,
+)
+from ssd_serve.sampling.processing import process_rows
+from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.sampling.sampling import sample
+from ssd_serve.sampling.sampling_rows import SamplingRows
+from tests.sampling.test_sampling_processors import reference
+
+VOCABULARY = 12
+PROMPT, OUTPUT, ENDS = (1, 2, 3, 4), (5, 5, 6), (0,)
+OTHER: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ((0, 3, 5, 7),),
+    "bad_words": (((5,), (9,)), ((5, 6, 7), (6, 2))),
+    "logit_bias": ({2: 3.0, 7: -100.0},),
+    "min_tokens": (6,),
+    "repetition_penalty": (1.5, 0.5),
+    "frequency_penalty": (0.7, -0.7),
+    "presence_penalty": (0.9, -0.9),
+    "temperature": (0.5, 1.7),
+    "min_p": (0.2, 1.0),
+    "top_k": (1, 4),
+    "top_p": (0.1, 0.55),
+    "stop_token_ids": ((4,),),
+    "ignore_eos": (True,),
+    "max_tokens": (3,),
+    "logprobs": (0, 4),
+    "prompt_logprobs": (0, 2),
+}
+"""Values that are not neutral."""
+CASES = [
+    pytest.param(each, value, id=f"{each.name}={value}") for each in PARAMETERS for value in OTHER[each.name]
+]
+
+
+def given(parameter: Parameter, value: object) -> SamplingParameters:
+    return replace(SamplingParameters(), **{parameter.name: value})
+
+
+def tree(parameters: SamplingParameters) -> SamplingRows:
+    """A first row behind three tokens of output, and a small tree of nodes."""
+    counts = TokenCounts(PROMPT, OUTPUT)
+    return SamplingRows(parameters, 7, 40, counts, (), 3, ENDS, None, (6, 7, 2), (-1, 0, -1), (1, 2, 1))
+
+
+def logits(rows: int) -> torch.Tensor:
+    return 2 * torch.randn((rows, VOCABULARY), generator=torch.Generator().manual_seed(3))
+
+
+def test_the_table_has_every_field_and_its_default_is_neutral() -> None:
+    """`max_tokens` has no neutral value: a text always ends."""
+    assert {each.name: each.neutral for each in PARAMETERS} == asdict(SamplingParameters())
+    assert len(PARAMETERS) == len({each.name for each in PARAMETERS})
+
+
+def test_rows_of_neutral_parameters_need_nothing() -> None:
+    neutral = SamplingParameters()
+    assert not needs_processing(neutral, 0)
+    assert not needs_counts(neutral)
+    assert not is_greedy(neutral)
+    assert not any_on(PARAMETERS)(neutral)
+
+
+@pytest.mark.parametrize(("parameter", "value"), CASES)
+def test_what_is_derived_says_that_a_parameter_is_on(parameter: Parameter, value: object) -> None:
+    parameters, stage = given(parameter, value), parameter.stage
+    assert any_on([parameter])(parameters)
+    assert needs_editing(parameters, 3) == (stage in (Stage.TOKENS, Stage.START))
+    assert penalises(parameters) == (stage == Stage.PENALTY)
+    assert truncates(parameters) == (stage == Stage.TRUNCATION)
+    processed = stage in (Stage.TOKENS, Stage.START, Stage.PENALTY, Stage.TRUNCATION)
+    assert needs_processing(parameters, 3) == processed
+    several = parameter.name == "bad_words" and value == ((5, 6, 7), (6, 2))
+    assert needs_counts(parameters) == (stage == Stage.PENALTY or several)
+
+
+@pytest.mark.parametrize(("parameter", "value"), CASES)
+def test_the_most_probable_token_needs_no_truncation(parameter: Parameter, value: object) -> None:
+    greedy = replace(given(parameter, value), temperature=0.0)
+    assert is_greedy(greedy)
+    assert not truncates(greedy)
+    edited = parameter.stage in (Stage.TOKENS, Stage.START, Stage.PENALTY)
+    assert needs_processing(greedy, 3) == edited
+
+
+def test_the_start_of_a_text_ends() -> None:
+    parameters = SamplingParameters(min_tokens=6)
+    assert [needs_editing(parameters, generated) for generated in (0, 5, 6, 7)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("parameter", "value"), CASES)
+def test_torch_does_what_the_definition_says(parameter: Parameter, value: object) -> None:
+    """And what acts on logits changes them."""
+    rows = tree(given(parameter, value)).single()
+    before = logits(len(rows))
+    found = process_rows(before, rows)
+    for line, row, processed in zip(before.tolist(), rows, found, strict=True):
+        expected = torch.tensor(reference(line, row.parameters, PROMPT, (*OUTPUT, *row.path), ENDS))
+        torch.testing.assert_close(processed, expected, rtol=1e-5, atol=1e-5)
+    acts = parameter.stage not in (Stage.END, Stage.REPORT)
+    assert torch.equal(found, before) != acts
+
+
+@pytest.mark.parametrize("declined", [None, *sorted(COMPILED)])
+@pytest.mark.parametrize(("parameter", "value"), CASES)
+def test_the_kernel_leaves_to_torch_what_it_does_not_list(
+    native: NativeLibrary, parameter: Parameter, value: object, declined: str | None
+) -> None:
+    """Whichever of its parameters it did not know: the same tokens and log-probabilities."""
+    choice = NativeChoice(native, COMPILED - {declined})
+    noise = NoiseRows(VOCABULARY, 64, native=native)
+    seasoned = SamplingParameters(temperature=0.8, top_k=9, repetition_penalty=1.2, logprobs=2)
+    asked = [
+        tree(replace(base, **{parameter.name: value}))._replace(seed=seed)
+        for base in (SamplingParameters(), SamplingParameters(temperature=0.0), seasoned)
+        for seed in range(8)
+    ]
+    before = logits(sum(each.rows for each in asked))
+    assert sample(before, asked, noise, choice) == sample(before, asked, noise)
+
+
+@pytest.mark.parametrize("declined", [None, *sorted(COMPILED)])
+@pytest.mark.parametrize(("parameter", "value"), CASES)
+def test_what_the_kernel_is_not_asked(parameter: Parameter, value: object, declined: str | None) -> None:
+    rest, rows = Declined(COMPILED - {declined}), tree(given(parameter, value))
+    unknown, stage = parameter.name not in COMPILED - {declined}, parameter.stage
+    assert rest.edits(rows) == (unknown and stage in (Stage.TOKENS, Stage.START, Stage.PENALTY))
+    assert rest.everything(rows) == (unknown and stage in (Stage.TEMPERATURE, Stage.TRUNCATION))
+
+
+def test_the_kernel_lists_parameters_of_the_table() -> None:
+    assert {each.name for each in PARAMETERS} > COMPILED
