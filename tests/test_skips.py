@@ -20,7 +20,9 @@ def run(
 
 
 @pytest.mark.parametrize("source", [ONE, MARKED, WHOLE], ids=["inside", "mark", "file"])
-@pytest.mark.parametrize("words", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["alone", "xdist"]
+)
 def test_a_reason_that_nobody_knows_fails_the_run(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str, words: tuple[str, ...]
 ) -> None:

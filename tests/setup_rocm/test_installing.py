@@ -8,6 +8,8 @@ import pytest
 from tests.setup_rocm.machine import HIP, ROOT, TORCH, Machine
 from tests.setup_rocm.pretended_pip import write_module, write_package, write_torch
 
+pytestmark = pytest.mark.slow
+
 
 def versions(machine: Machine) -> dict[str, str]:
     """Installed packages of the machine."""
