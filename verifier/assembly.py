@@ -19,7 +19,7 @@ from ssd_serve.kernels.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
-from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello, Ready
 from ssd_serve.models.config import model_name
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import find_model
@@ -137,6 +137,24 @@ def assemble_verifier(
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
     return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline, layouts, differences)
+
+
+def ready_report(settings: Settings, verifier: Assembled) -> Ready:
+    """What front ends are told of a verifier that can generate."""
+    drafts = ", ".join(map(without_revision, settings.draft_models))
+    return Ready(
+        target=verifier.facts.name,
+        draft=(drafts or "others") if settings.mode is not Mode.AR else "",
+        mode=settings.mode.value,
+        target_device=settings.target_device or "cpu",
+        draft_device=settings.draft_device or settings.drafter_address or "",
+        context=min(verifier.facts.context, verifier.slots - 1),
+        vocabulary=verifier.facts.vocabulary,
+        slots=verifier.slots,
+        target_step_ms=1e3 * verifier.step_s,
+        draft_step_ms=1e3 * verifier.engine.drafters.step_s,
+        protocol=PROTOCOL_VERSION,
+    )
 
 
 def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:

@@ -14,24 +14,21 @@ from ssd_serve.cluster.placement import of_rank
 from ssd_serve.cluster.polling import poll
 from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError, PermissionProblemError
-from ssd_serve.hub_id import without_revision
 from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Finish,
     Health,
     Message,
     Progress,
-    Ready,
     Status,
     Submit,
     SubmitChoices,
 )
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.admission import FROM_DRAFTERS
-from ssd_serve.verifier.assembly import Assembled, assemble_verifier
+from ssd_serve.verifier.assembly import Assembled, assemble_verifier, ready_report
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
 from ssd_serve.verifier.recording import Recorder, is_full, recorded_bytes
@@ -70,7 +67,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafters")
         loop.await_drafters(_JOIN_S, max(1, settings.drafter_count))
-    server.send(_ready(settings, verifier))
+    server.send(ready_report(settings, verifier))
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
     )
@@ -243,23 +240,6 @@ def _await_server(servers: Listener) -> Channel:
 def _say(server: Channel, log: Logger, text: str) -> None:
     log.debug(text)
     server.send(Progress(text))
-
-
-def _ready(settings: Settings, verifier: Assembled) -> Ready:
-    drafts = ", ".join(map(without_revision, settings.draft_models))
-    return Ready(
-        target=verifier.facts.name,
-        draft=(drafts or "others") if settings.mode is not Mode.AR else "",
-        mode=settings.mode.value,
-        target_device=settings.target_device or "cpu",
-        draft_device=settings.draft_device or settings.drafter_address or "",
-        context=min(verifier.facts.context, verifier.slots - 1),
-        vocabulary=verifier.facts.vocabulary,
-        slots=verifier.slots,
-        target_step_ms=1e3 * verifier.step_s,
-        draft_step_ms=1e3 * verifier.engine.drafters.step_s,
-        protocol=PROTOCOL_VERSION,
-    )
 
 
 def _whole_status(verifier: Assembled) -> Status:

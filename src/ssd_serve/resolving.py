@@ -6,7 +6,7 @@ settings, not what they mean.
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -61,8 +61,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def resolve(flags: Mapping[str, object]) -> Settings:
-    """Settings from flags (by field name), variables and defaults. Everything wrong is a `SettingsError`."""
+def resolve_arguments(arguments: Mapping[str, object]) -> Settings:
+    """The same from arguments of a Python call."""
+    for name in arguments:
+        if name not in Settings.model_fields:
+            raise SettingsError(f"there is no setting {name}{suggestion(name, Settings.model_fields)}")
+    return resolve(arguments, lambda field: f"the argument {field}")
+
+
+def resolve(
+    flags: Mapping[str, object], called: Callable[[str], str] = lambda field: f"the flag {flag_name(field)}"
+) -> Settings:
+    """Settings from flags (by field name), variables and defaults. Everything wrong is a `SettingsError`, in
+    which a flag is `called` what the user typed."""
     known = [variable_name(field) for field in Settings.model_fields]
     for variable in os.environ:
         if variable.startswith(PREFIX) and variable not in known:
@@ -73,7 +84,7 @@ def resolve(flags: Mapping[str, object]) -> Settings:
     try:
         return Settings.model_validate(dict(flags))
     except ValidationError as error:
-        raise SettingsError(_explain(error, flags)) from error
+        raise SettingsError(_explain(error, flags, called)) from error
 
 
 def refuse_empty_keys() -> None:
@@ -117,13 +128,13 @@ def _shown(name: str, value: object) -> str:
     return str(value.value) if isinstance(value, Enum) else str(value)
 
 
-def _explain(error: ValidationError, flags: Mapping[str, object]) -> str:
+def _explain(error: ValidationError, flags: Mapping[str, object], called: Callable[[str], str]) -> str:
     """One sentence for each wrong value; values are left out, they may be secrets."""
     sentences: list[str] = []
     for problem in error.errors(include_input=False, include_url=False):
         field = str(problem["loc"][0]).lower() if problem["loc"] else ""
         field = field.removeprefix(PREFIX.lower())
-        where = f"the flag {flag_name(field)}" if field in flags else f"the variable {variable_name(field)}"
+        where = called(field) if field in flags else f"the variable {variable_name(field)}"
         message = problem["msg"]
         sentences.append(f"{where}: {message[:1].lower()}{message[1:]}")
     return "; ".join(sentences)

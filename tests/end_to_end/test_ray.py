@@ -21,17 +21,19 @@ from ssd_serve.cluster.ray_cluster import ray_cluster
 from ssd_serve.cluster.ray_launcher import ray_engine
 from ssd_serve.cluster.ray_placement import STRATEGY, ray_place
 from ssd_serve.cluster.ray_workers import ALL_VISIBLE
+from ssd_serve.conversation import Asked, Conversation
+from ssd_serve.engine_access import EngineProcesses
 from ssd_serve.errors import SettingsError
-from ssd_serve.generate import Wish, await_ready, converse
 from ssd_serve.logs import get_logger
 from ssd_serve.models.tokenizer import Tokenizer
 from ssd_serve.resolving import visible_gpus
+from ssd_serve.sampling_params import SamplingParams
 from ssd_serve.settings import Mode, Settings
 from tests.end_to_end.tiny_pair import write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 QUIET = get_logger("server", level="error")
-WISH = Wish("def f(", temperature=0.9, seed=5, max_tokens=64)
+PARAMS = SamplingParams(temperature=0.9, max_tokens=64)
 
 
 class SimulatedCluster:
@@ -112,14 +114,25 @@ def settings(pair: tuple[Path, Path]) -> Settings:
     )
 
 
+def generated(access: EngineProcesses, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of one request on an engine that stays."""
+    prompt, parameters = tuple(tokenizer.encode("def f(")), PARAMS.for_model(access.ready.vocabulary, 64)
+    conversation = Conversation(access, tokenizer, 1)
+    (text,) = conversation.ask([Asked(0, prompt, (5,), PARAMS, parameters)])
+    while not text.over:
+        conversation.turn()
+    assert text.output is not None
+    return list(text.output.token_ids)
+
+
 def text(engine: RunningEngine, settings: Settings) -> list[int]:
     """Token ids of one request."""
     channel = engine.connect()
-    await_ready(engine, channel, lambda _progress: None)
-    generated = converse(engine, channel, Tokenizer(Path(settings.target)), WISH, lambda _text: None)
+    access = EngineProcesses(engine, channel, lambda _progress: None)
+    tokens = generated(access, Tokenizer(Path(settings.target)))
     engine.expect_end()
     channel.close()
-    return generated.token_ids
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +150,8 @@ def test_target_and_drafter_share_a_node_and_come_back_on_another(
     tokenizer = Tokenizer(Path(settings.target))
     with ray_engine(settings, QUIET) as engine:
         channel = engine.connect()
-        await_ready(engine, channel, lambda _progress: None)
-        assert converse(engine, channel, tokenizer, WISH, lambda _text: None).token_ids == expected
+        access = EngineProcesses(engine, channel, lambda _progress: None)
+        assert generated(access, tokenizer) == expected
         assert engine.nodes() == dict.fromkeys(("verifier", "drafter-0"), cluster.id(large))
         pids = engine.pids()
         assert set(pids) == {"verifier", "drafter-0"}
@@ -150,8 +163,8 @@ def test_target_and_drafter_share_a_node_and_come_back_on_another(
         cluster.lose(large)
         channel.close()
         channel = engine.connect()
-        await_ready(engine, channel, lambda _progress: None)
-        assert converse(engine, channel, tokenizer, WISH, lambda _text: None).token_ids == expected
+        access = EngineProcesses(engine, channel, lambda _progress: None)
+        assert generated(access, tokenizer) == expected
         assert until(lambda: len(engine.nodes()) == 2)
         assert set(engine.nodes().values()) <= {cluster.id(another), cluster.id(small)}
         assert engine.failure is None
@@ -169,12 +182,12 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
     large, small = cluster.add(2), cluster.add(1)
     with ray_engine(ranked, QUIET) as engine:
         channel = engine.connect()
-        await_ready(engine, channel, lambda _progress: None)
+        access = EngineProcesses(engine, channel, lambda _progress: None)
         target = cluster.id(large)
         assert engine.nodes() == {"verifier": target, "rank-1": target, "drafter-0": cluster.id(small)}
         tokenizer = Tokenizer(Path(ranked.target))
         cluster.lose(small)
-        assert converse(engine, channel, tokenizer, WISH, lambda _text: None).token_ids == expected
+        assert generated(access, tokenizer) == expected
         assert until(lambda: engine.restarts > 0)
         another = cluster.add(1)
         assert until(lambda: engine.nodes().get("drafter-0") == cluster.id(another))
@@ -259,7 +272,7 @@ def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster,
     node = cluster.add(1)
     with ray_engine(plain, QUIET, silence_s=2.0) as engine:
         channel = engine.connect()
-        await_ready(engine, channel, lambda _progress: None)
+        EngineProcesses(engine, channel, lambda _progress: None)
         engine.target_is_ready()
         hanging = engine.pids()["verifier"]
         time.sleep(1.5)  # a first sign of life
@@ -267,7 +280,7 @@ def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster,
         assert until(lambda: engine.restarts > 0, 30.0)
         channel.close()
         channel = engine.connect()
-        await_ready(engine, channel, lambda _progress: None)
+        EngineProcesses(engine, channel, lambda _progress: None)
         assert not psutil.pid_exists(hanging)
         engine.expect_end()
         channel.close()
