@@ -11,6 +11,8 @@ from pydantic import Field
 # pydantic wants this one before Python 3.12, and `NotRequired` is not in `typing` before 3.11.
 from typing_extensions import NotRequired, TypedDict
 
+from ssd_serve.messages import Why
+
 
 class ErrorDetail(TypedDict):
     """What went wrong."""
@@ -62,10 +64,35 @@ class Version(TypedDict):
     version: str
 
 
+class RoundPrice(TypedDict):
+    """What a round should give."""
+
+    nodes: Annotated[
+        int | None,
+        Field(description="drafted tokens to verify; null: none are there to be counted"),
+    ]
+    seconds: float
+    tokens_per_second: float
+
+
+class RoundDecision(TypedDict):
+    """What the last round decided about drafts, and why."""
+
+    layout: Annotated[Literal["beside", "inline", "plain"], Field(description="who drafts; plain: nobody")]
+    why: Why
+    nodes: Annotated[int, Field(ge=0, description="drafted tokens that were verified")]
+    waited_s: Annotated[float, Field(ge=0, description="how long the round waited for drafts")]
+    chosen: Annotated[RoundPrice | None, Field(description="the round as it was chosen; null: unknown")]
+    other: Annotated[
+        RoundPrice | None, Field(description="without drafts where there were some, else with; null: unknown")
+    ]
+
+
 class Load(TypedDict):
     """Requests in flight."""
 
     server_load: Annotated[int, Field(ge=0)]
+    speculation: NotRequired[Annotated[RoundDecision, Field(description="absent before the first round")]]
 
 
 class Tokens(TypedDict):

@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ssd_serve import __version__
 from ssd_serve.hub_id import hub_id
+from ssd_serve.messages import Decided, Price
 from ssd_serve.server.service import Service
 
 
@@ -41,8 +42,11 @@ class InformationEndpoints:
         return JSONResponse({"version": __version__})
 
     async def load(self) -> Response:
-        """Requests in flight, for load balancers."""
-        return JSONResponse({"server_load": self.service.engine.active})
+        """Requests in flight, for load balancers, and why it speculates or not."""
+        engine = self.service.engine
+        decided = engine.status.decision if engine.status is not None else None
+        more = {"speculation": _speculation(decided)} if decided is not None else {}
+        return JSONResponse({"server_load": engine.active, **more})
 
     async def metrics(self) -> Response:
         """The Prometheus page; of all servers where there are several behind this address."""
@@ -62,3 +66,20 @@ class InformationEndpoints:
             "revision": found.commit if found else None,
             "max_model_len": ready.context if ready else None,
         }
+
+
+def _speculation(decided: Decided) -> dict[str, object]:
+    return {
+        "layout": decided.layout,
+        "why": decided.why.value,
+        "nodes": decided.nodes,
+        "waited_s": decided.waited_s,
+        "chosen": _price(decided.chosen),
+        "other": _price(decided.other),
+    }
+
+
+def _price(price: Price | None) -> dict[str, object] | None:
+    if price is None:
+        return None
+    return {"nodes": price.nodes, "seconds": price.seconds, "tokens_per_second": price.rate}

@@ -116,7 +116,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/models/{name}": Operation("one model", answers.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)),
     "/version": Operation("the version of the package", answers.Version),
-    "/load": Operation("requests in flight", answers.Load),
+    "/load": Operation("requests in flight, and why it speculates or not", answers.Load),
     METRICS_PATH: Operation("figures for Prometheus", PLAIN),
     "/openapi.json": Operation("this document", dict),
     "/v1/completions": Operation(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.messages import Why
 from ssd_serve.models.config import SUPPORTED
 from ssd_serve.settings import PREFIX, Settings
 from tests.generated_docs import DOCS, TABLES, block
@@ -46,6 +47,15 @@ def test_generated_tables(name: str) -> None:
 def test_the_supported_architectures() -> None:
     models = text(DOCS / "models.md")
     assert all(f"| `{name}` |" in models for name in SUPPORTED)
+
+
+def test_why_it_does_not_speculate() -> None:
+    """Every reason has its row, in the order in which they are told."""
+    section = (
+        text(DOCS / "speculation.md").partition("## Why does it not speculate now?")[2].partition("\n## ")[0]
+    )
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [why.value for why in Why]
 
 
 def test_the_readme_is_short() -> None:

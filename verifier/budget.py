@@ -20,6 +20,8 @@ class Choice:
     nodes: int
     tokens: float
     seconds: float
+    held_back: bool = False
+    """Whether more nodes would pay, but take longer than a token may."""
 
 
 def choose(
@@ -38,12 +40,14 @@ def choose(
     """
     tokens = roots + np.concatenate(([0.0], np.cumsum(reaches[: len(seconds) - 1])))  # [most + 1]
     value = tokens - rate * seconds if rate > 0 else tokens / np.maximum(seconds, 1e-9)
+    paying = 0
     if most_tpot_s < math.inf:
+        paying = int(np.argmax(value))
         tpot_s = seconds * roots / np.maximum(tokens, 1e-9)
         kept = tpot_s <= most_tpot_s
         value = np.where(kept, value, -np.inf) if kept.any() else -tpot_s
     best = int(np.argmax(value))
-    return Choice(best, float(tokens[best]), float(seconds[best]))
+    return Choice(best, float(tokens[best]), float(seconds[best]), best < paying)
 
 
 class Rate:
@@ -69,6 +73,11 @@ class Rate:
     def tokens_a_round(self) -> float:
         """Committed tokens of a request in a round; 1 while unknown."""
         return max(1.0, self._tokens_per_request)
+
+    @property
+    def seconds_a_round(self) -> float:
+        """Seconds of a round; 0 while unknown."""
+        return self._seconds
 
     def value(self, requests: int) -> float:
         """Tokens a second with `requests` decoding requests; 0 while unknown."""

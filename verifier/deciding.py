@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ssd_serve.messages import Price, Why
 from ssd_serve.verifier.budget import Rate, choose
 from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost, Reading
+from ssd_serve.verifier.decision import Decision
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.governor import Governor
 from ssd_serve.verifier.growing import GrowPolicy, Outlook
 from ssd_serve.verifier.layout import Cores, Layout
-from ssd_serve.verifier.ranking import RankedNode, rank
+from ssd_serve.verifier.ranking import RankedNode, Ranking, rank
 from ssd_serve.verifier.scheduler import Part
 
 _LEAST_PROMPT_ROWS = 16
@@ -70,6 +72,29 @@ class Round:
     total_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Prospect:
+    """A round of `requests` decoding requests as it would be now; `seconds` is what it takes with 0, 1, ...
+    nodes."""
+
+    requests: int
+    outlook: Outlook
+    ranking: Ranking
+    seconds: npt.NDArray[np.float64]
+
+    @property
+    def without_nodes(self) -> Price:
+        """The round that verifies none."""
+        return Price(0, float(self.requests), float(self.seconds[0]))
+
+    @property
+    def with_one_node(self) -> Price | None:
+        """The round that verifies the best one; None where there is none, or no row for it."""
+        if not self.ranking.nodes or len(self.seconds) < 2:
+            return None
+        return Price(1, self.requests + self.ranking.nodes[0][0], float(self.seconds[1]))
+
+
 class Decider:
     """Decides rounds and learns from them. `governing` None: one layout for ever, with this cost and
     policy."""
@@ -94,25 +119,28 @@ class Decider:
         self._rate = Rate()
         self._clock = clock
 
-    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], float]:
-        """The nodes of a round, best first, and the seconds spent waiting for growth; `drain` takes what
-        came."""
+    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], Decision]:
+        """The nodes of a round, best first, and why they are these; `drain` takes what came."""
         requests = sum(part.request.decoding for part in parts)
         self._lay_out(len(parts), decoding=requests > 0)
         if not self._drafters.working or self._bounds.budget == 0:
-            return [], 0.0
-        waited_s = 0.0
-        outlook, ranked = self._outlook(parts, requests, 0)
-        while requests and self._drafters.worth_waiting() and self._policy.wants(outlook):
+            return [], self._undrafted(requests)
+        waited_s, answers = 0.0, True
+        prospect = self._prospect(parts, requests, 0)
+        while (
+            requests
+            and (answers := self._drafters.worth_waiting())
+            and self._policy.wants(outlook := prospect.outlook)
+        ):
             started = self._clock()
             self._drafters.wait(2 * max(outlook.step_s, 1e-3))
             drain()
             spent_s = self._clock() - started
             waited_s += spent_s
-            before = outlook
-            outlook, ranked = self._outlook(parts, requests, before.steps + 1)
-            self._policy.learn(before, outlook, spent_s)
-        return ranked[: outlook.choice.nodes], waited_s
+            prospect = self._prospect(parts, requests, outlook.steps + 1)
+            self._policy.learn(outlook, prospect.outlook, spent_s)
+        nodes = prospect.ranking.nodes[: prospect.outlook.choice.nodes]
+        return nodes, self._drafted(prospect, waited_s, answers)
 
     def prompt_rows(self, requests: int, most: int) -> int:
         """How many of `most` prompt rows a round should read beside `requests` decoding requests: as many as
@@ -172,8 +200,38 @@ class Decider:
             self.governing.cores.enter(layout)
             self._drafters.use(layout)
 
-    def _outlook(self, parts: Sequence[Part], requests: int, steps: int) -> tuple[Outlook, list[RankedNode]]:
-        """The round as it would be now, and its candidate nodes."""
+    def _undrafted(self, requests: int) -> Decision:
+        """A round for which nobody drafts."""
+        governor = self.governing.governor if self.governing is not None else None
+        layout, other_s = self._drafters.layout, 0.0
+        if self._bounds.budget == 0:
+            why = Why.OFF
+        elif governor is None or layout is not Layout.PLAIN or not self._drafters.alive:
+            why = Why.NO_DRAFTER
+        else:
+            why = Why.TRYING if governor.trying else Why.SLOWER
+            mine, others = governor.standing()
+            other_s = self._rate.seconds_a_round * mine / others if others else 0.0
+        tokens, seconds = requests * self._rate.tokens_a_round, self._rate.seconds_a_round
+        chosen = Price(0, tokens, seconds) if tokens and seconds else None
+        other = Price(None, tokens, other_s) if tokens and other_s else None
+        return Decision(layout, why, 0, 0.0, chosen, other)
+
+    def _drafted(self, prospect: _Prospect, waited_s: float, answers: bool) -> Decision:
+        """A round for which somebody drafts, though none of it may be there."""
+        choice = prospect.outlook.choice
+        if not choice.nodes:
+            why = _why_none(prospect, answers)
+        elif self.governing is not None and self.governing.governor.trying:
+            why = Why.TRYING
+        else:
+            why = Why.PAYS
+        chosen = Price(choice.nodes, choice.tokens, choice.seconds)
+        other = prospect.without_nodes if choice.nodes else prospect.with_one_node
+        return Decision(self._drafters.layout, why, choice.nodes, waited_s, chosen, other)
+
+    def _prospect(self, parts: Sequence[Part], requests: int, steps: int) -> _Prospect:
+        """The round as it would be now, after so many awaited draft steps."""
         bounds, rate = self._bounds, self._rate.value(requests)
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
@@ -184,7 +242,8 @@ class Decider:
         # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
         leaves = np.maximum(ranking.leaves - rate * self._row_seconds(parts), 0.0)
         step_s = self._drafters.step_s
-        return Outlook(choice, leaves, rate, step_s, steps, ranking.missed), ranking.nodes
+        outlook = Outlook(choice, leaves, rate, step_s, steps, ranking.missed)
+        return _Prospect(requests, outlook, ranking, seconds)
 
     def _row_seconds(self, parts: Sequence[Part]) -> float:
         """What one more node adds to a round, as the mean of the next eight."""
@@ -198,6 +257,20 @@ class Decider:
         reading = _reading(parts)
         forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
         return forward_s + self.host.node_s * np.arange(most + 1)
+
+
+def _why_none(prospect: _Prospect, answers: bool) -> Why:
+    """Why a round verifies no node though drafters work."""
+    ranking = prospect.ranking
+    if not prospect.requests:
+        return Why.PROMPTS
+    if not ranking.trees:
+        return Why.ENDING
+    if not ranking.nodes and ranking.missed:
+        return Why.NOTHING_DRAFTED if answers else Why.NO_DRAFTER
+    if len(prospect.seconds) < 2 and ranking.nodes:
+        return Why.FULL
+    return Why.LATE if prospect.outlook.choice.held_back else Why.NOT_WORTH
 
 
 def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:

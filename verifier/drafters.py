@@ -103,6 +103,16 @@ class Drafters:
         return any(link.working for link in self._links.values())
 
     @property
+    def layout(self) -> Layout:
+        """Who drafts: as `use` has said, else as they are here."""
+        if self._layout is not None:
+            return self._layout
+        working = [link.synchronous for link in self._links.values() if link.working]
+        if not working:
+            return Layout.PLAIN
+        return Layout.INLINE if all(working) else Layout.BESIDE
+
+    @property
     def channels(self) -> list[Channel]:
         """What a caller may wait on."""
         return [link.channel for link in self._links.values()]

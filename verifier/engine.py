@@ -20,9 +20,11 @@ from ssd_serve.messages import (
     Submit,
     SubmitChoices,
     VerifierReport,
+    Why,
 )
 from ssd_serve.models.memory import release_memory
 from ssd_serve.verifier.deciding import Decider, Round
+from ssd_serve.verifier.decision import Decision
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.ranking import RankedNode
 from ssd_serve.verifier.request import Request, Shared, accept, share
@@ -90,6 +92,8 @@ class Engine:
         self.clocked = Clocked()
         self.totals = Totals()
         self.shortage = Shortage(scheduler.prefill_chunk)
+        self.decision: Decision | None = None
+        """The last round's; None before the first."""
         self._rounds = rounds
         self._bounds = bounds
         self._clock = clock
@@ -157,8 +161,12 @@ class Engine:
         parts = self._choose_parts()
         if not parts:
             return []
-        nodes, waited_s = self.decider.choose(parts, self.drain)
+        nodes, decision = self.decider.choose(parts, self.drain)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
+        self.decision = decision.launched(
+            sum([len(each.tree) for each in flight.work]),
+            Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS,
+        )
         if self._witness is not None:
             self._witness(walks)
         reports: list[VerifierReport] = []
@@ -168,7 +176,7 @@ class Engine:
         self.scheduler.pool.free(rejected)
         self.drafters.flush()
         self.shortage.passed()
-        self._account(flight, walks, forward_s, waited_s, self._clock() - started)
+        self._account(flight, walks, forward_s, decision.waited_s, self._clock() - started)
         return reports
 
     def drain(self) -> None:

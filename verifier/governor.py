@@ -120,6 +120,21 @@ class Governor(Generic[Way]):
             self._exponent = _exponent(self._load)
         return self._at(self._exponent).running
 
+    @property
+    def trying(self) -> bool:
+        """Whether the way of the next round is only tried: another one is the best so far."""
+        level = self._levels.get(self._exponent)
+        return level is not None and level.running != level.best
+
+    def standing(self) -> tuple[float, float]:
+        """What the running way gives at this level of load, and the best of the others, in the units of
+        `gains`; 0: unknown."""
+        level = self._levels.get(self._exponent)
+        if level is None:
+            return 0.0, 0.0
+        others = [record.gain for way, record in level.records.items() if way != level.running]
+        return level.records[level.running].gain, max(others, default=0.0)
+
     def gains(self) -> dict[int, dict[Way, float]]:
         """By the middle number of requests of each level: what each way gives, in units of plain decoding as
         the cost model expects it; 0: unknown."""

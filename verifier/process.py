@@ -21,10 +21,12 @@ from ssd_serve.messages import (
     Finish,
     Health,
     Message,
+    Price,
     Progress,
     Status,
     Submit,
     SubmitChoices,
+    Why,
 )
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.admission import FROM_DRAFTERS
@@ -41,6 +43,8 @@ _MOST_UNSENT = 4096
 _MOST_ACCEPTED = 16
 """Drafters in one turn of the loop."""
 _REMEMBER_S = 5.0
+_WHY_S = 1.0
+"""A reason that changes from round to round is told no more often."""
 
 
 def run(settings: Settings, servers: Listener, joining: Listener, files: RankFiles) -> int:
@@ -98,6 +102,8 @@ class Loop:
         self._status = status
         self._log = log
         self._health = engine.watch.health
+        self._why: Why | None = None
+        self._why_told_at = -_WHY_S
         self._remembered_at = time.monotonic()
         self._shortages = 0
         self._heap = Heap()
@@ -154,6 +160,7 @@ class Loop:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
         now = time.monotonic()
         self._tell_shortage()
+        self._tell_decision(now)
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
             if len(self._unsent) < _MOST_UNSENT:
@@ -180,6 +187,22 @@ class Loop:
             times=shortage.count,
             prompt_tokens=shortage.chunk,
             advice="lower SSD_KV_MEMORY_MB or SSD_PREFILL_CHUNK",
+        )
+
+    def _tell_decision(self, now: float) -> None:
+        """Why rounds speculate or not, whenever that changes."""
+        decision = self._engine.decision
+        if decision is None or decision.why is self._why or now - self._why_told_at < _WHY_S:
+            return
+        self._why, self._why_told_at = decision.why, now
+        self._log.debug(
+            "speculates" if decision.nodes else "does not speculate",
+            why=decision.why.value,
+            layout=decision.layout.value,
+            nodes=decision.nodes,
+            waited_s=decision.waited_s,
+            chosen=_price(decision.chosen),
+            other=_price(decision.other),
         )
 
     def _tell_health(self) -> None:
@@ -242,6 +265,10 @@ def _say(server: Channel, log: Logger, text: str) -> None:
     server.send(Progress(text))
 
 
+def _price(price: Price | None) -> str:
+    return f"{price.rate:.1f} tokens/s, {1e3 * price.seconds:.1f} ms a round" if price else "unknown"
+
+
 def _whole_status(verifier: Assembled) -> Status:
     """With what the engine does not know."""
     status = _status(verifier.engine)
@@ -273,6 +300,7 @@ def _status(engine: Engine) -> Status:
         host_s=clocked.host_s,
         layout=layout.value if layout else "",
         layout_gains=gains,
+        decision=engine.decision.told() if engine.decision is not None else None,
         health=engine.watch.health,
         memory_shortages=engine.shortage.count,
     )

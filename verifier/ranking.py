@@ -24,11 +24,13 @@ _Entry = tuple[float, int, int, Node, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Candidate nodes by falling reach, parents first; the reach of the best leaves; roots without growth."""
+    """Candidate nodes by falling reach, parents first; the reach of the best leaves; decoding requests that a
+    node could help (`trees`), and those of them below whose root nothing has grown."""
 
     nodes: list[RankedNode]
     leaves: npt.NDArray[np.float64]
     missed: int
+    trees: int
 
 
 def rank(parts: Sequence[Part], most: int, context: int, width: int, least: float = 0.0) -> Ranking:
@@ -70,7 +72,7 @@ def rank(parts: Sequence[Part], most: int, context: int, width: int, least: floa
             heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, place, 0))
         elif token not in parts[index].request.ends:
             leaves.append(reach)
-    return Ranking(ranked, np.array(leaves[:width]), missed)
+    return Ranking(ranked, np.array(leaves[:width]), missed, len(trees))
 
 
 def _trees(

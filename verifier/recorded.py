@@ -27,6 +27,7 @@ from ssd_serve.messages import (
 from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import Completion, ForwardResult, Model
 from ssd_serve.verifier.deciding import Decider
+from ssd_serve.verifier.decision import Decision
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
@@ -99,7 +100,7 @@ class RecordedEngine(Engine):
             raise
 
     def _see(self, walks: Sequence[Walk]) -> None:
-        self._tape.say(Kind.ROUND, round_told(walks))
+        self._tape.say(Kind.ROUND, round_told(walks, self.decision))
 
 
 class RecordedDrafters(Drafters):
@@ -228,9 +229,10 @@ class _RecordedEnd:
         return ended
 
 
-def round_told(walks: Sequence[Walk]) -> RoundTold:
+def round_told(walks: Sequence[Walk], decision: Decision | None = None) -> RoundTold:
     """What a round decided; call before it is committed."""
-    return RoundTold(tuple([_part_told(walk) for walk in walks]))
+    parts = tuple([_part_told(walk) for walk in walks])
+    return RoundTold(parts, decision.told() if decision is not None else None)
 
 
 def _part_told(walk: Walk) -> PartTold:

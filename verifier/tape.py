@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from ssd_serve.errors import PermissionProblemError, RecordingError
-from ssd_serve.messages import Message
+from ssd_serve.messages import Decided, Message
 
 FORMAT = 3
 TAPE, HEADER = "tape.msgpack", "header.json"
@@ -83,6 +83,8 @@ class RoundTold(msgspec.Struct, frozen=True, tag=True):
     """What a round decided, request by request."""
 
     parts: tuple[PartTold, ...]
+    decision: Decided | None = None
+    """Why it had these nodes; for people, and compared with nothing. None where it is not told."""
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True):

@@ -29,6 +29,7 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.cost import CostTable, HostCost, Timing
 from ssd_serve.verifier.deciding import Decider
+from ssd_serve.verifier.decision import Decision
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import GrowPolicy
@@ -86,16 +87,16 @@ class ObservedDecider(Decider):
     after: Callable[[Sequence[Part], Sequence[RankedNode]], None] | None = None
     pick: Callable[[Sequence[Part]], list[RankedNode]] | None = None
 
-    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], float]:
+    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], Decision]:
         """See `Decider.choose`."""
         if self.before is not None:
             self.before(parts)
-        nodes, waited_s = super().choose(parts, drain)
+        nodes, decision = super().choose(parts, drain)
         if self.pick is not None:
             nodes = self.pick(parts)
         if self.after is not None:
             self.after(parts, nodes)
-        return nodes, waited_s
+        return nodes, decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,50 @@ class Health(Enum):
     NEVER_HITS = "never hits"
 
 
+class Why(Enum):
+    """Why a round speculated, or did not; `verifier/deciding.py` and the engine find it. Only the
+    first two may have nodes."""
+
+    PAYS = "speculation pays"
+    TRYING = "another layout is tried, to see what it gives"
+    OFF = "the settings allow no drafts"
+    NO_DRAFTER = "no drafter answers"
+    SLOWER = "drafting gives less than plain decoding at this load"
+    PROMPTS = "prompts are read, and no request decodes"
+    ENDING = "no request has a token to come after the next one"
+    NOTHING_DRAFTED = "nothing is drafted yet below the last token"
+    FULL = "prompts fill the round"
+    LATE = "a token would take longer than SSD_TPOT_TARGET_MS"
+    NOT_WORTH = "what is drafted is worth less than the time to verify it"
+    MEMORY = "the device's memory is short"
+    SLOTS = "the KV cache has no free slots for drafts"
+
+
+class Price(msgspec.Struct, frozen=True, array_like=True):
+    """What a round should give: `tokens` in `seconds`, with `nodes` (None: nothing is drafted that could be
+    counted)."""
+
+    nodes: int | None
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+class Decided(msgspec.Struct, frozen=True, array_like=True):
+    """What a round decided about drafts; see `verifier/decision.py`."""
+
+    layout: str
+    why: Why
+    nodes: int
+    waited_s: float
+    chosen: Price | None
+    other: Price | None
+
+
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Sent about once a second and on change: gauges and counters since start."""
 
@@ -220,6 +264,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Who drafts now: `beside`, `inline` or `plain`; empty where that cannot change."""
     layout_gains: dict[int, dict[str, float]] = msgspec.field(default_factory=dict[int, dict[str, float]])
     """By the middle number of requests of a level of load: what each layout gave, plain decoding being 1."""
+    decision: Decided | None = None
+    """The last round's; None before the first."""
     attention: str = ""
     """The target's tree attention backend."""
     attention_differences: int = 0

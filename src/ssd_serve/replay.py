@@ -74,7 +74,8 @@ class Printer:
         elif not self._view.verbose:
             return
         if parts:
-            print(f"round {number}: {'; '.join(_line(part) for part in parts)}")
+            why = f" ({told.decision.why.value})" if told.decision is not None else ""
+            print(f"round {number}: {'; '.join(_line(part) for part in parts)}{why}")
 
 
 def _line(part: PartTold) -> str:

@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
+from pydantic import TypeAdapter
 
-from ssd_serve.messages import Progress, Ready, Status
+from ssd_serve.messages import Decided, Price, Progress, Ready, Status, Why
+from ssd_serve.server.answer_models import Load
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import model_name
 from ssd_serve.settings import Settings
@@ -129,6 +132,25 @@ async def test_the_commit_is_told_that_the_engine_was_started_with() -> None:
 )
 def test_the_model_is_named_after_its_target(target: str, name: str) -> None:
     assert model_name(Settings(target=target)) == name
+
+
+async def test_load_tells_why_it_speculates_or_not_once_a_round_has_run() -> None:
+    decided = Decided("plain", Why.SLOWER, 0, 0.0, Price(0, 3.0, 0.02), Price(None, 3.0, 0.024))
+    async with open_house(lambda _: say("x")) as house:
+        await until_told(house, replace(STATUS, decision=decided))
+        load = (await house.http.get("/load")).json()
+    assert load == {
+        "server_load": 0,
+        "speculation": {
+            "layout": "plain",
+            "why": "drafting gives less than plain decoding at this load",
+            "nodes": 0,
+            "waited_s": 0.0,
+            "chosen": {"nodes": 0, "seconds": 0.02, "tokens_per_second": pytest.approx(150.0)},
+            "other": {"nodes": None, "seconds": 0.024, "tokens_per_second": pytest.approx(125.0)},
+        },
+    }
+    TypeAdapter(Load).validate_python(load)
 
 
 async def test_metrics_join_what_server_and_engine_know() -> None:

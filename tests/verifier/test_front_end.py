@@ -1,7 +1,14 @@
-"""What the front end is told: figures when it ends a request, slots in use without what can be evicted."""
+"""What the front end is told: figures when it ends a request, slots in use without what can be evicted, and
+why rounds speculate or not, which the log is told too."""
 
-from ssd_serve.messages import Finished, SamplingParameters, Submit
-from ssd_serve.verifier.process import _status  # pyright: ignore[reportPrivateUsage]
+import io
+
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.logs import Logger
+from ssd_serve.messages import Finished, Price, SamplingParameters, Submit, Why
+from ssd_serve.verifier.decision import Decision
+from ssd_serve.verifier.layout import Layout
+from ssd_serve.verifier.process import Loop, _status  # pyright: ignore[reportPrivateUsage]
 from tests.fakes import Case, make_engine
 
 PROMPT = tuple(range(1, 21))
@@ -27,3 +34,38 @@ def test_slots_that_can_be_evicted_are_not_in_use() -> None:
     engine.finish(1)
     assert engine.scheduler.pool.used > 0
     assert _status(engine).slots_used == 0
+
+
+def test_the_last_round_decides_what_is_told() -> None:
+    engine, _ = make_engine(Case(drafter="none"))
+    assert _status(engine).decision is None
+    engine.submit(Submit(1, PROMPT, SamplingParameters(max_tokens=100, ignore_eos=True), 7))
+    engine.step()
+    told = _status(engine).decision
+    assert told is not None
+    assert (told.layout, told.why, told.nodes) == ("plain", Why.NO_DRAFTER, 0)
+
+
+def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -> None:
+    engine, _ = make_engine(Case(drafter="none"))
+    log = io.StringIO()
+    mine, _ = memory_pair()
+    loop = Loop(
+        mine, [], engine, lambda: _status(engine), lambda: None, Logger("verifier", "debug", stream=log)
+    )
+
+    def lines(now: float, why: Why) -> list[str]:
+        log.seek(0)
+        log.truncate()
+        engine.decision = Decision(Layout.BESIDE, why, 2 * (why is Why.PAYS), 0.0, Price(2, 3.0, 0.02), None)
+        loop._tell_decision(now)  # pyright: ignore[reportPrivateUsage]
+        return log.getvalue().splitlines()
+
+    (line,) = lines(10.0, Why.PAYS)
+    assert 'speculates why="speculation pays" layout=beside nodes=2' in line
+    assert 'chosen="150.0 tokens/s, 20.0 ms a round" other=unknown' in line
+    assert lines(20.0, Why.PAYS) == []
+    (line,) = lines(30.0, Why.NO_DRAFTER)
+    assert 'does not speculate why="no drafter answers"' in line
+    assert lines(30.5, Why.PAYS) == []
+    assert len(lines(31.0, Why.PAYS)) == 1

@@ -1,0 +1,288 @@
+"""Why does it not speculate now? Every reason has a scenario, and what is told is what was launched."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.devices import Device
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.messages import Price, SamplingParameters, Submit, Why
+from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.cost import CostTable, Reading, Timing
+from ssd_serve.verifier.deciding import Decider, Governing, Round
+from ssd_serve.verifier.decision import Decision
+from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.governor import Governor
+from ssd_serve.verifier.growing import GrowPolicy, Never, Steps
+from ssd_serve.verifier.layout import Cores, Layout
+from ssd_serve.verifier.scheduler import Limits
+from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests
+
+WAYS: tuple[Layout, ...] = (Layout.INLINE, Layout.PLAIN)
+SPECULATING = {Why.PAYS, Why.TRYING}
+
+
+class DearRows(CostTable):
+    """A row more makes a round much longer, for ever."""
+
+    def __init__(self) -> None:
+        super().__init__([Timing(1, 0, 0.010), Timing(64, 0, 1.0)])
+
+    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
+        pass
+
+
+class Fixed(Governor[Layout]):
+    """Always chooses the same way, to try it or because it is the best."""
+
+    def __init__(self, way: Layout, trying: bool) -> None:
+        super().__init__(WAYS)
+        self._way, self._trying = way, trying
+
+    @property
+    def trying(self) -> bool:
+        return self._trying
+
+    def choose(self, requests: int, decoding: bool = True) -> Layout:
+        super().choose(requests, decoding)
+        return self._way
+
+
+class Unlearning(Decider):
+    """Keeps what it knows."""
+
+    def learn(self, round_: Round) -> None:
+        pass
+
+
+def inline(engine: Engine) -> Engine:
+    """With a drafter that guesses well."""
+    case = Case(blur=0.0)
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+    return engine
+
+
+def silent(engine: Engine) -> Engine:
+    """With a drafter that never says more than its name."""
+    mine, its = memory_pair()
+    its.send(HELLO)
+    engine.drafters.connect(mine)
+    return engine
+
+
+def engine_of(
+    policy: Callable[[], GrowPolicy] = lambda: Steps(3),
+    slots: int = 4096,
+    budget: int | None = None,
+    prefill_chunk: int = 32,
+) -> Engine:
+    return make_engine(Case(slots=slots, budget=budget, prefill_chunk=prefill_chunk, policy=policy))[0]
+
+
+def governing_by(governor: Governor[Layout]) -> Governing:
+    costs = dict.fromkeys(WAYS, CostTable())
+    return Governing(governor, Cores(Device("cpu"), None), costs, {WAYS[0]: Steps(2), WAYS[1]: Never()})
+
+
+def governed(governor: Governor[Layout]) -> Engine:
+    engine = inline(engine_of())
+    engine.decider.governing = governing_by(governor)
+    return engine
+
+
+def dear(most_tpot_s: float = math.inf, rate: float = 0.0) -> Engine:
+    """Where nodes are dear, and rounds gave so many tokens a second until now."""
+    parts = EngineParts(
+        model=FakeModel(4096),
+        drafters=Drafters(HELLO, clock=lambda: 0.0),
+        cost=DearRows(),
+        slots=4096,
+        limits=Limits(16, 1000, 32),
+        most_tpot_s=most_tpot_s,
+        policy=Steps(2),
+        decider_kind=Unlearning,
+    )
+    engine = inline(build_engine(parts))
+    if rate:
+        Decider.learn(engine.decider, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate))
+    return engine
+
+
+def submit(number: int, prompt: int, max_tokens: int) -> Submit:
+    parameters = SamplingParameters(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return Submit(number, tuple(1 + index % 30 for index in range(prompt)), parameters, number)
+
+
+def decisions(engine: Engine, *submits: Submit) -> Iterator[Decision]:
+    """Of the rounds that these requests take."""
+    for each in submits or (submit(1, 3, 30),):
+        assert engine.submit(each) is None
+    while engine.busy:
+        engine.step()
+        assert engine.decision is not None
+        yield engine.decision
+
+
+def best(gain: float) -> Governor[Layout]:
+    """A governor that knows what drafting gives with one request."""
+    governor = Governor(WAYS)
+    governor.recall({1: {Layout.INLINE: gain, Layout.PLAIN: 1.0}})
+    return governor
+
+
+def short_of_memory() -> Engine:
+    engine = inline(engine_of())
+    engine.shortage.strike(0, "too little")
+    return engine
+
+
+def silent_for_long() -> Engine:
+    engine = silent(engine_of())
+    engine.drafters.worth_waiting = lambda: False  # type: ignore[method-assign]
+    return engine
+
+
+def beside_a_long_prompt() -> Iterator[Decision]:
+    engine = inline(engine_of(prefill_chunk=2048, slots=8192))
+    first = decisions(engine)
+    for _ in range(4):
+        yield next(first)
+    yield from decisions(engine, submit(2, 1500, 4))
+
+
+SCENARIOS: dict[Why, Callable[[], Iterator[Decision]]] = {
+    Why.PAYS: lambda: decisions(inline(engine_of())),
+    Why.TRYING: lambda: decisions(governed(Fixed(Layout.PLAIN, trying=True))),
+    Why.OFF: lambda: decisions(inline(engine_of(budget=0))),
+    Why.NO_DRAFTER: lambda: decisions(engine_of()),
+    Why.SLOWER: lambda: decisions(governed(best(0.5))),
+    Why.PROMPTS: lambda: decisions(inline(engine_of()), submit(1, 100, 2)),
+    Why.ENDING: lambda: decisions(inline(engine_of()), submit(1, 3, 2)),
+    Why.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(Never))),
+    Why.FULL: beside_a_long_prompt,
+    Why.LATE: lambda: decisions(dear(most_tpot_s=0.0105, rate=0.1)),
+    Why.NOT_WORTH: lambda: decisions(dear()),
+    Why.MEMORY: lambda: decisions(short_of_memory()),
+    Why.SLOTS: lambda: decisions(inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))),
+}
+
+
+@pytest.mark.parametrize("why", Why)
+def test_every_reason_has_its_scenario(why: Why) -> None:
+    found = [each for each in SCENARIOS[why]() if each.why is why]
+    assert found
+    assert all(bool(each.nodes) <= (why in SPECULATING) for each in found)
+
+
+@pytest.mark.parametrize("why", [Why.OFF, Why.NO_DRAFTER, Why.MEMORY])
+def test_what_lasts_is_said_of_every_round_in_which_it_matters(why: Why) -> None:
+    seen = {each.why for each in SCENARIOS[why]()}
+    assert seen <= {why, Why.PROMPTS, Why.ENDING}
+
+
+def test_a_drafter_that_was_silent_for_too_long_is_none() -> None:
+    assert Why.NO_DRAFTER in {each.why for each in decisions(silent_for_long())}
+
+
+def test_a_layout_that_is_tried_may_draft() -> None:
+    found = [each for each in decisions(governed(Fixed(Layout.INLINE, trying=True))) if each.nodes]
+    assert {each.why for each in found} == {Why.TRYING}
+
+
+def test_layouts_are_told_with_and_without_a_governor() -> None:
+    assert {each.layout for each in SCENARIOS[Why.PAYS]()} == {Layout.INLINE}
+    assert {each.layout for each in SCENARIOS[Why.NOTHING_DRAFTED]()} == {Layout.BESIDE}
+    assert {each.layout for each in SCENARIOS[Why.NO_DRAFTER]()} == {Layout.PLAIN}
+    assert {each.layout for each in SCENARIOS[Why.SLOWER]()} == {Layout.PLAIN}
+
+
+def test_a_round_with_nodes_is_priced_beside_the_one_without() -> None:
+    found = [each for each in SCENARIOS[Why.PAYS]() if each.nodes]
+    for each in found:
+        assert each.chosen is not None
+        assert each.other is not None
+        assert each.chosen.nodes == each.nodes
+        assert (each.other.nodes, each.other.tokens) == (0, 1.0)
+        assert each.other.seconds <= each.chosen.seconds
+    assert any(each.chosen.rate > each.other.rate for each in found if each.chosen and each.other)
+
+
+def test_nodes_that_are_not_worth_it_are_priced_too() -> None:
+    each = next(each for each in SCENARIOS[Why.NOT_WORTH]() if each.why is Why.NOT_WORTH)
+    assert each.chosen is not None
+    assert each.other is not None
+    assert (each.chosen.nodes, each.chosen.tokens) == (0, 1.0)
+    assert each.chosen.seconds == pytest.approx(0.010)
+    assert each.other.nodes == 1
+    assert each.other.rate < each.chosen.rate
+
+
+def test_plain_decoding_is_priced_beside_what_drafting_gave() -> None:
+    """Half as many tokens a second, as was remembered."""
+    each = list(SCENARIOS[Why.SLOWER]())[5]
+    assert each.chosen is not None
+    assert each.other is not None
+    assert (each.chosen.nodes, each.other.nodes) == (0, None)
+    assert each.other.rate == pytest.approx(each.chosen.rate / 2)
+
+
+class Restless(Governor[Layout]):
+    """Chooses what it is told, over and over."""
+
+    def __init__(self, ways: list[Layout]) -> None:
+        super().__init__(WAYS)
+        self._ways_told = ways
+        self.chosen: list[Layout] = []
+
+    def choose(self, requests: int, decoding: bool = True) -> Layout:
+        self.chosen.append(self._ways_told[len(self.chosen) % len(self._ways_told)])
+        return self.chosen[-1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
+    budget=st.sampled_from([None, 0, 3]),
+    slots=st.sampled_from([60, 4096]),
+    shortages=st.sets(st.integers(0, 40), max_size=2),
+)
+def test_what_is_told_is_what_was_launched(
+    ways: list[Layout], budget: int | None, slots: int, shortages: set[int]
+) -> None:
+    case = Case(slots=slots, budget=budget, policy=lambda: Steps(2), blur=0.3)
+    engine, model = make_engine(case)
+    governor = Restless(ways)
+    engine.decider.governing = governing_by(governor)
+    inline(engine)
+    for each in mixed_requests(3, max_tokens=20):
+        engine.submit(each)
+    step = 0
+    while engine.busy:
+        drafted, waited_s = engine.totals.figures.drafted, engine.clocked.wait_s
+        if step in shortages:
+            engine.shortage.strike(0, "too little")
+        step += 1
+        engine.step()
+        decision = engine.decision
+        assert decision is not None
+        assert decision.nodes == engine.totals.figures.drafted - drafted
+        assert decision.layout is governor.chosen[-1]
+        assert decision.waited_s == pytest.approx(engine.clocked.wait_s - waited_s)
+        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.layout is not Layout.PLAIN)
+        assert decision.chosen is None or decision.nodes <= (decision.chosen.nodes or 0)
+    assert model.forwards == engine.clocked.rounds
+
+
+def test_a_decision_travels() -> None:
+    decision = Decision(Layout.BESIDE, Why.PAYS, 4, 0.001, Price(4, 3.5, 0.02), Price(0, 1.0, 0.018))
+    told = decision.told()
+    assert (told.layout, told.why, told.nodes, told.waited_s) == ("beside", Why.PAYS, 4, 0.001)
+    assert (told.chosen, told.other) == (decision.chosen, decision.other)
+    assert decision.launched(4, Why.MEMORY) is decision
+    assert decision.launched(2, Why.MEMORY).why is Why.PAYS
+    assert decision.launched(0, Why.SLOTS).why is Why.SLOTS
