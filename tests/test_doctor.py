@@ -45,6 +45,7 @@ def test_this_machine_can_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU" in rows["triton, float32"]["advice"]
 
 
+@pytest.mark.slow
 def test_a_backend_that_cannot_run_here_is_a_problem_when_it_was_asked_for() -> None:
     checks = examine(Settings(tree_decode_backend="triton"), lambda text: None)
     problem = found(checks, "would serve")
@@ -53,11 +54,13 @@ def test_a_backend_that_cannot_run_here_is_a_problem_when_it_was_asked_for() -> 
     assert [check.name for check in checks if check.state is State.PROBLEM] == ["would serve"]
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--tree-decode-backend", "triton"]) == 1
     assert "would serve" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_compiled_kernels_torch_serves(tmp_path: Path) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
@@ -161,6 +164,7 @@ def test_attention_on_cores_is_float32_whatever_is_served(monkeypatch: pytest.Mo
     assert asked_of_attention(settings, monkeypatch).layout.dtype is torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -185,6 +189,7 @@ def test_settings_that_this_machine_cannot_serve_are_a_problem(
     assert reason in told.advice
 
 
+@pytest.mark.slow
 def test_what_checks_the_one_that_serves_is_told() -> None:
     told = found(examine(Settings(tree_decode_check="sdpa"), lambda text: None), "would serve")
     assert told.state is State.OK

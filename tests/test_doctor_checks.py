@@ -60,6 +60,7 @@ def test_an_amd_gpu_that_torch_cannot_use_is_a_problem_only_where_it_shall_serve
             assert "setup_rocm.sh" in found(checks, name).advice
 
 
+@pytest.mark.slow
 def test_the_doctor_of_a_machine_with_an_apu_lets_the_cpu_serve(files: Files) -> None:
     files.kfd.touch()
     assert State.PROBLEM not in {check.state for check in examine(CPU, lambda text: None)}
@@ -219,6 +220,7 @@ def test_a_driver_that_does_not_tell_its_version_is_a_driver(files: Files) -> No
     assert found([*doctor_checks.driver()], "driver").found == "NVRM version: 580.1"
 
 
+@pytest.mark.slow
 def test_a_driver_that_cannot_be_read_is_a_note(files: Files) -> None:
     files.nvidia_driver.mkdir()  # as unreadable as a file can be for root
     checks = examine(CPU, lambda text: None)

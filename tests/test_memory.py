@@ -55,6 +55,7 @@ def _run(code: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_although_much_was_loaded() -> None:
     assert _run(_GARBAGE) < 900_000
 

@@ -55,7 +55,7 @@ class Raising(SdpaAttention):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_right_results_pass_in_every_dtype(dtype: torch.dtype, head_dim: int) -> None:
     trials = self_test(SdpaAttention, dtype, head_dim, "cpu")
     assert [(trial.heads.heads, trial.heads.kv_heads) for trial in trials] == list(RATIOS)

@@ -21,6 +21,8 @@ from lab.ablate.report import ablation_table
 from ssd_serve.errors import UserError
 from tests.lab.virtual_fakes import TABLE, fake_pair, fake_prompts
 
+pytestmark = pytest.mark.slow
+
 PLAN = Plan(
     temperatures=(0.0, 1.0),
     prompts=2,

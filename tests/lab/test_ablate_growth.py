@@ -8,6 +8,8 @@ from ssd_serve.messages import Growth, Open, Outcome, SamplingParameters
 from ssd_serve.seeds import mix, root_name
 from tests.fakes import VOCABULARY, ScriptedSource
 
+pytestmark = pytest.mark.slow
+
 ROOT = root_name(1, 1, 2)
 OPEN = Open(1, 1, (5, 6, 7), (), SamplingParameters(max_tokens=100), 9, ROOT)
 FIRST, SECOND, THIRD = 11, 12, 13

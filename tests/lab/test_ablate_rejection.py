@@ -10,6 +10,8 @@ from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.fakes import VOCABULARY, FakeModel
 
+pytestmark = pytest.mark.slow
+
 P = np.array([0.5, 0.2, 0.15, 0.1, 0.05])
 DRAFTS = {
     "equal": P,

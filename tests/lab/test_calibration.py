@@ -11,6 +11,8 @@ from lab.calibration.report import calibration_table, draw
 from ssd_serve.errors import UserError
 from tests.lab.virtual_fakes import fake_pair, fake_prompts
 
+pytestmark = pytest.mark.slow
+
 SMALL = Plan(temperatures=(0.0, 1.0), tokens=80, warm_up=40, prompt_tokens=20, width=4, fan_out=4, depth=4)
 
 

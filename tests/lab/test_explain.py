@@ -15,6 +15,8 @@ from ssd_serve.plan_simulation import Way
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.cost import CostTable, HostCost, Timing
 
+pytestmark = pytest.mark.slow
+
 WAYS = (Way.BESIDE, Way.INLINE, Way.PLAIN)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

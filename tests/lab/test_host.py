@@ -8,6 +8,8 @@ from ssd_serve.bench.rig import Rig
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.settings import EMBEDDED, Settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rig() -> Rig:

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from lab.invariance.experiment import SHAPES, Plan, run_invariance
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.settings import Settings
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_shape_that_fits_has_two_rows(tmp_path: Path) -> None:

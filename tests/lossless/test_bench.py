@@ -1,5 +1,7 @@
 """`ssd bench lossless`: the product, its figures and its verdict."""
 
+import pytest
+
 from ssd_serve.bench.lossless.proof import BATCHES, BUDGETS, DRAFTERS, Plan, add, cases, run_lossless
 
 SMALL = Plan(("random-llama",), batches=(4,), budgets=(0, 4), sets=2, max_tokens=10)
@@ -11,6 +13,7 @@ def test_the_product_is_full() -> None:
     assert {case.mode for case in full} == {"ar", "sd", "ssd"}
 
 
+@pytest.mark.slow
 def test_a_small_product_is_lossless_and_says_so() -> None:
     said: list[str] = []
     result = run_lossless(SMALL, said.append)

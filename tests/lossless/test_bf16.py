@@ -9,6 +9,8 @@ from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pair(native: NativeLibrary) -> Pair:
@@ -34,7 +36,6 @@ def invariant_pair() -> Pair:
     return Pair(EMBEDDED, *folders, "bf16", None, batch_invariant=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_texts_of_a_batch_invariant_target_are_equal_to_the_bit(invariant_pair: Pair, case: Case) -> None:
     assert not invariant_pair.draft.facts.batch_invariant

@@ -20,6 +20,7 @@ from ssd_serve.settings import EMBEDDED
 from tests.lossless.covering import covering_pairs
 
 MAX_TOKENS = 24
+QUICK = "random-llama"
 WAYS = (Case("sd", 1), Case("ssd", 1), Case("ssd", 1, 0, "garbage"), Case("ssd", 1, 0, "killed"))
 
 
@@ -36,6 +37,14 @@ def design() -> list[tuple[str, Case]]:
         assert isinstance(budget, int)
         found.append((str(row["pair"]), replace(way, batch=batch, budget=budget)))
     return found
+
+
+def slow_unless_quick(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """One pair is enough for the specification."""
+    return () if name == QUICK else (pytest.mark.slow,)
+
+
+CASES = [pytest.param(name, case, marks=slow_unless_quick(name)) for name, case in design()]
 
 
 class Proof:
@@ -82,7 +91,7 @@ def label(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.parametrize(("name", "case"), design(), ids=label)
+@pytest.mark.parametrize(("name", "case"), CASES, ids=label)
 def test_speculation_gives_the_plain_text(prove: Prove, name: str, case: Case) -> None:
     found = prove(name).check(case)
     if case.budget == 0:
@@ -93,7 +102,9 @@ def test_speculation_gives_the_plain_text(prove: Prove, name: str, case: Case) -
         assert found.accepted > 0
 
 
-@pytest.mark.parametrize("name", [EMBEDDED, *RANDOM_PAIRS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow_unless_quick(name)) for name in (EMBEDDED, *RANDOM_PAIRS)]
+)
 @pytest.mark.parametrize("batch", [4, 16])
 def test_batches_give_the_texts_of_requests_alone(prove: Prove, name: str, batch: int) -> None:
     assert prove(name).check(Case("ar", batch)).drafted == 0

@@ -91,6 +91,7 @@ def test_many_rows_take_as_many_operators_as_two() -> None:
     assert operators[0] > operators[1] == operators[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters", [SamplingParameters(top_p=0.9), SamplingParameters(top_k=50, top_p=0.8)]
 )
