@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.models.interface import ForwardResult, Model, ModelFacts
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 
 _SPIN_S = 60e-6
 """A sleep ends late by about this much; the rest is spun."""
@@ -40,23 +41,6 @@ def device_table(name: str) -> DeviceTable:
         )
     factor = int(slower or 1)
     return DeviceTable(factor * table.target_s, factor * table.draft_s, table.flat_rows)
-
-
-class WrappedModel:
-    """Stands before a model; what it does about forwards is added by others."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Facts of the real model."""
-        return self._model.facts
-
-    @property
-    def slots(self) -> int:
-        """Slots of the real model."""
-        return self._model.slots
 
 
 class EmulatedModel(WrappedModel):

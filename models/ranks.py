@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.batch_bytes import pack, unpack
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 
 
 class LeadingModel(WrappedModel):

@@ -24,8 +24,8 @@ from ssd_serve.messages import (
     SubmitChoices,
     VerifierReport,
 )
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import Completion, ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.verifier.deciding import Decider
 from ssd_serve.verifier.decision import Decision
 from ssd_serve.verifier.drafters import Drafters

@@ -17,8 +17,8 @@ from ssd_serve.errors import DeviceMemoryError, ProtocolError, RecordingError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit, SubmitChoices
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import Completion, ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.verifier.build import EngineKind
 from ssd_serve.verifier.deciding import Decider
 from ssd_serve.verifier.drafters import Drafters

@@ -37,9 +37,9 @@ from ssd_serve.messages import (
     Resync,
     Submit,
 )
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import load_model
+from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.build import EngineParts, build_engine

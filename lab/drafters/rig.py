@@ -19,8 +19,8 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.verifier.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.growing import WhenItPays

@@ -26,9 +26,9 @@ from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Committed, Open, Outcome, SamplingParameters, Submit
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.seeds import mix
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.verifier.engine import Engine

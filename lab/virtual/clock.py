@@ -21,8 +21,8 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 
 MESSAGE_S = 50e-6
 """What a message takes: about a unix socket's time there or back."""

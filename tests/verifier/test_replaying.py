@@ -31,8 +31,8 @@ from ssd_serve.messages import (
     Submit,
     SubmitChoices,
 )
-from ssd_serve.models.emulated import WrappedModel
 from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.replay import find_session, read_header
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
