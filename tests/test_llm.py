@@ -104,6 +104,14 @@ def test_more_prompts_than_the_engine_takes_at_once_wait_here(folder: Path) -> N
     assert all(len(output.token_ids) == 2 for output in outputs)
 
 
+def test_a_bar_is_shown_where_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    one = SamplingParams(max_tokens=1)
+    llm.generate(["a", "b"], one)
+    assert capfd.readouterr().err == ""  # no terminal
+    llm.generate("a", one, progress=True)
+    assert "100%" in capfd.readouterr().err
+
+
 def test_n_texts_of_a_prompt_have_seeds_of_their_own(llm: LLM) -> None:
     params = SAMPLED.model_copy(update={"n": 3})
     outputs = llm.generate([TEXT, "import os\n"], params)

@@ -141,11 +141,13 @@ class LLM:
         conversation = self._conversation()
         texts = conversation.ask(asked)
         try:
-            with Progress(console=Console(stderr=True), disable=not bar, transient=True) as shown:
+            shown = Progress(console=Console(stderr=True), disable=not bar, transient=sys.stderr.isatty())
+            with shown:
                 task = shown.add_task("generating", total=len(texts))
-                while open_texts := sum(not text.over for text in texts):
-                    shown.update(task, completed=len(texts) - open_texts)
+                while (over := sum(text.over for text in texts)) < len(texts):
+                    shown.update(task, completed=over)
                     conversation.turn()
+                shown.update(task, completed=over)
         finally:
             conversation.drop(texts)
         for text in texts:
