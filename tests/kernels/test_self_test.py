@@ -15,6 +15,7 @@ from ssd_serve.kernels.self_test import RATIOS, Maker, first_failure, self_test
 from ssd_serve.kernels.timing import attention_seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOSTLY_SLOW = [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])]
 
 
 class Inflated(SdpaAttention):
@@ -54,7 +55,7 @@ class Raising(SdpaAttention):
         raise RuntimeError("unsupported architecture gfx000\nand a long story")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY_SLOW)
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_right_results_pass_in_every_dtype(dtype: torch.dtype, head_dim: int) -> None:
     trials = self_test(SdpaAttention, dtype, head_dim, "cpu")
@@ -63,12 +64,12 @@ def test_right_results_pass_in_every_dtype(dtype: torch.dtype, head_dim: int) ->
     assert first_failure(SdpaAttention, dtype, head_dim, "cpu") == ""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY_SLOW)
 def test_an_inflated_denominator_is_found_in_every_ratio(dtype: torch.dtype) -> None:
     assert not any(trial.right for trial in self_test(Inflated, dtype, 64, "cpu"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY_SLOW)
 def test_the_mask_of_another_head_is_found_wherever_heads_share_keys(dtype: torch.dtype) -> None:
     right = [trial.right for trial in self_test(WrongHead, dtype, 64, "cpu")]
     assert right == [heads == kv_heads for heads, kv_heads in RATIOS]

@@ -126,6 +126,7 @@ def test_the_requests_are_as_mixed_as_they_should_be(prove: Prove) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_the_target_is_nearly_always_right(tmp_path: Path) -> None:
     target, _ = write_random_pair("random-llama", tmp_path)
     proof = Proof(Pair("itself", target, target))

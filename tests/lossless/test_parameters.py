@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.proof import Judge
@@ -24,6 +25,7 @@ def holds(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
     return any(tokens[start : start + len(word)] == word for start in range(len(tokens)))
 
 
+@pytest.mark.slow
 def test_every_restriction_is_lossless_and_kept(tmp_path: Path) -> None:
     pair = Pair("random-llama", *write_random_pair("random-llama", tmp_path))
     free = [replace(each, bad_words=()) for each in parameter_design([(1, 2)], ALLOWED, STOPS, MAX_TOKENS)]

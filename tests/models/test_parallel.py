@@ -35,7 +35,12 @@ IDS = [f"{case}-{size}" for case, size, _ in CASES]
 Pair = tuple[Model, Model]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=IDS)
+QUICK_RANKS = 3
+"""More of them are as many processes and groups more."""
+MARKED = [pytest.param(each, marks=pytest.mark.slow if each[1] > QUICK_RANKS else ()) for each in CASES]
+
+
+@pytest.fixture(scope="module", params=MARKED, ids=IDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Pair]:
     """The model on one rank, and on several."""
     case, size, changes = request.param

@@ -74,6 +74,7 @@ def told(sampled: Sampled) -> str:
     return repr(sampled)
 
 
+@pytest.mark.slow
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000), st.integers(1, 9))
 @settings(max_examples=400)
 def test_choices_are_those_of_torch_and_the_same_alone(

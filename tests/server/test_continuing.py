@@ -38,6 +38,7 @@ def joined(parts: list[tuple[str, list[int], str | None]]) -> tuple[str, list[in
     return "".join(text for text, _, _ in parts), [token for _, ids, _ in parts for token in ids]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, len(IDS)),

@@ -42,6 +42,7 @@ async def outcome(groups: tuple[tuple[int, ...], ...], **body: Any) -> tuple[obj
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(groupings(), STOPS, st.booleans())
 def test_grouping_changes_nothing(

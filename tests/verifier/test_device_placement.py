@@ -66,6 +66,7 @@ def outputs(
     return [found[number] for number in sorted(found)]
 
 
+@pytest.mark.slow
 def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "first_failure", lambda *_: "")  # tried elsewhere
     write_pair(tmp_path)
@@ -74,6 +75,7 @@ def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch
     assert sum(each.figures.accepted for each in found) > 0
 
 
+@pytest.mark.slow
 def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

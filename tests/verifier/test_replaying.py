@@ -242,6 +242,7 @@ def test_a_session_runs_again_as_it_was(recorded: Recorded) -> None:
     assert result.requests == 2 * 12
 
 
+@pytest.mark.slow
 def test_it_is_the_same_every_time(recorded: Recorded) -> None:
     first: list[RoundTold] = []
     second: list[RoundTold] = []
@@ -259,6 +260,7 @@ def test_another_token_is_found_in_its_round(recorded: Recorded, tmp_path: Path)
     assert result.rounds == 36
 
 
+@pytest.mark.slow
 def test_a_tape_that_is_cut_off_runs_as_far_as_it_goes(recorded: Recorded, tmp_path: Path) -> None:
     whole = (recorded.folder / TAPE).read_bytes()
     folder = copy_of(recorded, tmp_path, whole[:-7])
@@ -332,6 +334,7 @@ def test_a_disk_that_is_full_ends_no_session(
         session_recorder(following, LOG)
 
 
+@pytest.mark.slow
 def test_the_command_says_that_it_is_the_same(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(recorded.folder.parent), "--request", "1"]) == 0
     out = capsys.readouterr().out
@@ -349,6 +352,7 @@ def test_the_command_stops_where_it_is_told_to(
     assert "round 6: " not in out
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_at_a_difference(
     recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.M
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size, "no slot is lost"
 
 
+@pytest.mark.slow
 def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     submits = mixed_requests(6)
     expected = tokens(run(house(monkeypatch), submits))
