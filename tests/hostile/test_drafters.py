@@ -94,6 +94,7 @@ class Stranger:
             if stands or self.channel.closed:
                 return stands
             assert time.monotonic() < deadline
+            self.say(Heartbeat(step_ms=self.hello.step_ms))  # who is silent for a second gets no request
             self.channel.wait(0.1)
 
 
