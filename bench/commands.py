@@ -18,10 +18,10 @@ from ssd_serve.bench.load.commands import add_load
 from ssd_serve.bench.lossless.commands import add_lossless
 from ssd_serve.bench.peers.commands import add_peers
 from ssd_serve.bench.quality.commands import add_quality
-from ssd_serve.cluster.process import worker_environment
+from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
+from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError
-from ssd_serve.flags import Commands, add_settings_flags, settings_from
 
 _SETTINGS = ("real", "emulated", "both")
 _DEVICES = ("target_device", "target_device_alone", "draft_device")

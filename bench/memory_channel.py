@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ssd_serve.cluster.framing import FrameReader, FrameWriter
+from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
 from ssd_serve.messages import Message
 
 Schedule = Callable[[int, Message], tuple[int, ...]]

@@ -18,9 +18,9 @@ from ssd_serve.memory import settle_memory
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
-from ssd_serve.verifier.cost import CostTable
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.measuring import measure_cost
+from ssd_serve.verifier.planning.cost import CostTable
+from ssd_serve.verifier.planning.startup_benchmark import measure_cost
 from ssd_serve.verifier.request import accept, share
 
 TARGET_CORE, DRAFT_CORE = "cpu:0", "cpu:1"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssd_serve.errors import UserError
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.recipes.corpus import standard_library
 from ssd_serve.recipes.evaluation import held_out_files
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.cluster.listener import Listener
-from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
-from ssd_serve.cluster.run_dir import make_run_dir
+from ssd_serve.cluster.channels.listener import Listener
+from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
+from ssd_serve.cluster.local.run_dir import make_run_dir
 from ssd_serve.devices import parse_device
 from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
@@ -30,19 +30,19 @@ from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.cost import CostTable, Reading, Timing
-from ssd_serve.verifier.deciding import Governing
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.governor import Governor
-from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
-from ssd_serve.verifier.layout import Cores, Layout
-from ssd_serve.verifier.measuring import measure_cost
+from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.planner import Governing
+from ssd_serve.verifier.planning.startup_benchmark import measure_cost
 from ssd_serve.verifier.scheduler import Limits
 
 _SLOTS = 20480

@@ -5,10 +5,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
-from ssd_serve.cluster.channel import SocketChannel
-from ssd_serve.cluster.deaths import WorkerDiedError
-from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.cluster.placement import Placement
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.devices import Machine, this_machine
 from ssd_serve.errors import NoGpuError
 from ssd_serve.logs import Logger
@@ -94,7 +94,7 @@ def start_engine(settings: Settings, log: Logger, machine: Machine | None = None
             yield engine
         return
     # Ray is imported where it is used, and only there: it takes seconds, and need not be installed.
-    from ssd_serve.cluster.ray_launcher import ray_engine
+    from ssd_serve.cluster.ray.launcher import ray_engine
 
     with ray_engine(settings, log) as engine:
         yield engine

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import setproctitle
 
-from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.channels.listener import Listener
+from ssd_serve.cluster.channels.rank_sockets import RankFiles
+from ssd_serve.cluster.local.process import ORPHANED, PARENTS_SIGNALS
 from ssd_serve.cluster.placement import of_drafter, of_rank
-from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
-from ssd_serve.cluster.pulse import start_pulse
-from ssd_serve.cluster.ranks import RankFiles
+from ssd_serve.cluster.supervision.pulse import start_pulse
 from ssd_serve.devices import parse_device, pin
 from ssd_serve.errors import DeviceHangError, ProtocolError, SsdError
 from ssd_serve.settings import Settings

@@ -19,7 +19,7 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
 from ssd_serve.settings import Settings
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.model_source import ModelSource
-from ssd_serve.drafter.source import DraftSource
+from ssd_serve.drafter.sources.contract import DraftSource
+from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import Logger

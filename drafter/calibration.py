@@ -6,7 +6,7 @@ follows the gradient of its negative log-likelihood. Knows no trees and no model
 
 import math
 
-from ssd_serve.drafter.source import Candidates
+from ssd_serve.drafter.sources.contract import Candidates
 
 _GREEDY_SCALE = 0.7
 _SAMPLED_SCALE = 1.0

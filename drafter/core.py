@@ -16,7 +16,7 @@ from ssd_serve.cache.expansions import Expansion as Expanded
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
-from ssd_serve.drafter.source import Candidates, DraftSource, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Expansion
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters

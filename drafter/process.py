@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ssd_serve.cluster.dialling import Dial
-from ssd_serve.cluster.polling import poll
+from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.target import Target
+from ssd_serve.drafter.verifier_connection import Target
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger

@@ -6,7 +6,7 @@ costs. Knows step times, not trees.
 
 from collections.abc import Mapping
 
-from ssd_serve.verifier.cost import CostTable, Timing
+from ssd_serve.verifier.planning.cost import CostTable, Timing
 
 _TOLERANCE = 1.35
 """A step may cost this much more than a narrow one: a wide step grows more, but its growth arrives later."""

@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Callable, Sequence
 
-from ssd_serve.cli import exit_code
-from ssd_serve.flags import Parser
+from ssd_serve.cli.flags import Parser
+from ssd_serve.cli.main import exit_code
 
 
 def experiment_parser(name: str, text: str) -> Parser:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ssd_serve.errors import CheckpointError
-from ssd_serve.models.quantization import Fp8Scheme, parse_quantization
+from ssd_serve.models.weights.quantization import Fp8Scheme, parse_quantization
 
 Json = Mapping[str, Any]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from ssd_serve.cache.kv import KVLayout, LayerKV
-from ssd_serve.kernels.attention import AttentionBackend
+from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.norm import RmsNorm
-from ssd_serve.kernels.rows import RowOperations
-from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.kernels.rows.norm import RmsNorm
+from ssd_serve.kernels.rows.operations import RowOperations
 from ssd_serve.models.completion import completion
 from ssd_serve.models.config import DecoderConfig
 from ssd_serve.models.interface import ForwardResult, ModelFacts
-from ssd_serve.models.linear import Linear, LinearFactory, Part
-from ssd_serve.models.parallel import Alone, Group, rank_config
+from ssd_serve.models.ranks.parallel import Alone, Group, rank_config
 from ssd_serve.models.rope import interleave, rotation_table
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.linear import Linear, LinearFactory, Part
 
 
 @dataclass(frozen=True, slots=True)

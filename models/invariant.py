@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ssd_serve.kernels.fixed_rows import (
+from ssd_serve.kernels.native.int8 import NativeInt8Matrix
+from ssd_serve.kernels.native.products import NativeMatrix
+from ssd_serve.kernels.native.rows import NativeRows
+from ssd_serve.kernels.rows.fixed_rows import (
     Way,
     operation_way,
     product_ways,
@@ -16,14 +19,11 @@ from ssd_serve.kernels.fixed_rows import (
     settle,
     trial_product,
 )
-from ssd_serve.kernels.native.int8 import NativeInt8Matrix
-from ssd_serve.kernels.native.products import NativeMatrix
-from ssd_serve.kernels.native.rows import NativeRows
-from ssd_serve.kernels.norm import RmsNorm
-from ssd_serve.kernels.rows import RowOperations
+from ssd_serve.kernels.rows.norm import RmsNorm
+from ssd_serve.kernels.rows.operations import RowOperations
 from ssd_serve.models.config import DecoderConfig
 from ssd_serve.models.decoder import DecoderWeights
-from ssd_serve.models.linear import Linear, LinearFactory
+from ssd_serve.models.weights.linear import Linear, LinearFactory
 
 _INDEPENDENT = (NativeMatrix, NativeInt8Matrix)
 

@@ -11,18 +11,18 @@ import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.attention import Recordable
-from ssd_serve.kernels.backends import DEVICE_SCRATCH_BYTES, NAMES, AttentionWish, attention_for
-from ssd_serve.kernels.checked import Difference
-from ssd_serve.kernels.graphs import GraphRecorder
-from ssd_serve.kernels.int8 import can_multiply_int8
+from ssd_serve.kernels.attention.backends import DEVICE_SCRATCH_BYTES, NAMES, AttentionWish, attention_for
+from ssd_serve.kernels.attention.checked import Difference
+from ssd_serve.kernels.attention.contract import Recordable
+from ssd_serve.kernels.attention.self_test import layout_order
+from ssd_serve.kernels.capture import GraphRecorder
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
-from ssd_serve.kernels.packed import cpu_has_fast_bf16
-from ssd_serve.kernels.rows import RowOperations, TorchRows
-from ssd_serve.kernels.self_test import layout_order
+from ssd_serve.kernels.products.int8 import can_multiply_int8
+from ssd_serve.kernels.products.packed import cpu_has_fast_bf16
+from ssd_serve.kernels.rows.operations import RowOperations, TorchRows
 from ssd_serve.logs import Logger
-from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.models.captured import RecordedDecoder
 from ssd_serve.models.config import DecoderConfig, load_config, model_name
 from ssd_serve.models.decoder import (
     Decoder,
@@ -34,11 +34,11 @@ from ssd_serve.models.decoder import (
 )
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.invariant import invariant_operations, invariant_weights
-from ssd_serve.models.linear import LinearFactory, multiplied_format
-from ssd_serve.models.matrices import MatrixReader
 from ssd_serve.models.memory import available_memory, require_memory
-from ssd_serve.models.parallel import Alone, Group, Parallel, rank_config
-from ssd_serve.models.recorded import RecordedDecoder
+from ssd_serve.models.ranks.parallel import Alone, Group, Parallel, rank_config
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.linear import LinearFactory, multiplied_format
+from ssd_serve.models.weights.matrices import MatrixReader
 from ssd_serve.settings import Settings
 
 _INT8 = "int8"

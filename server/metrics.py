@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ssd_serve.messages import Health, Ready, Status
-from ssd_serve.server.tenants import Tenants, Used
+from ssd_serve.server.access.tenants import Tenants, Used
 
 SECONDS = (
     0.001,

@@ -13,14 +13,14 @@ from ssd_serve import __version__
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.hub_id import hub_id
 from ssd_serve.messages import NOISE_SCHEME, Ready
-from ssd_serve.server.body import Bodies
-from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.access.tenants import Tenants
+from ssd_serve.server.bodies.body import Bodies
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
+from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import Metrics
-from ssd_serve.server.off_loop import OffLoop
-from ssd_serve.server.tenants import Tenants
-from ssd_serve.server.tokenizer import TextTokenizer, TokenTexts
+from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.settings import EMBEDDED, Settings
 
 OtherPages = Callable[[], Awaitable[bytes]]

@@ -13,7 +13,7 @@ from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.source import Candidates, DraftSource, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Expansion
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
     NOISE_SCHEME,
@@ -28,9 +28,9 @@ from ssd_serve.messages import (
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import GrowPolicy, WhenItPays
+from ssd_serve.verifier.planning.growth import GrowPolicy, WhenItPays
 from ssd_serve.verifier.scheduler import Limits
 
 VOCABULARY = 40

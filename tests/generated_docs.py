@@ -12,13 +12,13 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ssd_serve.cli import EXIT_CODES
+from ssd_serve.cli.main import EXIT_CODES
+from ssd_serve.cli.settings_table import as_markdown
 from ssd_serve.messages import Ready, Status
-from ssd_serve.resolving import origins, resolve
+from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.metrics import Metrics
-from ssd_serve.server.tenants import Tenants
 from ssd_serve.settings import Settings
-from ssd_serve.settings_table import as_markdown
+from ssd_serve.settings_sources import origins, resolve
 from tests.server.fakes import READY, STATUS
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bug_report import INTERRUPTED, TIMED_OUT, Step, blotted, known_secrets, steps, write_report
-from ssd_serve.cli import build_parser
+from ssd_serve.cli.main import build_parser
+from ssd_serve.doctor.bug_report import (
+    INTERRUPTED,
+    TIMED_OUT,
+    Step,
+    blotted,
+    known_secrets,
+    steps,
+    write_report,
+)
 from ssd_serve.errors import SettingsError
 
 PROGRAM = """

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve import cli
-from ssd_serve.cluster.deaths import WorkerDiedError
+from ssd_serve.cli import main as cli
+from ssd_serve.cli.serve import address
+from ssd_serve.cli.settings_table import as_table
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
-from ssd_serve.listening import listen, listen_all
+from ssd_serve.http_port import listen, listen_all
 from ssd_serve.logs import Logger
-from ssd_serve.resolving import flag_name
-from ssd_serve.serve import address
 from ssd_serve.settings import Settings
-from ssd_serve.settings_table import as_table
+from ssd_serve.settings_sources import flag_name
 from ssd_serve.terminal import ProgressLine
 
 Captured = pytest.CaptureFixture[str]
@@ -84,7 +84,7 @@ def test_settings_as_table_and_as_json(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_table_fits_the_terminal() -> None:
-    from ssd_serve.resolving import origins
+    from ssd_serve.settings_sources import origins
 
     lines = as_table(origins(Settings(), {}), width=100).splitlines()
     assert max(len(line) for line in lines[:-1]) <= 100
@@ -102,7 +102,7 @@ def test_every_setting_is_a_flag_of_serve_and_generate(capsys: Captured) -> None
 
 def test_help_needs_no_torch_and_hides_workers() -> None:
     code = (
-        "import sys; from ssd_serve.cli import main\n"
+        "import sys; from ssd_serve.cli.main import main\n"
         "try: main(['--help'])\n"
         "finally: assert 'torch' not in sys.modules"
     )

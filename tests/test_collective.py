@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.collective import failure, main, sums
+from ssd_serve.doctor.collective import failure, main, sums
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def test_a_library_that_hangs_is_ended() -> None:
 
 def test_a_rank_that_does_not_come_is_noticed() -> None:
     other = "sys.exit('gone' if sys.argv[3] == '1' else main(sys.argv[1:]))"
-    text = f"import sys; from ssd_serve.collective import main; {other}"
+    text = f"import sys; from ssd_serve.doctor.collective import main; {other}"
     assert failure(["cpu", "cpu"], timeout_s=10.0, program=program(text)) == "gone"
 
 

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve import doctor, doctor_checks
 from ssd_serve.cache.kv import KVCache, KVLayout
-from ssd_serve.cli import main
-from ssd_serve.cluster.ray_view import RayView
+from ssd_serve.cli.main import main
+from ssd_serve.cluster.ray.view import RayView
 from ssd_serve.devices import Device, Machine, parse_device
-from ssd_serve.doctor import Check, State, examine
-from ssd_serve.doctor_commands import as_table
+from ssd_serve.doctor import checks as doctor_checks
+from ssd_serve.doctor import checkup as doctor
+from ssd_serve.doctor.checkup import Check, State, examine
+from ssd_serve.doctor.command import as_table
 from ssd_serve.errors import UserError
-from ssd_serve.kernels import backends
-from ssd_serve.kernels.attention import AttentionBackend
-from ssd_serve.kernels.backends import AttentionWish, Candidate, ChosenAttention
-from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.self_test import RATIOS, SMALL, Maker
+from ssd_serve.kernels.attention import backends
+from ssd_serve.kernels.attention.backends import AttentionWish, Candidate, ChosenAttention
+from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
+from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Maker
 from ssd_serve.settings import Settings
 
 CPU = Settings()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve import doctor_checks
-from ssd_serve.cluster.ray_view import RayView
-from ssd_serve.doctor import Check, State, examine
+from ssd_serve.cluster.ray.view import RayView
+from ssd_serve.doctor import checks as doctor_checks
+from ssd_serve.doctor.checkup import Check, State, examine
 from ssd_serve.settings import Settings
 
 CPU = Settings()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.cli import main
+from ssd_serve.cli.main import main
 
 KEY = "a key of some length"
 

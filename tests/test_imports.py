@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("bench", "lab", "recipes")
 LINKED = sorted(path.name for path in (ROOT / "src" / "ssd_serve").iterdir() if path.is_symlink())
 PRODUCT = ["src", *(room for room in LINKED if room not in OUTSIDE)]
-NAMES_MODULES = "src/ssd_serve/cli.py"
+NAMES_MODULES = "src/ssd_serve/cli/main.py"
 """Imports the commands of `ssd bench` and `ssd recipe` by name, when one of them is called."""
 
 

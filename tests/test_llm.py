@@ -12,7 +12,7 @@ import pytest
 
 from ssd_serve import LLM, SamplingParams
 from ssd_serve.errors import CheckpointError, EngineDeadError, RequestError, SettingsError, SsdError
-from ssd_serve.llm import Prompt
+from ssd_serve.llm.llm import Prompt
 
 TEXT = "def read_lines(path):"
 SETTINGS: dict[str, Any] = {

@@ -8,18 +8,25 @@ import json
 import pytest
 import torch
 
-from ssd_serve import cli
+from ssd_serve.cli import main as cli
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import CheckpointError, SettingsError
-from ssd_serve.models.device_tables import DeviceSheet, device_sheet, sheet_names
-from ssd_serve.plan import Plan, Wish, make_plan
-from ssd_serve.plan_devices import Measured, Sheets, cost_table
-from ssd_serve.plan_here import never_slower
-from ssd_serve.plan_models import Computing, PlannedModel, known_config, known_names, planned_model, sized
-from ssd_serve.plan_page import as_json, page
-from ssd_serve.plan_simulation import Costs, Guesses, Way, simulate
-from ssd_serve.roof import Roof
-from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
+from ssd_serve.plan.device_tables import DeviceSheet, device_sheet, sheet_names
+from ssd_serve.plan.devices import Measured, Sheets, cost_table
+from ssd_serve.plan.known_models import (
+    Computing,
+    PlannedModel,
+    known_config,
+    known_names,
+    planned_model,
+    sized,
+)
+from ssd_serve.plan.page import as_json, page
+from ssd_serve.plan.plan import Plan, Wish, make_plan
+from ssd_serve.plan.roof import Roof
+from ssd_serve.plan.simulation import Costs, Guesses, Way, simulate
+from ssd_serve.plan.this_machine import never_slower
+from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timing
 
 Captured = pytest.CaptureFixture[str]
 LIMITS = GrowthLimits(width=16, fan_out=8, depth=16, nodes=4096)

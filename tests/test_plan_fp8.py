@@ -6,16 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve import cli, plan_models
+from ssd_serve.cli import main as cli
 from ssd_serve.devices import Machine
-from ssd_serve.kernels.fp8 import FORMATS
-from ssd_serve.models import linear
-from ssd_serve.models.device_tables import device_sheet, sheet_names
+from ssd_serve.kernels.products.fp8 import FORMATS
 from ssd_serve.models.load import model_sizes
-from ssd_serve.models.quantization import Fp8Scheme
-from ssd_serve.plan_devices import Measured, Sheets
-from ssd_serve.plan_models import Computing, PlannedModel, known_config, multiplied_fp8, planned_model, sized
-from ssd_serve.roof import Roof
+from ssd_serve.models.weights import linear
+from ssd_serve.models.weights.quantization import Fp8Scheme
+from ssd_serve.plan import known_models as plan_models
+from ssd_serve.plan.device_tables import device_sheet, sheet_names
+from ssd_serve.plan.devices import Measured, Sheets
+from ssd_serve.plan.known_models import (
+    Computing,
+    PlannedModel,
+    known_config,
+    multiplied_fp8,
+    planned_model,
+    sized,
+)
+from ssd_serve.plan.roof import Roof
 from tests.models.fp8_checkpoints import FORMS, write
 
 FN, FNUZ = FORMATS

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.bench.report import BEGIN, END, markdown_table, read_result, replace_block
-from ssd_serve.cli import main
+from ssd_serve.cli.main import main
 from ssd_serve.errors import UserError
 
 

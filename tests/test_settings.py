@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd_serve.cli.settings_table import as_env
 from ssd_serve.errors import SettingsError
-from ssd_serve.resolving import flag_name, origins, refuse_empty_keys, resolve, visible_gpus
 from ssd_serve.settings import EMBEDDED, Mode, Settings
-from ssd_serve.settings_table import as_env
+from ssd_serve.settings_sources import flag_name, origins, refuse_empty_keys, resolve, visible_gpus
 
 
 def test_a_flag_beats_a_variable_beats_a_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ssd_serve.cluster.ranks import Leader
+from ssd_serve.cluster.channels.rank_sockets import Leader
 from ssd_serve.devices import Device, parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
 from ssd_serve.hub_id import without_revision
-from ssd_serve.kernels.checked import DifferenceLog
+from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
@@ -26,22 +26,22 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.parallel import Alone, Group
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.admission import check_hello
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.cost import CostTable, Timing
-from ssd_serve.verifier.deciding import Governing
+from ssd_serve.verifier.drafts.admission import check_hello
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.governor import Governor
-from ssd_serve.verifier.growing import GrowPolicy, Never, WhenItPays
-from ssd_serve.verifier.layout import Cores, Layout
-from ssd_serve.verifier.measuring import identity, remembered_timings
 from ssd_serve.verifier.outside import Outside
+from ssd_serve.verifier.planning.cost import CostTable, Timing
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.planner import Governing
+from ssd_serve.verifier.planning.startup_benchmark import identity, remembered_timings
+from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.remembering import GainFile, TimingFiles
 from ssd_serve.verifier.scheduler import Limits
 
 _KV_SHARE = 0.4

@@ -13,11 +13,11 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.verifier.cost import CostTable, HostCost
-from ssd_serve.verifier.deciding import Decider, DraftBounds, Governing
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.growing import GrowPolicy, Never
+from ssd_serve.verifier.planning.cost import CostTable, HostCost
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never
+from ssd_serve.verifier.planning.planner import Decider, DraftBounds, Governing
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Limits, Scheduler
 

@@ -23,15 +23,15 @@ from ssd_serve.messages import (
     Why,
 )
 from ssd_serve.models.memory import release_memory
-from ssd_serve.verifier.deciding import Decider, Round
-from ssd_serve.verifier.decision import Decision
-from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.ranking import RankedNode
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.planning.monitor import Watch
+from ssd_serve.verifier.planning.planner import Decider, Round
+from ssd_serve.verifier.planning.ranking import RankedNode
 from ssd_serve.verifier.request import Request, Shared, accept, share
 from ssd_serve.verifier.round import Flight, Rounds, TreeRows, Walk, Work
 from ssd_serve.verifier.scheduler import Part, Scheduler
 from ssd_serve.verifier.shortage import Shortage
-from ssd_serve.verifier.watching import Watch
 
 _WAKING_S = 0.0015
 """Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""

@@ -13,7 +13,7 @@ from ssd_serve.logs import Logger
 from ssd_serve.messages import Hello
 from ssd_serve.models.interface import Model
 from ssd_serve.verifier.build import EngineKind
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 
 T = TypeVar("T")

@@ -8,11 +8,11 @@ from copy import copy
 
 from msgspec.structs import replace
 
-from ssd_serve.cluster.channel import Channel, Waitable
-from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.channels.channel import Channel, Waitable
+from ssd_serve.cluster.channels.listener import Listener
+from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.cluster.channels.rank_sockets import RankFiles
 from ssd_serve.cluster.placement import of_rank
-from ssd_serve.cluster.polling import poll
-from ssd_serve.cluster.ranks import RankFiles
 from ssd_serve.errors import EngineDeadError, PermissionProblemError
 from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import Heap, settle_memory
@@ -29,11 +29,11 @@ from ssd_serve.messages import (
     Why,
 )
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.admission import FROM_DRAFTERS
 from ssd_serve.verifier.assembly import Assembled, assemble_verifier, ready_report
+from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.recording import Recorder, is_full, recorded_bytes
+from ssd_serve.verifier.replay.recording import Recorder, is_full, recorded_bytes
 
 _STATUS_S = 1.0
 _CONNECT_S = 3600.0

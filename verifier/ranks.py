@@ -9,19 +9,19 @@ from pathlib import Path
 
 import msgspec
 
-from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.channels.listener import Listener
+from ssd_serve.cluster.channels.rank_sockets import Follower, Leader, RankFiles
 from ssd_serve.cluster.placement import of_rank
-from ssd_serve.cluster.ranks import Follower, Leader, RankFiles
-from ssd_serve.kernels.checked import DifferenceLog
+from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served, torch_device
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.parallel import Group, Parallel
-from ssd_serve.models.ranks import LeadingModel, follow
-from ssd_serve.models.torch_group import TorchGroup, join_group
+from ssd_serve.models.ranks.lockstep import LeadingModel, follow
+from ssd_serve.models.ranks.parallel import Group, Parallel
+from ssd_serve.models.ranks.torch_group import TorchGroup, join_group
 from ssd_serve.settings import Settings
 
 

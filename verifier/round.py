@@ -13,10 +13,10 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import within_memory
+from ssd_serve.sampling.choice import Sampled, sample, trusted_choice
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.sampling import Sampled, sample, trusted_choice
-from ssd_serve.sampling.sampling_rows import SamplingRows
-from ssd_serve.verifier.cost import Reading
+from ssd_serve.sampling.rows import SamplingRows
+from ssd_serve.verifier.planning.cost import Reading
 from ssd_serve.verifier.scheduler import Part
 
 _NO_ROWS = range(0)

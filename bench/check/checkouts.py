@@ -156,7 +156,7 @@ def _write_job(folder: Path) -> Path:
     from ssd_serve.bench.both import BALLAST_HIDDEN, DRAFT_LAYERS, TARGET_LAYERS
     from ssd_serve.bench.prompts import held_out_prompts
     from ssd_serve.models.hub import resolve_model
-    from ssd_serve.models.tokenizer import Tokenizer
+    from ssd_serve.models.text.tokenizer import Tokenizer
     from ssd_serve.recipes.ballast import add_ballast
     from ssd_serve.settings import EMBEDDED
 

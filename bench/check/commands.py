@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from ssd_serve.flags import Commands
+from ssd_serve.cli.flags import Commands
 
 _ENOUGH_PAIRS = 3
 

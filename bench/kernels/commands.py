@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from ssd_serve.bench.document import write_json
-from ssd_serve.cluster.process import worker_environment
+from ssd_serve.cli.flags import Commands
+from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import check_device, parse_device, pin, this_machine
 from ssd_serve.errors import SettingsError
-from ssd_serve.flags import Commands
 
 
 def add_kernels(commands: Commands) -> None:

@@ -19,15 +19,15 @@ from ssd_serve.bench.kernels.conformance import DTYPES, conformance
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line
-from ssd_serve.kernels.attention import AttentionBackend
-from ssd_serve.kernels.backends import Candidate, candidates
+from ssd_serve.kernels.attention.backends import Candidate, candidates
+from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.sdpa import SdpaAttention
+from ssd_serve.kernels.attention.self_test import Asked, Maker, first_failure, layout_order, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
-from ssd_serve.kernels.sdpa import SdpaAttention
-from ssd_serve.kernels.self_test import Asked, Maker, first_failure, layout_order, random_batch
 from ssd_serve.models.load import attention_dtype
-from ssd_serve.roof import Effort, Roof, measure_roof
+from ssd_serve.plan.roof import Effort, Roof, measure_roof
 from ssd_serve.settings import Settings
 
 SHAPES: dict[str, tuple[Asked, ...]] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.errors import UserError
-from ssd_serve.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.settings import KEY_SETTINGS, Mode
 
 _OWN_SETTINGS = (

@@ -20,8 +20,8 @@ import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.devices import Device
 from ssd_serve.errors import SsdError
-from ssd_serve.resolving import flag_name
 from ssd_serve.settings import SECRETS, Settings
+from ssd_serve.settings_sources import flag_name
 
 _READY_S = 300.0
 _LOOK_EVERY_S = 0.2

@@ -26,7 +26,7 @@ from ssd_serve.devices import Device, this_machine
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.memory import settle_memory
 from ssd_serve.models.hub import find_model, resolve_model
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
 _FEWEST = 4

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
 from ssd_serve.bench.document import write_json
+from ssd_serve.cli.flags import Commands
 from ssd_serve.devices import this_machine
-from ssd_serve.flags import Commands
 
 
 def add_lossless(commands: Commands) -> None:

@@ -1,6 +1,6 @@
 """Costs that are given and never learnt: what a round verifies must not depend on how busy the machine is."""
 
-from ssd_serve.verifier.cost import CostTable, HostCost, Reading, Timing
+from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timing
 
 
 class FixedCost(CostTable):

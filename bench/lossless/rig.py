@@ -43,9 +43,9 @@ from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import Never, Steps
+from ssd_serve.verifier.planning.growth import Never, Steps
 from ssd_serve.verifier.scheduler import Limits
 
 _CPUS = Devices()

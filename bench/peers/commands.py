@@ -8,9 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
-from ssd_serve.cluster.process import worker_environment
+from ssd_serve.cli.flags import Commands
+from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import parse_device
-from ssd_serve.flags import Commands
 
 
 def add_peers(commands: Commands) -> None:

@@ -5,8 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from ssd_serve.cli.flags import Commands
 from ssd_serve.errors import UserError
-from ssd_serve.flags import Commands
 from ssd_serve.settings import EMBEDDED
 
 _DTYPES = ("fp32", "bf16", "fp16", "int8")

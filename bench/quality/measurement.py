@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Int64Array, RequestRows, build_batch
-from ssd_serve.kernels.int8 import can_multiply_int8
+from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from ssd_serve.recipes.corpus import standard_library

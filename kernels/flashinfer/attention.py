@@ -21,7 +21,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Batch, Int64Array
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.flashinfer.adapter import Package, Tables, Wrapper, natural
-from ssd_serve.kernels.flashinfer.recorded import MOST_ROWS, RecordedWrappers
+from ssd_serve.kernels.flashinfer.captured import MOST_ROWS, RecordedWrappers
 from ssd_serve.kernels.flashinfer.tables import (
     causal_requests,
     leading_pages,

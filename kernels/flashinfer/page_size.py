@@ -9,10 +9,10 @@ import numpy as np
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import in_a_line
+from ssd_serve.kernels.attention.timing import Clock, clock_of, forward_seconds
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.adapter import Package
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
-from ssd_serve.kernels.timing import Clock, clock_of, forward_seconds
 from ssd_serve.logs import Logger
 
 PAGE_SIZES = (1, 16, 64)

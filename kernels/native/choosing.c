@@ -1,4 +1,4 @@
-/* Choosing tokens: argmax of processed logits minus log E, as sampling/sampling.py and processors.py define it.
+/* Choosing tokens: argmax of processed logits minus log E, as sampling/choice.py and processors.py define it.
  *
  * Division and subtraction are single operations in float32, as in torch, so that plain rows choose the same
  * token bit for bit. Every row is computed by itself.

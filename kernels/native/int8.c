@@ -1,6 +1,6 @@
 /* Products of bf16 rows with a fixed int8 matrix, for processors with AVX-512 VNNI.
  *
- * The scheme of `kernels/int8.py`: a row becomes 16-bit numbers with a scale of its own, in two planes of bytes
+ * The scheme of `kernels/products/int8.py`: a row becomes 16-bit numbers with a scale of its own, in two planes of bytes
  * that are multiplied one by one. The matrix lies in panels of 32 outputs: [panels][inputs / 4][32][4]. A panel is
  * read once for up to seven rows, whose sums stay in registers. Sums are exact, hence a row's result does not
  * depend on its batch.

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.int8 import QuantisedWeight, quantise
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
+from ssd_serve.kernels.products.int8 import QuantisedWeight, quantise
 
 _PANEL, _TOGETHER, _PLANE = 32, 4, 16
 """Outputs and inputs that lie together, and what a plane of bytes is a multiple of, as in `int8.c`."""

@@ -20,10 +20,10 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.model_source import ModelSource
+from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.verifier.growing import GrowPolicy, Never, Outlook, Steps, WhenItPays
-from ssd_serve.verifier.ranking import RankedNode
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Outlook, Steps, WhenItPays
+from ssd_serve.verifier.planning.ranking import RankedNode
 from ssd_serve.verifier.scheduler import Part
 
 BEST_FIRST, UNIFORM_TREE, UNIFORM_TABLE, GEOMETRIC_TABLE = (

@@ -14,7 +14,7 @@ from ssd_serve.cache.expansions import ROOT_STEP, pack
 from ssd_serve.cache.expansions import Expansion as Expanded
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
-from ssd_serve.drafter.source import DraftSource, Expansion
+from ssd_serve.drafter.sources.contract import DraftSource, Expansion
 from ssd_serve.errors import SsdError
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, SamplingParameters
 

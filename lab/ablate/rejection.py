@@ -17,13 +17,13 @@ import torch
 from lab.virtual.clock import Clock
 from lab.virtual.rig import VirtualRounds
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter.model_source import ModelSource
-from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, Expansion
+from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.emulated import DeviceTable
 from ssd_serve.models.interface import Model
+from ssd_serve.sampling.choice import draft_scores
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.sampling import draft_scores
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.round import Flight, Walk, Work
 

@@ -23,15 +23,15 @@ import psutil  # type: ignore[import-untyped]
 import ssd_serve.models as models
 from lab.bodies.kinds import Kind, all_kinds
 from ssd_serve.bench.machine import hardware, versions
-from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cli.serve import ServingTokenizer
+from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import SsdError
-from ssd_serve.listening import listen
+from ssd_serve.http_port import listen
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Committed, Message
-from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.serve import ServingTokenizer
-from ssd_serve.server.engine_client import EngineClient
-from ssd_serve.server.serving import build_server
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.serving import build_server
 from ssd_serve.settings import Settings
 from tests.server.fakes import READY, FakeEngine, channel_pair, say
 from tests.server.houses import wait_until_healthy

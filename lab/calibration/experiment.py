@@ -22,8 +22,8 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.messages import Growth, Hello, Message, SamplingParameters
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import WhenItPays
-from ssd_serve.verifier.ranking import RankedNode
+from ssd_serve.verifier.planning.growth import WhenItPays
+from ssd_serve.verifier.planning.ranking import RankedNode
 from ssd_serve.verifier.scheduler import Part
 
 CANDIDATES = 64

@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.engines import start_engine
-from ssd_serve.cluster.listener import connect
-from ssd_serve.cluster.ray_cluster import ray_cluster
-from ssd_serve.engine_access import await_ready
+from ssd_serve.cluster.ray.cluster import ray_cluster
 from ssd_serve.errors import SsdError
+from ssd_serve.llm.engine_access import await_ready
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import Growth
 from ssd_serve.settings import Settings

@@ -3,7 +3,7 @@ listen on, and the key on stdin."""
 
 import sys
 
-from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.channels.listener import Listener
 
 
 def main(address: str) -> int:

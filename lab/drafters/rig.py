@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lab.virtual.clock import Clock, Core, TimedModel, VirtualChannel, await_first
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, VirtualRounds
-from ssd_serve.cluster.framing import FrameReader, FrameWriter
+from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
 from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.kernels.batch import Batch
@@ -21,9 +21,9 @@ from ssd_serve.logs import get_logger
 from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import WhenItPays
+from ssd_serve.verifier.planning.growth import WhenItPays
 from ssd_serve.verifier.request import Request
 
 Value = TypeVar("Value")

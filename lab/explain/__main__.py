@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.command import experiment_parser, run_command
-from ssd_serve.cluster.process import worker_environment
-from ssd_serve.flags import add_settings_flags, settings_from
+from ssd_serve.cli.flags import add_settings_flags, settings_from
+from ssd_serve.cluster.local.process import worker_environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ from itertools import cycle
 
 from lab.explain.measurement import MeasuredPair
 from ssd_serve.errors import SettingsError
-from ssd_serve.plan_simulation import Costs, Guesses, Simulated, Way, simulate
-from ssd_serve.verifier.cost import Reading
-from ssd_serve.verifier.governor import Governor
+from ssd_serve.plan.simulation import Costs, Guesses, Simulated, Way, simulate
+from ssd_serve.verifier.planning.cost import Reading
+from ssd_serve.verifier.planning.governor import Governor
 
 _ROUNDS, _FEWEST_ROUNDS = 240, 40
 _GOVERNED, _COUNTED = 8000, 2000

@@ -15,10 +15,10 @@ from ssd_serve.drafter.width import choose_width, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.models.interface import Model
 from ssd_serve.models.warmup import measure_steps
-from ssd_serve.plan_simulation import Way
+from ssd_serve.plan.simulation import Way
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.cost import CostTable, HostCost
-from ssd_serve.verifier.measuring import measure_cost
+from ssd_serve.verifier.planning.cost import CostTable, HostCost
+from ssd_serve.verifier.planning.startup_benchmark import measure_cost
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 4, 64, 96
 

@@ -6,8 +6,8 @@ from lab.explain.experiment import Decision, Question
 from lab.explain.measurement import MeasuredPair
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT
-from ssd_serve.plan_simulation import Way
-from ssd_serve.verifier.cost import Reading
+from ssd_serve.plan.simulation import Way
+from ssd_serve.verifier.planning.cost import Reading
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _HARDLY = 0.05

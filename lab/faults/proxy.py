@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, seeded
-from ssd_serve.cluster.channel import Channel, Waitable
-from ssd_serve.cluster.listener import Listener, connect
-from ssd_serve.cluster.polling import poll
+from ssd_serve.cluster.channels.channel import Channel, Waitable
+from ssd_serve.cluster.channels.listener import Listener, connect
+from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.errors import SsdError
 from ssd_serve.messages import Hello, Message, Refusal
 

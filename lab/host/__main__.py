@@ -9,7 +9,7 @@ from pathlib import Path
 from lab.command import experiment_parser, run_command
 from ssd_serve.bench.document import write_json
 from ssd_serve.bench.restart import restart_as_worker
-from ssd_serve.flags import add_settings_flags, settings_from
+from ssd_serve.cli.flags import add_settings_flags, settings_from
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.bench.rig import Rig, Way, use_cores
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.memory import settle_memory

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.kernels.attention.self_test import Asked, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import native_library
-from ssd_serve.kernels.self_test import Asked, random_batch
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served, torch_device

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lab.command import experiment_parser, run_command
 from ssd_serve.bench.document import write_json
-from ssd_serve.cluster.process import worker_environment
+from ssd_serve.cluster.local.process import worker_environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,13 +14,13 @@ import torch
 
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.int8 import Int8Matrix, can_multiply_int8, quantise
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
 from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
-from ssd_serve.kernels.packed import PackedMatrix, can_pack
-from ssd_serve.models.linear import DenseLinear, Linear
+from ssd_serve.kernels.products.int8 import Int8Matrix, can_multiply_int8, quantise
+from ssd_serve.kernels.products.packed import PackedMatrix, can_pack
+from ssd_serve.models.weights.linear import DenseLinear, Linear
 
 INT8 = "int8"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, INT8: torch.int8}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.command import experiment_parser, run_command
-from ssd_serve.cluster.process import worker_environment
+from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import parse_device, this_machine
 
 _MODES = Path("bench/results/modes.json")

@@ -20,8 +20,8 @@ from ssd_serve.models.config import DecoderConfig, parse_config, read_json
 from ssd_serve.models.decoder import matrix_elements
 from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.load import model_sizes
+from ssd_serve.plan.roof import Roof, measure_roof
 from ssd_serve.recipes.ballast import Sizes, enlarged, enlarged_config
-from ssd_serve.roof import Roof, measure_roof
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -10,8 +10,8 @@ from pathlib import Path
 from lab.command import experiment_parser, run_command
 from ssd_serve.bench.document import write_json
 from ssd_serve.bench.load.commands import leave_tidily
+from ssd_serve.cli.flags import add_settings_flags, settings_from
 from ssd_serve.errors import SettingsError, UserError
-from ssd_serve.flags import add_settings_flags, settings_from
 from ssd_serve.settings import KEY_SETTINGS
 
 _OWN_SETTINGS = ("host", "port", "run_dir", "root_path", "tls_certificate", "tls_key", *KEY_SETTINGS)

@@ -11,7 +11,7 @@ from ssd_serve.models.emulated import device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import EMBEDDED, Settings
 
 

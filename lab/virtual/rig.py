@@ -27,13 +27,13 @@ from ssd_serve.models.emulated import DeviceTable
 from ssd_serve.models.interface import Model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.deciding import Decider
-from ssd_serve.verifier.decision import Decision
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import GrowPolicy
-from ssd_serve.verifier.ranking import RankedNode
+from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.planning.growth import GrowPolicy
+from ssd_serve.verifier.planning.planner import Decider
+from ssd_serve.verifier.planning.ranking import RankedNode
 from ssd_serve.verifier.round import Flight, Rounds, Work
 from ssd_serve.verifier.scheduler import Limits, Part
 

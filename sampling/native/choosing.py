@@ -12,6 +12,7 @@ import torch
 
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.batched_processors import edited, process_rows
 from ssd_serve.sampling.parameters import (
     Parameter,
     Stage,
@@ -22,9 +23,8 @@ from ssd_serve.sampling.parameters import (
     penalises,
     truncates,
 )
-from ssd_serve.sampling.processing import edited, process_rows
 from ssd_serve.sampling.processors import TOP_P_UNITS, smallest_share
-from ssd_serve.sampling.sampling_rows import SamplingRows
+from ssd_serve.sampling.rows import SamplingRows
 
 COMPILED = frozenset(
     {

@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ssd_serve.llm import LLM
-    from ssd_serve.sampling_params import SamplingParams
+    from ssd_serve.llm.llm import LLM
+    from ssd_serve.llm.sampling_params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
-_ROOMS = {"LLM": "ssd_serve.llm", "SamplingParams": "ssd_serve.sampling_params"}
+_ROOMS = {"LLM": "ssd_serve.llm.llm", "SamplingParams": "ssd_serve.llm.sampling_params"}
 
 
 def __getattr__(name: str) -> object:

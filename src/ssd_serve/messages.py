@@ -186,7 +186,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Health(Enum):
-    """What speculation is worth; `verifier/watching.py` judges it."""
+    """What speculation is worth; `verifier/planning/monitor.py` judges it."""
 
     GOOD = "good"
     COLLAPSED = "acceptance collapsed"
@@ -194,7 +194,7 @@ class Health(Enum):
 
 
 class Why(Enum):
-    """Why a round speculated, or did not; `verifier/deciding.py` and the engine find it. Only the
+    """Why a round speculated, or did not; `verifier/planning/planner.py` and the engine find it. Only the
     first two may have nodes."""
 
     PAYS = "speculation pays"
@@ -227,7 +227,7 @@ class Price(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True):
-    """What a round decided about drafts; see `verifier/decision.py`."""
+    """What a round decided about drafts; see `verifier/planning/decision.py`."""
 
     layout: str
     why: Why

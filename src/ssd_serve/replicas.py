@@ -16,26 +16,26 @@ from ray import serve
 from ray.serve.config import BackpressureConfig
 from starlette.middleware import Middleware
 
-from ssd_serve.cluster.deaths import WorkerDiedError
+from ssd_serve.cli.serve import ServingClient, ServingTokenizer
 from ssd_serve.cluster.engines import RunningEngine
-from ssd_serve.cluster.launcher import local_engine
-from ssd_serve.cluster.ray_launcher import ray_engine
-from ssd_serve.cluster.ray_token import warn_of_strangers
+from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.ray.launcher import ray_engine
+from ssd_serve.cluster.ray.token import warn_of_strangers
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
-from ssd_serve.finding import find_models
+from ssd_serve.find_models import find_models
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.memory import settle_memory
-from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.resolving import refuse_empty_keys, resolve, variable_name
-from ssd_serve.serve import ServingClient, ServingTokenizer
-from ssd_serve.server.app import create_app
-from ssd_serve.server.exposure import exposure_warnings
-from ssd_serve.server.hosts import AllowedHosts, allowed_hosts
-from ssd_serve.server.keys import read_keys
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.server.access.exposure import exposure_warnings
+from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts
+from ssd_serve.server.access.keys import read_keys
+from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
 from ssd_serve.settings import SECRETS, Mode, Settings
+from ssd_serve.settings_sources import refuse_empty_keys, resolve, variable_name
 
 DEPLOYMENT = "ssd"
 _PROXYS = {

@@ -17,13 +17,13 @@ from ssd_serve.bench.lossless.rig import Case, Pair, run_case
 from ssd_serve.bench.modes import CORES
 from ssd_serve.bench.rig import Rig, Way
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.cli import main
+from ssd_serve.cli.main import main
 from ssd_serve.devices import Device, Machine
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.errors import SettingsError
-from ssd_serve.kernels.backends import AttentionWish, ChosenAttention
-from ssd_serve.kernels.sdpa import SdpaAttention
+from ssd_serve.kernels.attention.backends import AttentionWish, ChosenAttention
+from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.messages import Open, SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.interface import Model

@@ -12,15 +12,15 @@ from ssd_serve.bench.kernels import timing
 from ssd_serve.bench.kernels.conformance import Result
 from ssd_serve.bench.kernels.timing import Plan, check_conformance, layers_for, run_kernels, table
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.cli import build_parser, main
+from ssd_serve.cli.main import build_parser, main
 from ssd_serve.errors import SettingsError, UserError
-from ssd_serve.kernels.attention import AttentionBackend
-from ssd_serve.kernels.backends import Candidate
+from ssd_serve.kernels.attention.backends import Candidate
+from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
+from ssd_serve.kernels.attention.self_test import Asked, Heads, Maker, Trial, largest_error, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.self_test import Asked, Heads, Maker, Trial, largest_error, random_batch
-from ssd_serve.roof import Roof
+from ssd_serve.plan.roof import Roof
 
 
 def refuses(cache: KVCache, heads: int) -> AttentionBackend[Any]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.bench.memory_channel import FaultRates, faultless, memory_pair, scripted, seeded
-from ssd_serve.cluster.polling import poll
+from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Abort, Finish, Message
 

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from ssd_serve.cluster.launcher import local_engine
+from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.devices import this_machine
 from ssd_serve.logs import get_logger
 from ssd_serve.settings import Mode, Settings

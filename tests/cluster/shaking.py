@@ -1,6 +1,6 @@
 """Two ends of an encrypted connection without sockets, for tests."""
 
-from ssd_serve.cluster.tls import Sealed, identity
+from ssd_serve.cluster.channels.tls import Sealed, identity
 
 KEY = "a key of the tests"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.cluster.channel import Intake, SocketChannel
-from ssd_serve.cluster.listener import Listener, connect
-from ssd_serve.cluster.polling import poll
+from ssd_serve.cluster.channels.channel import Intake, SocketChannel
+from ssd_serve.cluster.channels.listener import Listener, connect
+from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.messages import Abort, Growth, Heartbeat, Hello, Message, Refusal
 from tests.cluster.shaking import shaken_pair

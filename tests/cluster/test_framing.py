@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.cluster.framing import FrameReader, FrameWriter
+from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import (
     Abort,

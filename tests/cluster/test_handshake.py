@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from ssd_serve.cluster.channel import SocketChannel
-from ssd_serve.cluster.handshake import Gate
-from ssd_serve.cluster.listener import Listener, connect
-from ssd_serve.cluster.polling import poll
-from ssd_serve.cluster.tls import Sealed, identity
+from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.cluster.channels.handshake import Gate
+from ssd_serve.cluster.channels.listener import Listener, connect
+from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.cluster.channels.tls import Sealed, identity
 from ssd_serve.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.messages import Abort, Growth, Message
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.cluster import comeback, supervisor
-from ssd_serve.cluster.channel import SocketChannel
-from ssd_serve.cluster.deaths import WorkerDiedError, describe_exit
-from ssd_serve.cluster.launcher import local_engine
-from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker
-from ssd_serve.cluster.run_dir import make_run_dir
-from ssd_serve.cluster.supervisor import Supervisor
+from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker
+from ssd_serve.cluster.local.run_dir import make_run_dir
+from ssd_serve.cluster.supervision import restart_policy as comeback
+from ssd_serve.cluster.supervision import supervisor
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError, describe_exit
+from ssd_serve.cluster.supervision.supervisor import Supervisor
 from ssd_serve.devices import Machine
 from ssd_serve.errors import PermissionProblemError, SettingsError
 from ssd_serve.logs import get_logger

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ssd_serve.cluster import ray_launcher
-from ssd_serve.cluster.ray_launcher import RayEngine, await_room
+from ssd_serve.cluster.ray import launcher as ray_launcher
+from ssd_serve.cluster.ray.launcher import RayEngine, await_room
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.logs import get_logger
 

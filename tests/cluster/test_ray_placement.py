@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.cluster.ray_placement import (
+from ssd_serve.cluster.ray.placement import (
     RayNode,
     RayPlacement,
     actors_device,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.cluster.ray_token import answers_strangers, prepare_token, warn_of_strangers
+from ssd_serve.cluster.ray.token import answers_strangers, prepare_token, warn_of_strangers
 from ssd_serve.logs import Logger
 
 grpc: Any = pytest.importorskip("grpc")

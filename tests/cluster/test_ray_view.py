@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ssd_serve.cluster.ray_view import RayView, ray_view
+from ssd_serve.cluster.ray.view import RayView, ray_view
 from ssd_serve.devices import this_machine
 
 

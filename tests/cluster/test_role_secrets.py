@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from ssd_serve.cluster.process import WorkerPlan, start_worker
+from ssd_serve.cluster.local.process import WorkerPlan, start_worker
 from ssd_serve.cluster.role_secrets import blanked_secrets, hidden_secrets, settings_for, without_secrets
 from ssd_serve.settings import SECRETS, Settings
 

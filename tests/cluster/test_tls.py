@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from ssd_serve.cluster.tls import Identity, Sealed, identity
+from ssd_serve.cluster.channels.tls import Identity, Sealed, identity
 from ssd_serve.errors import PermissionProblemError, SettingsError
 from tests.cluster.shaking import KEY, met, shaken_pair
 

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from ssd_serve.cluster.listener import Listener
+from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.worker import enter_worker, leave_worker
 from ssd_serve.errors import CheckpointError, RankLostError
 from ssd_serve.messages import Progress

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ssd_serve.drafter.calibration import Calibration
-from ssd_serve.drafter.source import Candidates
+from ssd_serve.drafter.sources.contract import Candidates
 
 SCORES = np.array([0.0, -1.0, -2.0, -4.0], dtype=np.float32)
 

@@ -10,11 +10,11 @@ import pytest
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter import assembly
 from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.drafter.model_source import ModelSource
-from ssd_serve.drafter.source import Candidates, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, Expansion
+from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.errors import CheckpointError
-from ssd_serve.kernels import backends
-from ssd_serve.kernels.backends import AttentionWish
+from ssd_serve.kernels.attention import backends
+from ssd_serve.kernels.attention.backends import AttentionWish
 from ssd_serve.messages import Open, SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model

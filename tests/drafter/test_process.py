@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.cluster.channel import Channel
-from ssd_serve.cluster.dialling import Dial
+from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.process import Loop
-from ssd_serve.drafter.target import Target
+from ssd_serve.drafter.verifier_connection import Target
 from ssd_serve.errors import EngineDeadError, PairMismatchError
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (

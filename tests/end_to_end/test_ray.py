@@ -16,19 +16,19 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ssd_serve.cluster.engines import RunningEngine
-from ssd_serve.cluster.launcher import local_engine
-from ssd_serve.cluster.ray_cluster import ray_cluster
-from ssd_serve.cluster.ray_launcher import ray_engine
-from ssd_serve.cluster.ray_placement import STRATEGY, ray_place
-from ssd_serve.cluster.ray_workers import ALL_VISIBLE
-from ssd_serve.conversation import Asked, Conversation
-from ssd_serve.engine_access import EngineProcesses
+from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.ray.cluster import ray_cluster
+from ssd_serve.cluster.ray.launcher import ray_engine
+from ssd_serve.cluster.ray.placement import STRATEGY, ray_place
+from ssd_serve.cluster.ray.workers import ALL_VISIBLE
 from ssd_serve.errors import SettingsError
+from ssd_serve.llm.engine_access import EngineProcesses
+from ssd_serve.llm.in_flight import Asked, Conversation
+from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.logs import get_logger
-from ssd_serve.models.tokenizer import Tokenizer
-from ssd_serve.resolving import visible_gpus
-from ssd_serve.sampling_params import SamplingParams
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings_sources import visible_gpus
 from tests.end_to_end.tiny_pair import write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
@@ -240,7 +240,7 @@ def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, sett
 
 
 OF_ITS_OWN = """
-from ssd_serve.cluster import ray_cluster as module
+from ssd_serve.cluster.ray import cluster as module
 from ssd_serve.devices import Machine
 from ssd_serve.settings import Settings
 

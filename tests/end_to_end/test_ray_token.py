@@ -7,8 +7,8 @@ from pathlib import Path
 
 OF_ITS_OWN = """
 import os, subprocess, sys
-from ssd_serve.cluster.ray_cluster import ray_cluster
-from ssd_serve.cluster.ray_token import answers_strangers, warn_of_strangers
+from ssd_serve.cluster.ray.cluster import ray_cluster
+from ssd_serve.cluster.ray.token import answers_strangers, warn_of_strangers
 from ssd_serve.logs import get_logger
 from ssd_serve.settings import Settings
 
@@ -26,7 +26,7 @@ with ray_cluster(Settings(launcher="ray")) as cluster:
 """
 JOINING = """
 import sys
-from ssd_serve.cluster.ray_cluster import ray_cluster
+from ssd_serve.cluster.ray.cluster import ray_cluster
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Settings
 

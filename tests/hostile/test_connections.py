@@ -17,7 +17,7 @@ HEAD_S, BODY_S, SLACK_S = 2.0, 3.0, 20.0
 """What a hasty server gives a head and a body, and what a busy machine may add."""
 HASTY = f"""
 import functools
-from ssd_serve.server import serving
+from ssd_serve.server.http import serving
 serving.Limits = functools.partial(serving.Limits, head_s={HEAD_S}, body_timeout_s={BODY_S})
 """
 

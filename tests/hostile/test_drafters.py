@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.channel import SocketChannel
-from ssd_serve.cluster.framing import FrameWriter
-from ssd_serve.cluster.handshake import introduce
-from ssd_serve.cluster.tls import identity
+from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.cluster.channels.framing import FrameWriter
+from ssd_serve.cluster.channels.handshake import introduce
+from ssd_serve.cluster.channels.tls import identity
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import (
     NOISE_SCHEME,
@@ -32,7 +32,7 @@ from ssd_serve.messages import (
     Resync,
 )
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 from tests.hostile.victim import Victim, free_port, open_victim
 
 KEY = "the key of these tests, and of nobody else"

@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ssd_serve.cluster.framing import FrameWriter
-from ssd_serve.cluster.listener import connect
-from ssd_serve.cluster.tls import Sealed, identity
+from ssd_serve.cluster.channels.framing import FrameWriter
+from ssd_serve.cluster.channels.listener import connect
+from ssd_serve.cluster.channels.tls import Sealed, identity
 from ssd_serve.errors import SettingsError, SsdError
 from ssd_serve.messages import Heartbeat
 from tests.hostile.victim import Victim, free_port, open_victim

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.attention import AttentionBackend
+from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.reference import ReferenceAttention, visible_slots
+from ssd_serve.kernels.attention.sdpa import SdpaAttention
+from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
+from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.reference import ReferenceAttention, visible_slots
-from ssd_serve.kernels.sdpa import SdpaAttention
-from ssd_serve.kernels.sdpa_rows import SdpaRows
-from ssd_serve.kernels.unrolled import UnrolledAttention
 
 SLOTS = 640
 HEAD_DIM = 16

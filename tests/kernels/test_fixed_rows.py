@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.fixed_rows import Way, operation_way, product_ways, settle, threads, trial_product
-from ssd_serve.kernels.int8 import quantise
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
 from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
+from ssd_serve.kernels.products.int8 import quantise
+from ssd_serve.kernels.rows.fixed_rows import Way, operation_way, product_ways, settle, threads, trial_product
 
 WAYS = product_ways("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,19 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.test_attention import SLOTS, largest_difference, random_request, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
-from ssd_serve.kernels import self_test
+from ssd_serve.kernels.attention import self_test
+from ssd_serve.kernels.attention.invariance import depends_on_batch
+from ssd_serve.kernels.attention.reference import visible_slots
+from ssd_serve.kernels.attention.self_test import Heads, first_failure
+from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
-from ssd_serve.kernels.invariance import depends_on_batch
-from ssd_serve.kernels.reference import visible_slots
-from ssd_serve.kernels.self_test import Heads, first_failure
-from ssd_serve.kernels.unrolled import UnrolledAttention
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded
-from tests.kernels.test_attention import SLOTS, largest_difference, random_request, rows_of
 from tests.pretended_device import DEVICE, pretended_device
 
 PACKAGES = pytest.mark.parametrize("recorded", ALL, ids=str)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.backends import candidates
+from ssd_serve.kernels.attention.backends import candidates
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.flashinfer import loading, page_size
 from ssd_serve.kernels.flashinfer.page_size import PAGE_SIZES, UNMEASURED, fastest_page_size, long_batch

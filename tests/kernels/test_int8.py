@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ssd_serve.kernels import int8, packed
+from ssd_serve.kernels.products import int8, packed
 
 
 def weight_of(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:

@@ -9,21 +9,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, random_request, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.backends import candidates, choose_attention
+from ssd_serve.kernels.attention.backends import candidates, choose_attention
+from ssd_serve.kernels.attention.invariance import depends_on_batch
+from ssd_serve.kernels.attention.sdpa import SdpaAttention
+from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
+from ssd_serve.kernels.attention.self_test import Heads, Maker
+from ssd_serve.kernels.attention.unrolled import UnrolledAttention, single, unrolled
 from ssd_serve.kernels.batch import build_batch
-from ssd_serve.kernels.fixed_rows import threads
-from ssd_serve.kernels.invariance import depends_on_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.sdpa import SdpaAttention
-from ssd_serve.kernels.sdpa_rows import SdpaRows
-from ssd_serve.kernels.self_test import Heads, Maker
+from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.kernels.triton.attention import SPLIT, TritonAttention
-from ssd_serve.kernels.unrolled import UnrolledAttention, single, unrolled
-from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, random_request, rows_of
 
 SMALL = Heads(4, 2, 16, torch.float32)
 

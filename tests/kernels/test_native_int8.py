@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ssd_serve.errors import UserError
-from ssd_serve.kernels import int8
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix, can_multiply_int8
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.products import int8
 
 SHAPES = ((32, 4), (200, 136), (33, 70), (1, 15), (96, 1029))
 """Whole panels and groups of inputs, and what is left of them."""

@@ -8,11 +8,11 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.backends import Candidate, choose_attention
+from ssd_serve.kernels.attention.backends import Candidate, choose_attention
+from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
+from ssd_serve.kernels.attention.self_test import RATIOS, Maker, first_failure, self_test
+from ssd_serve.kernels.attention.timing import attention_seconds
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.self_test import RATIOS, Maker, first_failure, self_test
-from ssd_serve.kernels.timing import attention_seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOSTLY_SLOW = [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])]

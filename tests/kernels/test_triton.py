@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.triton.attention import SPLIT, TILES, TritonAttention, tile_of
-from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
 
 pytestmark = pytest.mark.slow
 

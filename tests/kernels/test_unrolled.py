@@ -8,16 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.test_attention import SLOTS, filled_cache, random_request, rows_of
 
 from ssd_serve.cache.kv import LayerKV
+from ssd_serve.kernels.attention.reference import visible_slots
+from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
+from ssd_serve.kernels.attention.unrolled import UnrolledAttention, single, unrolled
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.reference import visible_slots
-from ssd_serve.kernels.sdpa_rows import SdpaRows
 from ssd_serve.kernels.triton.attention import TritonAttention
-from ssd_serve.kernels.unrolled import UnrolledAttention, single, unrolled
-from tests.kernels.test_attention import SLOTS, filled_cache, random_request, rows_of
 
 
 def some_batch(seed: int, requests: int = 4) -> Batch:

@@ -5,7 +5,7 @@ import pytest
 
 from lab.ablate.rejection import DrawingSource, Drawn, reject
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter.source import Expansion
+from ssd_serve.drafter.sources.contract import Expansion
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.fakes import VOCABULARY, FakeModel

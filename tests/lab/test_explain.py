@@ -11,9 +11,9 @@ from lab.explain.measurement import MeasuredPair, measure_pair
 from lab.explain.page import as_json, page
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import SettingsError
-from ssd_serve.plan_simulation import Way
+from ssd_serve.plan.simulation import Way
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.cost import CostTable, HostCost, Timing
+from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from lab.faults.judge import Verdict, judge
 from lab.faults.proxy import MessageFaults
 from lab.faults.report import harmless, table
 from ssd_serve.bench.memory_channel import FaultRates
-from ssd_serve.cluster.channel import SocketChannel
-from ssd_serve.cluster.listener import Listener, connect
+from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.cluster.channels.listener import Listener, connect
 from ssd_serve.messages import Close, Hello, Message
 from ssd_serve.settings import EMBEDDED, Settings
 from tests.fakes import HELLO

@@ -11,9 +11,9 @@ from lab.roofline.__main__ import main
 from lab.roofline.experiment import ModeRow, distances, page, run_roofline
 from ssd_serve.bench.machine import hardware
 from ssd_serve.errors import UserError
-from ssd_serve.models import linear
 from ssd_serve.models.load import model_sizes
-from ssd_serve.roof import Effort, Roof, measure_roof
+from ssd_serve.models.weights import linear
+from ssd_serve.plan.roof import Effort, Roof, measure_roof
 from tests.models.fp8_checkpoints import FORMS, write
 
 WEIGHTS = 400e6
@@ -60,10 +60,10 @@ def test_settings_without_a_roof_are_left_out() -> None:
 
 
 def test_a_roof_is_measured_and_threads_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd_serve.roof._SIDE", 64)
-    monkeypatch.setattr("ssd_serve.roof._SQUARE", {"cpu": 64})
-    monkeypatch.setattr("ssd_serve.roof._LEAST_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("ssd_serve.roof.last_level_cache", lambda: 0)
+    monkeypatch.setattr("ssd_serve.plan.roof._SIDE", 64)
+    monkeypatch.setattr("ssd_serve.plan.roof._SQUARE", {"cpu": 64})
+    monkeypatch.setattr("ssd_serve.plan.roof._LEAST_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("ssd_serve.plan.roof.last_level_cache", lambda: 0)
     before = torch.get_num_threads()
     roof = measure_roof("cpu", "float32", (0,), Effort((1, 4), 2))
     assert torch.get_num_threads() == before

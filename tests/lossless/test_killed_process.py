@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.rig import Case, Pair, run_case
-from ssd_serve.cluster.listener import Listener
-from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
-from ssd_serve.cluster.run_dir import make_run_dir
+from ssd_serve.cluster.channels.listener import Listener
+from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
+from ssd_serve.cluster.local.run_dir import make_run_dir
 from ssd_serve.messages import Committed, SamplingParameters, Submit
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import write_pair

@@ -11,9 +11,9 @@ import torch
 
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
-from ssd_serve.models.parallel import Group, Parallel
-from ssd_serve.models.ranks import LeadingModel, follow
-from ssd_serve.models.torch_group import join_group
+from ssd_serve.models.ranks.lockstep import LeadingModel, follow
+from ssd_serve.models.ranks.parallel import Group, Parallel
+from ssd_serve.models.ranks.torch_group import join_group
 
 T = TypeVar("T")
 SLOTS = 256

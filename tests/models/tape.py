@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from ssd_serve.errors import CaptureError
-from ssd_serve.kernels.graphs import Recording
+from ssd_serve.kernels.capture import Recording
 
 T = TypeVar("T")
 Step = Callable[[], object]

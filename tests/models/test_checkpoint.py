@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from ssd_serve.errors import CheckpointError, UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.interface import Model
-from ssd_serve.models.linear import LinearFactory, Part
 from ssd_serve.models.load import load_model
-from ssd_serve.models.parallel import Parallel
+from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.linear import LinearFactory, Part
 from tests.models import checkpoints
 
 WEIGHT = torch.arange(24.0).view(6, 4)

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.kernels import backends, fp8
-from ssd_serve.kernels.backends import AttentionWish
+from ssd_serve.kernels.attention import backends
+from ssd_serve.kernels.attention.backends import AttentionWish
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.products import fp8
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
-from ssd_serve.models.parallel import Alone, Parallel
+from ssd_serve.models.ranks.parallel import Alone, Parallel
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
 from tests.pretended_device import DEVICE, pretended_device

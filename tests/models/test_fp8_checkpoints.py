@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from ssd_serve.errors import CheckpointError, UserError
-from ssd_serve.kernels import fp8
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.models import linear, load
-from ssd_serve.models.checkpoint import Checkpoint
+from ssd_serve.kernels.products import fp8
+from ssd_serve.models import load
 from ssd_serve.models.config import load_config
 from ssd_serve.models.interface import Model
-from ssd_serve.models.linear import DenseLinear, Linear, LinearFactory, Part
-from ssd_serve.models.matrices import MatrixReader
-from ssd_serve.models.parallel import Parallel
-from ssd_serve.models.quantization import parse_quantization
+from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.weights import linear
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.linear import DenseLinear, Linear, LinearFactory, Part
+from ssd_serve.models.weights.matrices import MatrixReader
+from ssd_serve.models.weights.quantization import parse_quantization
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, Form, change_config, change_tensors, is_quantised, write
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.kernels import fp8
-from ssd_serve.models import linear, load
+from ssd_serve.kernels.products import fp8
+from ssd_serve.models import load
+from ssd_serve.models.weights import linear
 from tests.models.fp8_checkpoints import FORMS, Form, change_tensors, is_quantised, write
 
 FN, FNUZ = fp8.FORMATS

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.fixed_rows import threads
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
+from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.models.interface import Model
-from ssd_serve.models.linear import DenseLinear, Linear
 from ssd_serve.models.load import load_model
-from ssd_serve.verifier.measuring import identity
+from ssd_serve.models.weights.linear import DenseLinear, Linear
+from ssd_serve.verifier.planning.startup_benchmark import identity
 from tests.models import checkpoints
 
 SLOTS, LENGTH = 400, 40
@@ -156,7 +156,7 @@ def test_a_product_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: py
 
         return make
 
-    monkeypatch.setattr("ssd_serve.models.linear.matrix_kind", kind)
+    monkeypatch.setattr("ssd_serve.models.weights.linear.matrix_kind", kind)
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
     with pytest.raises(UserError, match=r"the product with the matrix 'query, key and value' by Placed"):
         load(folder, "bf16", None, True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ssd_serve.errors import MemoryShortError, UserError
-from ssd_serve.kernels import packed
-from ssd_serve.kernels.backends import AttentionWish
+from ssd_serve.kernels.attention.backends import AttentionWish
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.products import packed
 from ssd_serve.models import load, memory
 from ssd_serve.models.decoder import Decoder
 from tests.models import checkpoints

@@ -14,12 +14,12 @@ from ssd_serve.errors import ProtocolError, RankLostError, UserError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.batch_bytes import pack, unpack
 from ssd_serve.models import load
-from ssd_serve.models.checkpoint import Checkpoint
 from ssd_serve.models.config import load_config
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model, model_sizes
-from ssd_serve.models.parallel import Alone, Group, Parallel, rank_config
-from ssd_serve.models.torch_group import join_group
+from ssd_serve.models.ranks.parallel import Alone, Group, Parallel, rank_config
+from ssd_serve.models.ranks.torch_group import join_group
+from ssd_serve.models.weights.checkpoint import Checkpoint
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
 from tests.models.ranked import SLOTS, in_ranks, ranked

@@ -8,8 +8,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd_serve.errors import RequestError
-from ssd_serve.models.chat import ChatTemplate
-from ssd_serve.models.sandbox import BoundedEnvironment
+from ssd_serve.models.text.chat import ChatTemplate
+from ssd_serve.models.text.sandbox import BoundedEnvironment
 
 MESSAGES = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "<think>x</think>y"}]
 ORDINARY = [

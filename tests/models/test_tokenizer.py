@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ssd_serve.errors import CheckpointError, RequestError
-from ssd_serve.models.tokenizer import Tokenizer
+from ssd_serve.models.text.tokenizer import Tokenizer
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('bad role') }}{% endif %}
@@ -151,5 +151,7 @@ def test_damaged_template(folder: Path) -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, ssd_serve.models.tokenizer, ssd_serve.models.hub; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, ssd_serve.models.text.tokenizer, ssd_serve.models.hub; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

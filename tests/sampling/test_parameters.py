@@ -8,6 +8,8 @@ from msgspec.structs import asdict, replace
 
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.batched_processors import process_rows
+from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.native.choosing import COMPILED, Declined, NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import (
@@ -22,10 +24,8 @@ from ssd_serve.sampling.parameters import (
     penalises,
     truncates,
 )
-from ssd_serve.sampling.processing import process_rows
 from ssd_serve.sampling.processors import TokenCounts
-from ssd_serve.sampling.sampling import sample
-from ssd_serve.sampling.sampling_rows import SamplingRows
+from ssd_serve.sampling.rows import SamplingRows
 from tests.sampling.test_sampling_processors import reference
 
 VOCABULARY = 12

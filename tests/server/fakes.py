@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import (
     PROTOCOL_VERSION,

@@ -13,13 +13,13 @@ import httpx
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from ssd_serve.listening import listen
-from ssd_serve.server.app import create_app
-from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.http_port import listen
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.app import create_app
+from ssd_serve.server.http.serving import build_server
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import Gate
-from ssd_serve.server.serving import build_server
-from ssd_serve.server.tokenizer import TextTokenizer
+from ssd_serve.server.text.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
 from tests.server.contract import Contract
 from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, Playwright, channel_pair

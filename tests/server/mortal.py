@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ssd_serve.cluster.channel import SocketChannel
+from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.messages import (
     Abort,
@@ -19,9 +19,9 @@ from ssd_serve.messages import (
     SubmitChoices,
     TokenLogprobs,
 )
-from ssd_serve.server.engine_client import EngineClient
-from ssd_serve.server.line import MessageChannel
-from ssd_serve.server.submitted import Report
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.engine.event_channel import MessageChannel
+from ssd_serve.server.engine.submitted import Report
 from tests.server.fakes import READY, channel_pair
 
 

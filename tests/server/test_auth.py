@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.server.exposure import exposure_warnings
-from ssd_serve.server.tenants import Tenants
+from ssd_serve.server.access.exposure import exposure_warnings
+from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.settings import Settings
 from tests.server.fakes import STATUS, say
 from tests.server.houses import House, open_house, post
@@ -204,10 +204,10 @@ async def test_a_failed_request_is_logged_with_the_holders_name(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_house(lambda _: say("x"), Settings(api_keys_file=keys)) as house:
-        with caplog.at_level(logging.DEBUG, "ssd_serve.server.naming"):
+        with caplog.at_level(logging.DEBUG, "ssd_serve.server.http.request_ids"):
             named = {**bearer(ANNA), "X-Request-Id": "r1"}
             await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=named)
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("naming")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_ids")]
     assert line == "request r1 of anna: POST '/v1/completions' 400"
     assert ANNA not in caplog.text
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.messages import Abort
-from ssd_serve.server.connections import Crowd
-from ssd_serve.server.door import most_connections
+from ssd_serve.server.http.connections import Crowd
+from ssd_serve.server.http.door import most_connections
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
 from tests.server.fakes import PATIENCE_S, say

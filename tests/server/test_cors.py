@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.resolving import resolve
 from ssd_serve.settings import Settings
+from ssd_serve.settings_sources import resolve
 from tests.server.fakes import ByteTokenizer, say
 from tests.server.houses import House, open_house
 

@@ -22,8 +22,8 @@ from ssd_serve.messages import (
     Submit,
     SubmitChoices,
 )
-from ssd_serve.server.engine_client import EngineClient
-from ssd_serve.server.submitted import MOST_TOKENS, Report, Wanted, together
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.engine.submitted import MOST_TOKENS, Report, Wanted, together
 from tests.server.fakes import READY, channel_pair
 
 pytestmark = pytest.mark.anyio

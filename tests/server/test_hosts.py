@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from starlette.middleware import Middleware
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.resolving import resolve
-from ssd_serve.server.hosts import AllowedHosts, allowed_hosts, name_of
+from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, name_of
 from ssd_serve.settings import Settings
+from ssd_serve.settings_sources import resolve
 from tests.server.fakes import say
 from tests.server.houses import open_house
 

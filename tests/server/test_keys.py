@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.server.keys import Entry, Holder, Keyring, KeysFile, parse_keys, read_keys
+from ssd_serve.server.access.keys import Entry, Holder, Keyring, KeysFile, parse_keys, read_keys
 from tests.server.test_rates import Clock
 
 ANNA, BEN = "a" * 32, "b" * 32

@@ -16,11 +16,11 @@ import httpx
 import openai
 import pytest
 
-from ssd_serve.listening import listen
+from ssd_serve.http_port import listen
 from ssd_serve.messages import Abort, Submit
-from ssd_serve.server.engine_client import EngineClient
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.serving import build_server, heeded_signals
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.serving import build_server, heeded_signals
 from ssd_serve.settings import Settings
 from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
 from tests.server.houses import Address, open_server, wait_until_healthy
@@ -271,8 +271,8 @@ def test_what_does_not_end_is_aborted() -> None:
 
 SERVING = """
 import socket
-from ssd_serve.server.engine_client import EngineClient
-from ssd_serve.server.serving import serve
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.serving import serve
 from ssd_serve.settings import Settings
 from tests.server.fakes import READY, ByteTokenizer, FakeEngine, channel_pair, say
 

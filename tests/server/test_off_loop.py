@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ssd_serve.errors import OverloadedError
-from ssd_serve.server.off_loop import OffLoop, Steps
+from ssd_serve.server.http.off_loop import OffLoop, Steps
 
 pytestmark = pytest.mark.anyio
 LONG = 10**6

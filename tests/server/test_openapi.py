@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 
 from ssd_serve.messages import Refused
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openapi import OPERATIONS, Doors, build_document
+from ssd_serve.server.openai.openapi import OPERATIONS, Doors, build_document
 from ssd_serve.settings import Settings
 from tests.server.fakes import ByteTokenizer, Script, say
 from tests.server.houses import House, open_house, open_server

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ssd_serve.server.bodies.json_slices import count
+from ssd_serve.server.bodies.parsing import TokenNumbers, parse
 from ssd_serve.server.errors import ApiError
-from ssd_serve.server.fields import Strict
-from ssd_serve.server.json_slices import count
 from ssd_serve.server.limits import MAX_MESSAGES
-from ssd_serve.server.parsing import TokenNumbers, parse
-from ssd_serve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from ssd_serve.server.openai.fields import Strict
+from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 
 TOKENS = TokenNumbers.of(context=100_000, vocabulary=1000)
 SHORT = 24

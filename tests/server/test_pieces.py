@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ssd_serve.server.pieces import Pieces
+from ssd_serve.server.http.pieces import Pieces
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.messages import SamplingParameters, Submit
-from ssd_serve.server.tenants import Tenants
+from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.settings import Settings
 from tests.server.fakes import FIGURES, FakeEngine, say
 from tests.server.houses import House, events, open_house, post

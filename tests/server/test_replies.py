@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from ssd_serve.messages import TokenLogprobs
-from ssd_serve.server.off_loop import Steps
-from ssd_serve.server.replies import chat_logprobs, completion_logprobs, written_in_steps
-from ssd_serve.server.tokenizer import TokenTexts
+from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.openai.replies import chat_logprobs, completion_logprobs, written_in_steps
+from ssd_serve.server.text.tokenizer import TokenTexts
 from tests.server.fakes import ByteTokenizer
 
 TEXTS = TokenTexts(ByteTokenizer())

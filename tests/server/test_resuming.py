@@ -11,9 +11,9 @@ from ssd_serve.messages import (
     Finished,
     SamplingParameters,
 )
-from ssd_serve.server.engine_client import EngineClient
-from ssd_serve.server.line import MessageChannel
-from ssd_serve.server.submitted import Interrupted, Wanted
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.engine.event_channel import MessageChannel
+from ssd_serve.server.engine.submitted import Interrupted, Wanted
 from tests.server.fakes import READY, channel_pair
 from tests.server.mortal import Engine, Heard, House, begun, some, token_at
 
@@ -189,7 +189,7 @@ async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, heard = await begun(house)
-    monkeypatch.setattr("ssd_serve.server.engine_client._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.01)
     refusals: list[str] = []
 
     def refuse(thread: threading.Thread) -> None:
@@ -209,7 +209,7 @@ async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
 async def test_an_engine_is_looked_for_again_where_the_system_was_short_of_something(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ssd_serve.server.engine_client._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.01)
     shortages: list[Exception] = [OSError(errno.EMFILE, "Too many open files"), MemoryError()]
 
     def reconnect() -> MessageChannel:

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from pydantic import TypeAdapter
 
 from ssd_serve.messages import Decided, Price, Progress, Ready, Status, Why
-from ssd_serve.server.answer_models import Load
 from ssd_serve.server.limits import Limits
+from ssd_serve.server.openai.answer_models import Load
 from ssd_serve.server.service import model_name
 from ssd_serve.settings import Settings
 from tests.server.fakes import CONTEXT, READY, STATUS, say
@@ -90,7 +90,7 @@ async def test_new_requests_are_refused_while_shutting_down() -> None:
 
 def test_the_server_needs_no_torch() -> None:
     program = (
-        "import sys, ssd_serve.server.serving, ssd_serve.server.banner; sys.exit('torch' in sys.modules)"
+        "import sys, ssd_serve.server.http.serving, ssd_serve.server.banner; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ssd_serve import cli
+from ssd_serve.cli import main as cli
 from ssd_serve.errors import PermissionProblemError, SettingsError
-from ssd_serve.server.tls import tls_context
+from ssd_serve.server.http.tls import tls_context
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
 from tests.server.houses import open_server

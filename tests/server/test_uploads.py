@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from ssd_serve.server.bodies.uploads import Uploads
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.uploads import Uploads
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
 from tests.server.houses import House, open_house, post

@@ -11,7 +11,7 @@ from ssd_serve.messages import (
     SamplingParameters,
     Submit,
 )
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.request import Request, accept, share
 from tests.fakes import HELLO, VOCABULARY, FakeClock
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.framing import FrameWriter
+from ssd_serve.cluster.channels.framing import FrameWriter
 from ssd_serve.messages import (
     Abort,
     Close,

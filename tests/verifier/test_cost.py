@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.cost import MOST_ROWS, CostTable, HostCost, Reading, Timing
+from ssd_serve.verifier.planning.cost import MOST_ROWS, CostTable, HostCost, Reading, Timing
 
 OBSERVATIONS = st.lists(
     st.tuples(st.integers(-2, 2000), st.floats(-1.0, 10.0), st.integers(0, 100_000), st.integers(0, 10**7)),

@@ -12,14 +12,14 @@ from ssd_serve.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Price, SamplingParameters, Submit, Why
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.cost import CostTable, Reading, Timing
-from ssd_serve.verifier.deciding import Decider, Governing, Round
-from ssd_serve.verifier.decision import Decision
-from ssd_serve.verifier.drafters import Drafters
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.governor import Governor
-from ssd_serve.verifier.growing import GrowPolicy, Never, Steps
-from ssd_serve.verifier.layout import Cores, Layout
+from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Steps
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.planner import Decider, Governing, Round
 from ssd_serve.verifier.scheduler import Limits
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests
 

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from ssd_serve.kernels import backends
+from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load

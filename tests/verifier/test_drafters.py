@@ -15,7 +15,7 @@ from ssd_serve.messages import (
     Refusal,
     Resync,
 )
-from ssd_serve.verifier.admission import check_hello
+from ssd_serve.verifier.drafts.admission import check_hello
 from tests.fakes import HELLO
 from tests.verifier.drafter_house import OTHER, House, growth, of
 

@@ -22,7 +22,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import Steps
+from ssd_serve.verifier.planning.growth import Steps
 from tests import fakes
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
 

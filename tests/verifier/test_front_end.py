@@ -6,8 +6,8 @@ import io
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Finished, Price, SamplingParameters, Submit, Why
-from ssd_serve.verifier.decision import Decision
-from ssd_serve.verifier.layout import Layout
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.process import Loop, _status  # pyright: ignore[reportPrivateUsage]
 from tests.fakes import Case, make_engine
 

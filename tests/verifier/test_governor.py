@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.governor import Governor
+from ssd_serve.verifier.planning.governor import Governor
 
 PLAIN_S = 0.002
 

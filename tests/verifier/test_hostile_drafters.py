@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.messages import Heartbeat, Hello
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import WhenItPays
+from ssd_serve.verifier.planning.growth import WhenItPays
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 from tests.verifier.hostile_speech import Heard, Speech, joining, sharing, speeches
 

@@ -10,12 +10,12 @@ from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Close, Open, Outcome, Pause, Resync
-from ssd_serve.verifier.cost import CostTable
-from ssd_serve.verifier.deciding import Governing
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.governor import Governor
-from ssd_serve.verifier.growing import Steps
-from ssd_serve.verifier.layout import Cores, Layout
+from ssd_serve.verifier.planning.cost import CostTable
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.planner import Governing
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
 
 WAYS = (Layout.BESIDE, Layout.INLINE, Layout.PLAIN)

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.messages import Close, Growth, Open, Outcome, Pause, Resync, SamplingParameters, Submit
-from ssd_serve.verifier.drafters import Drafters
-from ssd_serve.verifier.layout import Layout
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.request import Request, accept, share
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
 

@@ -11,7 +11,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Growth, Heartbeat, Hello, Message, Open, Outcome
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Steps, WhenItPays
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 
 

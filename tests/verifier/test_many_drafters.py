@@ -5,11 +5,11 @@ from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.drafter.process import Loop
-from ssd_serve.drafter.target import Target
+from ssd_serve.drafter.verifier_connection import Target
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import Committed, Hello
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import Steps
+from ssd_serve.verifier.planning.growth import Steps
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 
 QUIET = get_logger("drafter", level="error")

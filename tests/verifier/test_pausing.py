@@ -1,7 +1,7 @@
 """Drafters that a layout lets work, and those that pause: what each of them is told, and when."""
 
 from ssd_serve.messages import Open, Outcome, Pause
-from ssd_serve.verifier.layout import Layout
+from ssd_serve.verifier.planning.layout import Layout
 from tests.fakes import VOCABULARY
 from tests.verifier.drafter_house import House, growth, make_request, of
 

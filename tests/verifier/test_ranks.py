@@ -3,7 +3,7 @@ memory."""
 
 import pytest
 
-from ssd_serve.cluster.ranks import Leader
+from ssd_serve.cluster.channels.rank_sockets import Leader
 from ssd_serve.errors import MemoryShortError
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier

@@ -10,11 +10,11 @@ from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.models.memory import within_memory
-from ssd_serve.sampling import sampling
+from ssd_serve.sampling import choice as sampling
 from ssd_serve.verifier import engine as engine_module
 from ssd_serve.verifier import round as round_module
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.growing import Steps
+from ssd_serve.verifier.planning.growth import Steps
 from ssd_serve.verifier.shortage import Shortage
 from tests.fakes import HELLO, Case, FakeModel, Output, make_core, make_engine, mixed_requests, run
 

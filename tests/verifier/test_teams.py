@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ssd_serve.verifier.teams import MOST_MOVES, Move, Team
+from ssd_serve.verifier.drafts.teams import MOST_MOVES, Move, Team
 
 
 class Sharing(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ import pytest
 
 from ssd_serve.bench.load.plot import Panel, draw, nice_step
 from ssd_serve.bench.load.report import BEGIN, END, load_plot, load_tables, replace_load_block
-from ssd_serve.cli import main
+from ssd_serve.cli.main import main
 from ssd_serve.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,13 +5,13 @@ import pytest
 from ssd_serve.bench.load.outcome import ALL, SAME
 from ssd_serve.bench.load.servers import serve_flags
 from ssd_serve.bench.load.setups import setups
-from ssd_serve.cli import build_parser
+from ssd_serve.cli.flags import given_flags
+from ssd_serve.cli.main import build_parser
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Device, Machine
 from ssd_serve.errors import UserError
-from ssd_serve.flags import given_flags
-from ssd_serve.resolving import resolve
 from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings_sources import resolve
 
 MODES = ("ar", "sd", "ssd", "auto")
 TWO_CORES = Machine((0, 1), 0)

@@ -10,7 +10,7 @@ from ssd_serve.bench.peers.client import Sample
 from ssd_serve.bench.peers.figures import Launch, Weights, ratios, rows
 from ssd_serve.bench.peers.report import BEGIN, END, bar_chart, markdown, replace_block
 from ssd_serve.bench.peers.ways import LLAMA, OURS, PLAIN, SPECULATIVE, Way
-from ssd_serve.cli import main
+from ssd_serve.cli.main import main
 from ssd_serve.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,0 +1,73 @@
+"""The contract of tree attention, which every backend fulfils.
+
+A backend is built for one model's cache. Once a forward it turns a batch into a *plan* (on the host, shared
+by all layers); then, for every layer, the keys and values of all rows are written and the rows attend. Which
+slots a row may read is defined in `ssd_serve.kernels.batch`; `kernels/attention/reference.py` spells it out.
+Knows no request, no architecture and no weights.
+"""
+
+from collections.abc import Hashable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from ssd_serve.kernels.batch import Batch
+
+PlanT = TypeVar("PlanT")
+
+
+class AttentionBackend(Protocol[PlanT]):
+    """Tree attention over one KV cache.
+
+    Layers may have windows: a row at position p then attends only to positions above p - window. A prefix
+    slot's position is its index in the prefix, a tree slot's is its entry in `tree_positions`.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The cache's, and that of queries and results."""
+        ...
+
+    def plan(self, batch: Batch) -> PlanT:
+        """Prepare one forward. Reads the batch only; costs no work on the device but copies of indices."""
+        ...
+
+    def write(self, layer: int, keys_values: torch.Tensor, plan: PlanT) -> None:
+        """Store `keys_values` [rows, 2 * kv_heads, head_dim] (keys first) in the rows' write slots."""
+        ...
+
+    def run(self, layer: int, queries: torch.Tensor, plan: PlanT) -> torch.Tensor:
+        """Attend: `queries` [rows, heads, head_dim] -> [rows, heads * head_dim], in the cache's dtype.
+
+        The scale is head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). Must follow `write`
+        of the same layer.
+        """
+        ...
+
+    def run_with_lse(
+        self, layer: int, queries: torch.Tensor, plan: PlanT
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and each row's log-sum-exp of scaled scores: float32 [rows, heads], natural logarithm.
+
+        With it results over parts of a context are merged.
+        """
+        ...
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """A backend whose part of a forward can be recorded and replayed."""
+
+    def plan_fixed(self, batch: Batch) -> Any:
+        """As `plan`, in fixed memory: where plans are recorded as the same, the newest one is replayed.
+
+        None: a forward of this batch cannot be recorded. Plans are made outside the recording.
+        """
+        ...
+
+    def recorded_as(self, plan: Any) -> Hashable | None:
+        """What a recording fixes beside the number of rows: it serves every later plan of the same value.
+
+        None: a forward of this plan cannot be recorded.
+        """
+        ...

@@ -1,0 +1,139 @@
+"""FlashInfer's wrappers in graph mode: what they run can be recorded once and replayed for other batches.
+
+Such a wrapper reads fixed buffers, has a fixed number of requests and keeps to one way of masking. So there
+is one for each number of rows and way, with as many requests as rows, of which those that a batch lacks are
+empty. Batches with a tree go through a mask wholly. A page is one slot: prefixes in longer pages would need a
+second wrapper, whose requests and whose rows to merge change from batch to batch.
+
+Not yet run on any GPU. Knows no recorder: plans fill the buffers, and must not be made while recording.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ssd_serve.cache.kv import KVCache, LayerKV
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.capture import recorded_rows
+from ssd_serve.kernels.flashinfer.adapter import FixedBuffers, Package, Wrapper
+from ssd_serve.kernels.flashinfer.tables import causal_requests, make_tables, with_empty_requests
+
+MOST_ROWS = 64
+"""Work is cut into tiles for requests of one row, which serves larger ones worse and worse."""
+_SHARED = 4
+"""How often a slot may be in the contexts of a batch, on average."""
+_MASK_BYTES = 512 << 10
+"""What makes and packs a larger mask takes longer than launching kernels one by one, and pages avoid it."""
+_SCHEDULE_BYTES = 1 << 20
+"""Far more than what FlashInfer schedules for so few rows."""
+
+
+class _Key(NamedTuple):
+    """Which wrapper."""
+
+    layer: LayerKV
+    rows: int
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPart:
+    """The wrappers that a batch was planned with."""
+
+    wrappers: dict[LayerKV, Wrapper]
+    masked: bool
+
+
+class RecordedWrappers:
+    """Makes wrappers, and plans batches of as many rows as forwards are recorded with.
+
+    Memory is taken at the first plan. All row counts share one set of buffers for each kind of layer, which
+    every plan fills anew: 1 MiB for schedules, 16 bytes for each slot of the cache, and masks of 8 bytes for
+    each slot, at most 512 KiB. Each wrapper adds 128 KiB, and 1 MiB of pinned memory; there are at most 11
+    row counts with two wrappers for each kind of layer.
+    """
+
+    def __init__(self, cache: KVCache, heads: int, package: Package, workspace: torch.Tensor) -> None:
+        self._cache = cache
+        self._heads = heads
+        self._package = package
+        self._workspace = workspace
+        self._most_pages = _SHARED * cache.slots
+        self._most_mask_bytes = min(_MASK_BYTES, MOST_ROWS * cache.slots // 8 + MOST_ROWS)
+        self._buffers: dict[LayerKV, FixedBuffers] = {}
+        self._wrappers: dict[_Key, Wrapper] = {}
+
+    def plan(self, batch: Batch) -> RecordedPart | None:
+        """Plan a forward; None, and nothing is changed, where it cannot be recorded.
+
+        That is so for other row counts than `recorded_rows` names, for more than 64, and where contexts or
+        masks are too large for the buffers.
+        """
+        rows = batch.rows
+        if rows > MOST_ROWS or recorded_rows(rows) != rows:
+            return None
+        masked = not causal_requests(batch).all()
+        contexts = np.diff(batch.prefix_offsets) + np.diff(batch.tree_offsets)  # [requests], without windows
+        entries = int(np.diff(batch.request_offsets) @ contexts)
+        if int(contexts.sum()) > self._most_pages:
+            return None
+        if masked and entries // 8 + batch.requests > self._most_mask_bytes:
+            return None
+        requests = np.arange(batch.requests)
+        wrappers: dict[LayerKV, Wrapper] = {}
+        for layer in dict.fromkeys(self._cache.layout.layers):
+            tables = make_tables(batch, requests, layer.window, masked=masked)
+            wrappers[layer] = self._wrapper(_Key(layer, rows, masked))
+            self._package.plan(
+                wrappers[layer],
+                with_empty_requests(tables, rows),
+                heads=self._heads,
+                layer=layer,
+                dtype=self._cache.layout.dtype,
+                device=self._workspace.device,
+                split_pages=None,
+            )
+        return RecordedPart(wrappers, masked)
+
+    def _wrapper(self, key: _Key) -> Wrapper:
+        found = self._wrappers.get(key)
+        if found is None:
+            buffers = self._buffers.get(key.layer)
+            if buffers is None:
+                buffers = self._buffers[key.layer] = self._make_buffers()
+            part = _part_of(buffers, key.rows, masked=key.masked)
+            found = self._wrappers[key] = self._package.recordable_wrapper(self._workspace, part)
+        return found
+
+    def _make_buffers(self) -> FixedBuffers:
+        """For the largest number of rows, with a mask."""
+        device = self._workspace.device
+
+        def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        return FixedBuffers(
+            query_offsets=zeros(MOST_ROWS + 1),
+            page_offsets=zeros(MOST_ROWS + 1),
+            pages=zeros(self._most_pages),
+            last_page_lengths=zeros(MOST_ROWS),
+            schedule=zeros(_SCHEDULE_BYTES, torch.uint8),
+            mask=zeros(self._most_mask_bytes, torch.uint8),
+            mask_offsets=zeros(MOST_ROWS + 1),
+        )
+
+
+def _part_of(buffers: FixedBuffers, requests: int, *, masked: bool) -> FixedBuffers:
+    """The same memory for fewer requests. FlashInfer masks wherever it is given a buffer for masks."""
+    offsets = buffers.mask_offsets
+    return FixedBuffers(
+        query_offsets=buffers.query_offsets[: requests + 1],
+        page_offsets=buffers.page_offsets[: requests + 1],
+        pages=buffers.pages,
+        last_page_lengths=buffers.last_page_lengths[:requests],
+        schedule=buffers.schedule,
+        mask=buffers.mask if masked else None,
+        mask_offsets=offsets[: requests + 1] if masked and offsets is not None else None,
+    )

@@ -1,0 +1,156 @@
+"""From the bytes of a body to its model, at a price that is known before it is paid.
+
+pydantic builds some hundred bytes for each value of a body and an error for each wrong one, in one call that
+stops every other thread. So the values of a long body are counted before it sees them, and read in slices.
+Only lists of token ids may have very many: they are read as references to shared numbers.
+Knows the form of bodies, not what they mean; runs on any thread.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+
+from ssd_serve.server.bodies.json_slices import (
+    SLICE,
+    Raw,
+    Reader,
+    count,
+    has_long_name,
+    parts_of_object,
+    slices,
+)
+from ssd_serve.server.errors import ApiError, bad_request, from_validation, too_long
+from ssd_serve.server.limits import MAX_PROMPTS, MAX_TOKEN_ID, MAX_TOKEN_IDS, MAX_VALUES
+from ssd_serve.server.openai.fields import Strict
+
+Body = TypeVar("Body", bound=Strict)
+
+_read_numbers = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]).decode
+_read_lists = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """What token ids may be. `numbers` are all of them, shared: an id of a long list costs a reference."""
+
+    context: int
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, context: int, vocabulary: int) -> "TokenNumbers":
+        """Those of a model."""
+        return cls(context, tuple(range(vocabulary)))
+
+
+def parse(
+    raw: bytes | bytearray,
+    model: type[Body],
+    tokens: TokenNumbers,
+    most: int = MAX_VALUES,
+    short: int = SLICE,
+) -> Body:
+    """The validated body, or the `ApiError` that says what is wrong with it. One of more than `short` bytes
+    is read in slices, and may have `most` values besides token ids."""
+    if len(raw) <= short:
+        try:
+            return model.model_validate_json(raw)
+        except ValidationError as error:
+            raise from_validation(error) from None
+    if count(raw, (b":",), most) > most:
+        raise _too_many(most)
+    if has_long_name(raw, short):
+        raise bad_request("the body has a field with a name of very many characters", code="unknown_field")
+    fields = parts_of_object(raw)
+    lists: dict[str, object] = {}
+    found: dict[str, object] = {}
+    for name, least in model.long_lists.items():
+        if name in fields and (shape := _shape(fields[name])) is not None:
+            lists[name] = _read(fields.pop(name), name, shape, tokens, least)
+            found[name] = [[0]] if shape == "lists" else [0]
+    left = most
+    for part in fields.values():
+        left -= 1 + count(part, (b",", b"[", b"{"), left)
+        if left < 0:
+            raise _too_many(most)
+    reader = Reader(short)
+    found.update({name: reader.read(part) for name, part in fields.items()})
+    try:
+        return model.model_validate(found).model_copy(update=lists)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _too_many(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} values besides token ids", code="body_too_large")
+
+
+def _shape(raw: Raw) -> str | None:
+    """Whether a field holds a list of numbers or of lists."""
+    beginning = bytes(memoryview(raw)[:SLICE]).split(None, 2)
+    joined = b"".join(beginning[:2])
+    if joined[:1] != b"[":
+        return None
+    if joined[1:2] == b"[":
+        return "lists"
+    return "numbers" if joined[1:2] in b"-0123456789" and joined[1:2] else None
+
+
+def _read(raw: Raw, field: str, shape: str, tokens: TokenNumbers, least: int) -> object:
+    if shape == "numbers":
+        return _read_list(raw, field, tokens, MAX_TOKEN_IDS)
+    whole = memoryview(raw)
+    if sum(piece.count(b"[") for piece in slices(whole)) > MAX_PROMPTS + 1:
+        raise bad_request(f"{field}: more than {MAX_PROMPTS} lists", field, "invalid_value")
+    found: list[tuple[int, ...]] = []
+    left = MAX_TOKEN_IDS
+    for place, one in enumerate(_read_lists(whole)):
+        found.append(_read_list(one, f"{field}.{place}", tokens, left))
+        left -= len(found[-1])
+        if len(found[-1]) < least:
+            raise bad_request(f"{field}.{place}: no tokens", f"{field}.{place}", "invalid_value")
+    return found
+
+
+def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[int, ...]:
+    """One list of ids; what the model has no room for is not read at all."""
+    whole = memoryview(raw)
+    name = field.partition(".")[0]
+    if bytes(whole[:1]) != b"[":
+        raise bad_request(f"{field}: input should be a list of token ids", field, "invalid_value")
+    count = 1 + sum(piece.count(b",") for piece in slices(whole))
+    if count > tokens.context:
+        raise too_long(str(count), tokens.context, name)
+    if count > most:
+        raise bad_request(f"{name}: more than {MAX_TOKEN_IDS} token ids", name, "invalid_value")
+    found: list[int] = []
+    read: list[int] = []
+    try:
+        for piece in _cut(whole):
+            read = _read_numbers(piece)
+            found.extend(map(tokens.numbers.__getitem__, read))
+    except msgspec.ValidationError as error:
+        wrong = re.search(r"\$\[(\d+)\]", str(error))
+        at = f"{field}.{len(found) + int(wrong[1] if wrong else 0)}"
+        raise bad_request(f"{at}: input should be a token id", at, "invalid_value") from None
+    except IndexError:
+        message = f"{name}: token id {max(read)} is outside the vocabulary of {len(tokens.numbers)}"
+        raise bad_request(message, name, "invalid_value") from None
+    return tuple(found)
+
+
+def _cut(whole: memoryview) -> Iterator[bytes]:
+    """Lists whose elements, one after the other, are those of the whole list."""
+    place, size = 1, SLICE
+    while place < len(whole) - 1:
+        piece = bytes(whole[place : min(place + size, len(whole) - 1)])
+        last = place + len(piece) == len(whole) - 1
+        comma = len(piece) if last else piece.rfind(b",")
+        if comma < 0:
+            size *= 2  # white space, or no list of ids
+            continue
+        yield b"[%s]" % piece[:comma]
+        place, size = place + comma + 1, SLICE

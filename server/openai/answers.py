@@ -1,0 +1,206 @@
+"""Turns a run into a response, whole or streamed, the same way for completions and chat.
+
+What differs between the two is a `Shape`. Knows neither request bodies nor the engine.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+from fastapi import Request, Response
+
+from ssd_serve.server.access.auth import tenant_of
+from ssd_serve.server.access.tenants import Tenant
+from ssd_serve.server.engine.generation import Ending, Output, Piece, Plan, Run
+from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.request_ids import HEADER
+from ssd_serve.server.http.streaming import DONE, EventStream, event, obfuscated, while_connected
+from ssd_serve.server.openai.replies import Head, speculation, usage
+from ssd_serve.server.service import Service
+
+_SCORED_UNITS = 32
+"""Writing a token with its log-probabilities takes as long as some other work for so many tokens."""
+
+
+class Shape(Protocol):
+    """How one API writes its choices."""
+
+    @property
+    def whole_kind(self) -> str:
+        """`object` of a whole response."""
+        ...
+
+    @property
+    def chunk_kind(self) -> str:
+        """`object` of a chunk of a stream."""
+        ...
+
+    def opening(self, choice: int) -> dict[str, object] | None:
+        """What a choice says before its first token, in a stream."""
+        ...
+
+    def part(self, piece: Piece) -> dict[str, object] | None:
+        """A piece of a choice in a stream; None when there is nothing to tell."""
+        ...
+
+    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
+        """A whole choice."""
+        ...
+
+    def extra(self) -> dict[str, object]:
+        """More fields of a whole response or a first chunk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Privacy:
+    """How far a request asks to be kept from others: from those who ask, and from those who listen."""
+
+    cache_salt: str | None = None
+    obfuscate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request, ready to run. `choices` is n: that many plans in a row share a prompt."""
+
+    head: Head
+    plans: Sequence[Plan]
+    choices: int
+    shape: Shape
+    stream: bool
+    told_usage: Literal["never", "last", "always"]
+    """Which chunks of a stream tell the usage."""
+    asked: Privacy = Privacy()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it has."""
+        return sum(len(self.plans[first].prompt) for first in range(0, len(self.plans), self.choices))
+
+    @property
+    def charged_tokens(self) -> int:
+        """What a key is charged for before there is output: answers that go on are read again too."""
+        return self.prompt_tokens + sum(len(plan.generated) for plan in self.plans)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A job, whose it is, and what may be told of it."""
+
+    service: Service
+    job: Job
+    tenant: Tenant
+    salt: bytes
+    """The part of the prefix cache that the job reads and feeds."""
+
+    def run(self) -> Run:
+        """The job's choices, to be entered."""
+        return Run(self.service, self.job.plans, self.salt)
+
+    def usage(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
+        """Usage so far. What was cached is told where only the client's own prompts can be."""
+        job = self.job
+        if not self.salt and not self.service.settings.tell_cached_tokens:
+            return usage(job.prompt_tokens, tokens, None)
+        firsts = range(0, len(job.plans), job.choices)
+        # An answer that goes on may have found some of its own tokens in the cache too.
+        cached = sum(
+            min(endings[first].figures.cached_prompt_tokens, len(job.plans[first].prompt))
+            for first in firsts
+            if first in endings
+        )
+        return usage(job.prompt_tokens, tokens, cached)
+
+
+async def answer(service: Service, request: Request, job: Job) -> Response:
+    """Run the job for as long as the client stays connected. Raises 429 where its key has no tokens left."""
+    tenant = tenant_of(request)
+    tenant.begin_prompt(job.charged_tokens)
+    visit = Visit(service, job, tenant, service.tenants.salt(tenant, job.asked.cache_salt))
+    headers = {HEADER: job.head.name}
+    if job.stream:
+        return EventStream(_events(visit), headers, service.limits.ping_s)
+    body = await while_connected(request.receive, _whole(visit))
+    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
+
+
+async def _whole(visit: Visit) -> dict[str, object]:
+    job = visit.job
+    outputs = [Output() for _ in job.plans]
+    async with visit.run() as run:
+        async for piece in run.pieces():
+            outputs[piece.choice].add(piece)
+            visit.tenant.output(len(piece.tokens))
+    endings = {i: output.ending for i, output in enumerate(outputs) if output.ending is not None}
+
+    def write() -> Steps[list[msgspec.Raw]]:
+        written: list[msgspec.Raw] = []
+        for i, output in enumerate(outputs):
+            whole = yield from job.shape.whole(i, output)
+            written.append(msgspec.Raw(msgspec.json.encode(whole)))
+            yield
+        return written
+
+    units = sum(
+        len(output.tokens) + _SCORED_UNITS * (len(output.logprobs) + len(output.prompt_logprobs))
+        for output in outputs
+    )
+    choices = await visit.service.off_loop.steps(units, write())
+    return {
+        **job.head.object(job.shape.whole_kind),
+        "seed": job.head.seed,
+        "choices": choices,
+        "usage": visit.usage(sum(len(output.tokens) for output in outputs), endings),
+        "metrics": _metrics(endings),
+        **job.shape.extra(),
+    }
+
+
+async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
+    """The chunks of a stream, then the usage if it was asked for, then `[DONE]`."""
+    job, shape, tokens, begun = visit.job, visit.job.shape, 0, False
+    write = obfuscated if job.asked.obfuscate else event
+    endings: dict[int, Ending] = {}
+    base = job.head.object(shape.chunk_kind)
+    if job.told_usage != "never":
+        base["usage"] = visit.usage(0, {}) if job.told_usage == "always" else None
+    async with visit.run() as run:
+        async for piece in run.pieces():
+            if not begun:
+                begun = True
+                for chunk in _openings(job, base):
+                    yield write(chunk)
+            tokens += len(piece.tokens)
+            visit.tenant.output(len(piece.tokens))
+            if job.told_usage == "always":
+                base["usage"] = visit.usage(tokens, endings)
+            part = shape.part(piece)
+            last: dict[str, object] = {}
+            if piece.ending is not None:
+                endings[piece.choice] = piece.ending
+                if len(endings) == len(job.plans):
+                    last = {"metrics": _metrics(endings)}
+            if part is not None:
+                yield write({**base, "choices": [part], **last})
+    if job.told_usage != "never":
+        totals = {"usage": visit.usage(tokens, endings), "metrics": _metrics(endings)}
+        yield write({**base, "choices": [], **totals})
+    yield DONE
+
+
+def _metrics(endings: dict[int, Ending]) -> dict[str, object]:
+    """Speculation figures over all choices."""
+    complete = all(ending.complete for ending in endings.values())
+    return speculation([ending.figures for ending in endings.values()], complete)
+
+
+def _openings(job: Job, base: dict[str, object]) -> list[dict[str, object]]:
+    """First chunks: the very first also tells the seed."""
+    entries = [job.shape.opening(choice) for choice in range(len(job.plans))]
+    chunks: list[dict[str, object]] = [{**base, "choices": [entry]} for entry in entries if entry is not None]
+    if not chunks:
+        chunks = [{**base, "choices": []}]
+    chunks[0] = {**chunks[0], "seed": job.head.seed, **job.shape.extra()}
+    return chunks

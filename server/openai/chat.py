@@ -1,0 +1,163 @@
+"""`/v1/chat/completions`: from its body to a job, and how it writes choices."""
+
+from dataclasses import dataclass
+
+from fastapi import Request, Response
+
+from ssd_serve.messages import Ready
+from ssd_serve.seeds import MASK64, choice_seed, random_seed
+from ssd_serve.server.engine.continuation import generated_tokens
+from ssd_serve.server.engine.generation import Ending, Output, Piece, Plan
+from ssd_serve.server.errors import bad_request
+from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.request_ids import request_name
+from ssd_serve.server.openai.answers import Job, answer
+from ssd_serve.server.openai.completions import check_stream_options, privacy, usage_wanted
+from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
+from ssd_serve.server.openai.protocol import ChatRequest
+from ssd_serve.server.openai.replies import Head, chat_logprobs, written_in_steps
+from ssd_serve.server.openai.sampling import (
+    bad_word_tokens,
+    given,
+    output_limit,
+    sampling_parameters,
+    text_rules,
+)
+from ssd_serve.server.service import Service
+from ssd_serve.server.text.tokenizer import TokenTexts
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """Choices as `/v1/chat/completions` writes them."""
+
+    texts: TokenTexts
+    prompt: TokenPrompt
+    logprobs: bool
+    token_ids: bool
+    whole_kind: str = "chat.completion"
+    chunk_kind: str = "chat.completion.chunk"
+
+    def opening(self, choice: int) -> dict[str, object] | None:
+        """The role comes first."""
+        return self._delta(choice, {"role": "assistant", "content": ""}, None, None)
+
+    def part(self, piece: Piece) -> dict[str, object] | None:
+        """One piece."""
+        if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
+            return None
+        delta: dict[str, object] = {"content": piece.text} if piece.text else {}
+        scored = self.logprobs and piece.tokens
+        details = chat_logprobs(self.texts, piece.tokens, piece.logprobs) if scored else None
+        entry = self._delta(piece.choice, delta, details, piece.ending)
+        return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
+
+    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
+        """A whole choice."""
+        details = (yield from self._all_logprobs(output)) if self.logprobs else None
+        entry: dict[str, object] = {
+            "index": choice,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            **self._rest(details, output.ending),
+        }
+        return {**entry, "token_ids": list(output.tokens)} if self.token_ids else entry
+
+    def extra(self) -> dict[str, object]:
+        """The prompt's ids, once for the whole response."""
+        return {"prompt_token_ids": list(self.prompt.ids)} if self.token_ids else {}
+
+    def _delta(
+        self, choice: int, delta: dict[str, object], details: dict[str, object] | None, ending: Ending | None
+    ) -> dict[str, object]:
+        return {"index": choice, "delta": delta, **self._rest(details, ending)}
+
+    def _rest(self, details: dict[str, object] | None, ending: Ending | None) -> dict[str, object]:
+        return {
+            "logprobs": details,
+            "finish_reason": ending.reason if ending else None,
+            "stop_reason": ending.cause if ending else None,
+        }
+
+    def _all_logprobs(self, output: Output) -> Steps[dict[str, object]]:
+        return written_in_steps(
+            len(output.tokens),
+            lambda some: chat_logprobs(self.texts, output.tokens[some], output.logprobs[some]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEndpoint:
+    """Handles the route."""
+
+    service: Service
+
+    async def handle(self, request: Request) -> Response:
+        """Check, run, answer."""
+        service = self.service
+        ready = service.require_ready()
+        service.require_room(1)
+        job = await service.bodies.use(
+            request, ChatRequest, ready, lambda body: self.job(body, request_name(request, body.request_id))
+        )
+        return await answer(service, request, job)
+
+    async def job(self, body: ChatRequest, name: str) -> Job:
+        """Check the body against the model and plan its choices."""
+        service = self.service
+        service.require_model(body.model)
+        ready = service.require_ready()
+        check_stream_options(body)
+        choices = given(body.n, 1)
+        service.require_room(choices)
+        prompt = await chat_prompt(
+            service,
+            ready,
+            body.messages,
+            body.chat_template_kwargs,
+            given(body.add_generation_prompt, True),
+            # Chat templates write the begin token themselves.
+            given(body.add_special_tokens, False),
+        )
+        logprobs = requested_logprobs(body)
+        rules = await text_rules(service, body)
+        parameters = sampling_parameters(
+            body,
+            ready,
+            max_tokens=chat_output_limit(body, len(prompt.ids), ready),
+            logprobs=logprobs,
+            bad_words=await bad_word_tokens(service, body.bad_words),
+            ending=rules.ending_tokens,
+        )
+        seed = random_seed() if body.seed is None else body.seed
+        skip_special = given(body.skip_special_tokens, True)
+        had = await generated_tokens(service, ready, body, [parameters.max_tokens] * choices)
+        plans = [
+            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
+            for i in range(choices)
+        ]
+        shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))
+        head = Head.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
+        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
+
+
+def requested_logprobs(body: ChatRequest) -> int | None:
+    """How many alternatives to report with each token; None for no log-probabilities."""
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise bad_request(
+                "top_logprobs: only allowed with logprobs: true", "top_logprobs", "invalid_value"
+            )
+        return None
+    return given(body.top_logprobs, 0)
+
+
+def chat_output_limit(body: ChatRequest, prompt_tokens: int, ready: Ready) -> int:
+    """`max_completion_tokens` and `max_tokens` are two names of one field; the default is what fits."""
+    newer, older = body.max_completion_tokens, body.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise bad_request(
+            "max_tokens: differs from max_completion_tokens; give one of them", "max_tokens", "invalid_value"
+        )
+    param = "max_tokens" if newer is None else "max_completion_tokens"
+    asked = older if newer is None else newer
+    return output_limit(asked, ready.context, prompt_tokens, ready, param)

@@ -1,0 +1,241 @@
+"""Building blocks of the request models: strictness, fields that are not built, and bounded lists.
+
+Knows the shapes of values that people type, not what the server does with them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
+from pydantic import Strict as Strictness
+from pydantic_core import PydanticCustomError
+
+from ssd_serve.server.http.request_ids import NAME
+from ssd_serve.server.limits import (
+    LEAST_TEMPERATURE,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_LABEL_CHARACTERS,
+    MAX_LABEL_NAME_CHARACTERS,
+    MAX_LABELS,
+    MAX_LOGIT_BIAS,
+    MAX_PROMPTS,
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_TOKEN_ID,
+    MAX_TOKEN_IDS,
+)
+
+
+class Strict(BaseModel):
+    """No unknown fields, no coercion between JSON types, no NaN or infinity, immutable."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    long_lists: ClassVar[Mapping[str, int]] = {}
+    """Fields that may hold more token ids than pydantic should see, and how many each list has at least."""
+
+
+def only_where(field: str, harmless: Sequence[object], needs: Mapping[str, object]) -> dict[str, Any]:
+    """For the document: `field` has one of the `harmless` values, or the other fields are as `needs` says."""
+    return {field: {"anyOf": [{"properties": {field: {"enum": list(harmless)}}}, dict(needs)]}}
+
+
+def not_built(*harmless: object) -> BeforeValidator:
+    """A known field that this server cannot honour: only absent, null or a `harmless` value passes."""
+
+    def check(value: object) -> object:
+        if value is None or any(type(value) is type(other) and value == other for other in harmless):
+            return value
+        raise PydanticCustomError("not_built", "not built in this server; leave this field out")
+
+    return BeforeValidator(check, json_schema_input_type=_one_of(None, *harmless))
+
+
+_JSON_TYPES: dict[type[Any], str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+}
+
+
+def _one_of(*values: object) -> Any:
+    """A type that the document describes as one of these values."""
+    types = dict.fromkeys(_JSON_TYPES[type(value)] for value in values)
+    return Annotated[object, WithJsonSchema({"type": list(types), "enum": list(values)})]
+
+
+NotBuilt = Annotated[object, not_built()]
+"""A known field of the OpenAI or vLLM API that only passes when it is null."""
+
+Ignored = Annotated[object, AfterValidator(lambda _: None), Field(description="accepted; changes nothing")]
+"""A field that by its definition does not change the result."""
+
+Label = Annotated[
+    Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None,
+    AfterValidator(lambda _: None),
+    Field(description="accepted; changes nothing"),
+]
+"""Who asks, or what for: nothing that this server keeps."""
+
+Labels = Annotated[
+    Annotated[
+        dict[
+            Annotated[str, Field(max_length=MAX_LABEL_NAME_CHARACTERS)],
+            Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)],
+        ],
+        Field(max_length=MAX_LABELS),
+    ]
+    | None,
+    AfterValidator(lambda _: None),
+    Field(description="accepted; changes nothing"),
+]
+"""Labels as the OpenAI API bounds them."""
+
+
+def _one_or_list(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[
+    Annotated[StopText, Tag("<text>")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("<list>")],
+    Discriminator(
+        _one_or_list,
+        custom_error_type="stop_type",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise PydanticCustomError(
+            "temperature", "Input should be 0 or at least {least}", {"least": LEAST_TEMPERATURE}
+        )
+    return value
+
+
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=100, json_schema_extra={"anyOf": [{"const": 0}, {"minimum": LEAST_TEMPERATURE}]}),
+    AfterValidator(_temperature),
+]
+"""Between 0 and `LEAST_TEMPERATURE` a division by it would overflow."""
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
+    # `min_length` would count what was read before the first wrong id.
+    if not value:
+        raise PydanticCustomError("too_short", "Input should have at least one token id")
+    return value
+
+
+# JSON has no tuples: a list counts as one.
+SomeTokenIds = Annotated[
+    tuple[TokenId, ...], Strictness(False), Field(fail_fast=True, max_length=MAX_TOKEN_IDS)
+]
+TokenIds = Annotated[SomeTokenIds, AfterValidator(_not_empty), Field(json_schema_extra={"minItems": 1})]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
+AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]
+BadWords = Annotated[
+    list[
+        Annotated[
+            str,
+            Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS, json_schema_extra={"pattern": r"\S"}),
+        ]
+    ],
+    Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+]
+
+
+def _few_biases(value: object) -> object:
+    # Each wrong entry makes two errors: they are counted before they are read.
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError(
+            "too_long", "Input should have at most {most} items", {"most": MAX_LOGIT_BIAS}
+        )
+    return value
+
+
+LogitBias = Annotated[
+    # The names of a JSON object are always strings, so these are read as numbers.
+    dict[Annotated[TokenId, Strictness(False)], Annotated[float, Field(ge=-100, le=100)]],
+    Field(
+        max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
+    ),
+    BeforeValidator(_few_biases),
+]
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
+RequestName = Annotated[str, Field(pattern=f"^{NAME}$")]
+
+
+def _prompt_shape(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list) or not value:
+        return None
+    first: object = value[0]
+    if isinstance(first, bool):
+        return None
+    if isinstance(first, str):
+        return "<texts>"
+    if isinstance(first, int):
+        return "<ids>"
+    return "<id lists>" if isinstance(first, list) else None
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[
+        list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("<id lists>")
+    ],
+    Discriminator(
+        _prompt_shape,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, "
+        "or a list of lists of token ids, not empty",
+    ),
+]
+
+
+class TextPart(Strict):
+    """A text part of a chat message; images and sounds are not built."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024), Tag("<list>")],
+    Discriminator(
+        _one_or_list,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]

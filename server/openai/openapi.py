@@ -1,0 +1,278 @@
+"""The OpenAPI document: of each path what it takes, and every status and content type that it answers with.
+
+One table. Bodies and answers are described by their models; rules that only the loaded model decides (its
+vocabulary, its context) are told in words, with the answer 400.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, TypeAdapter
+
+from ssd_serve.server.access.auth import METRICS_PATH
+from ssd_serve.server.access.tenants import RATE_HEADERS
+from ssd_serve.server.http.request_ids import HEADER
+from ssd_serve.server.openai import answer_models as answers
+from ssd_serve.server.openai import protocol
+
+Schema = dict[str, Any]
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+PLAIN = "text/plain"
+_SCHEME = "key"
+_REFERENCE = "#/components/schemas/{model}"
+
+_PROBLEMS = {
+    400: "The body is not JSON or breaks a rule; `param` names the field. Rules that no schema tells: token "
+    "ids are below the model's vocabulary; prompt and output fit its context; prompts are not empty; texts "
+    "hold no lone surrogates; `min_tokens` is at most `max_tokens`; prompts x `n` are no more than one "
+    "request may have; `best_of` is `n`; two names of one field do not differ; `bad_words` and `min_tokens` "
+    "leave some of `allowed_token_ids`; `generated_token_ids` has one list for each choice; the model's chat "
+    "template takes the messages.",
+    401: "The key is missing or wrong.",
+    403: "The figures tell of all keys: they are for the operator's.",
+    404: "The model is not served here.",
+    408: "The body took too long to arrive.",
+    413: "The body is larger than the server reads, or has more values.",
+    415: "The body is not announced as application/json.",
+    421: "The server may not be called by this name; its operator can allow it.",
+    429: "The queue is full, or the key has used up what it may ask for in a minute.",
+    500: "A fault of the server, or of its engine.",
+    503: "No token can be generated now; `code` says why: loading, restarting, shutting down, dead, or "
+    "all connections are busy, or there is no room for another body.",
+}
+_RETRY: Schema = {
+    "Retry-After": {
+        "required": True,
+        "description": "seconds after which to try again",
+        "schema": {"type": "integer", "minimum": 1},
+    }
+}
+_LIMITS: Schema = {
+    name: {"description": "where there are limits a minute", "schema": {"type": "string"}}
+    for name in RATE_HEADERS
+}
+_HEADERS: dict[int, Schema] = {
+    401: {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
+    429: {**_RETRY, **_LIMITS},
+    503: _RETRY,
+}
+_NAME_HEADER: Schema = {
+    "required": True,
+    "description": "the request's name: the one that was given, or a fresh one",
+    "schema": {"type": "string", "minLength": 1},
+}
+_NAME_PARAMETER: Schema = {
+    "name": HEADER,
+    "in": "header",
+    "description": "a name for this request: up to 128 visible characters of ASCII; others are ignored",
+    "schema": {"type": "string"},
+}
+_MODEL_PARAMETER: Schema = {
+    "name": "name",
+    "in": "path",
+    "required": True,
+    "description": "a model's id; it may hold slashes",
+    "schema": {"type": "string", "minLength": 1},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a path does. `answer`: the object that it answers with, or the content type of a text."""
+
+    summary: str
+    answer: type | str
+    problems: Sequence[int] = ()
+    """Statuses besides 421, 500 and 503, and 401 where a key is wanted: every path may answer with those."""
+    body: type[BaseModel] | None = None
+    example: Mapping[str, object] | None = None
+    chunk: type | None = None
+    """What an event of the answer's stream holds."""
+    open: bool = False
+    """Needs no key."""
+    methods: Sequence[str] = ("get", "head")
+    parameters: Sequence[Schema] = ()
+    links: Schema = field(default_factory=dict[str, Any])
+    """What a success is good for elsewhere."""
+
+
+_BODY = (400, 404, 408, 413, 415, 429)
+_ASK = [{"role": "user", "content": "What is speculative decoding?"}]
+OPERATIONS: dict[str, Operation] = {
+    "/health": Operation("can a token be generated now?", answers.Health, open=True),
+    "/ping": Operation("the same as /health", answers.Health, open=True, methods=("get", "head", "post")),
+    "/v1/models": Operation(
+        "the served model",
+        answers.ModelList,
+        links={
+            "card": {"operationId": "get_v1_models_name", "parameters": {"name": "$response.body#/data/0/id"}}
+        },
+    ),
+    "/v1/models/{name}": Operation("one model", answers.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)),
+    "/version": Operation("the version of the package", answers.Version),
+    "/load": Operation("requests in flight, and why it speculates or not", answers.Load),
+    METRICS_PATH: Operation("figures for Prometheus", PLAIN),
+    "/openapi.json": Operation("this document", dict),
+    "/v1/completions": Operation(
+        "go on with a text",
+        answers.Completion,
+        _BODY,
+        protocol.CompletionRequest,
+        {"prompt": "Once upon a time", "max_tokens": 16},
+        answers.CompletionChunk,
+        methods=("post",),
+    ),
+    "/v1/chat/completions": Operation(
+        "answer in a conversation",
+        answers.ChatCompletion,
+        _BODY,
+        protocol.ChatRequest,
+        {"messages": _ASK, "max_tokens": 16, "stream": True},
+        answers.ChatChunk,
+        methods=("post",),
+    ),
+    "/tokenize": Operation(
+        "the token ids of a text or a conversation",
+        answers.Tokens,
+        _BODY,
+        protocol.TokenizeRequest,
+        {"prompt": "Once upon a time"},
+        methods=("post",),
+        links={
+            "text": {
+                "operationId": "post_detokenize",
+                "requestBody": {"tokens": "$response.body#/tokens"},
+            }
+        },
+    ),
+    "/detokenize": Operation(
+        "the text of token ids",
+        answers.Text,
+        _BODY,
+        protocol.DetokenizeRequest,
+        {"tokens": [1, 2, 3]},
+        methods=("post",),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """What is locked: everything that is not open, or only the metrics."""
+
+    keyed: bool = False
+    metrics_keyed: bool = False
+
+    def locks(self, path: str, told: Operation) -> bool:
+        """Whether a path wants a key."""
+        return not told.open and (self.keyed or (self.metrics_keyed and path == METRICS_PATH))
+
+    def problems(self, path: str, told: Operation) -> list[int]:
+        """Everything that a path may answer with besides 200."""
+        locked = self.locks(path, told)
+        only_for_some = locked and path == METRICS_PATH
+        anywhere = (421, 500, 503, *((401,) if locked else ()), *((403,) if only_for_some else ()))
+        return sorted({*told.problems, *anywhere})
+
+
+def describe(app: FastAPI, doors: Doors) -> None:
+    """Make `app.openapi()` tell this document."""
+
+    def document() -> Schema:
+        if app.openapi_schema is None:
+            app.openapi_schema = build_document(app.title, app.version, doors)
+        return app.openapi_schema
+
+    # This is the way that FastAPI documents for changing the document.
+    setattr(app, "openapi", document)  # noqa: B010
+
+
+def build_document(title: str, version: str, doors: Doors) -> Schema:
+    """The whole document."""
+    schemas, references = _schemas()
+    components: Schema = {
+        "schemas": schemas,
+        "responses": {str(status): _problem(status, references[answers.Error]) for status in _PROBLEMS},
+    }
+    if doors.keyed or doors.metrics_keyed:
+        components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+    paths = {
+        path: {method: _operation(path, method, each, references, doors) for method in each.methods}
+        for path, each in OPERATIONS.items()
+    }
+    info = {"title": title, "version": version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+
+
+def _schemas() -> tuple[Schema, dict[type, Schema]]:
+    """The schemas of all models, and how each is referred to."""
+    bodies = [each.body for each in OPERATIONS.values() if each.body is not None]
+    told: list[type] = [answers.Error]
+    for each in OPERATIONS.values():
+        told += [one for one in (each.answer, each.chunk) if isinstance(one, type) and one is not dict]
+    found, shared = TypeAdapter.json_schemas(
+        [
+            *((body, "validation", TypeAdapter(body)) for body in bodies),
+            *((one, "serialization", TypeAdapter(one)) for one in dict.fromkeys(told)),
+        ],
+        ref_template=_REFERENCE,
+    )
+    return shared["$defs"], {kind: schema for (kind, _), schema in found.items()}
+
+
+def _operation(
+    path: str, method: str, told: Operation, references: Mapping[type, Schema], doors: Doors
+) -> Schema:
+    """One method of one path."""
+    operation: Schema = {
+        "summary": told.summary,
+        "operationId": method + re.sub(r"\W+", "_", path).rstrip("_"),
+        "parameters": [*told.parameters, _NAME_PARAMETER],
+        "responses": {
+            "200": {
+                "description": "Success.",
+                "headers": {HEADER: _NAME_HEADER, **(_LIMITS if told.body else {})},
+                "content": _content(told, references),
+                **({"links": told.links} if told.links and method != "head" else {}),
+            },
+            **{str(each): {"$ref": f"#/components/responses/{each}"} for each in doors.problems(path, told)},
+        },
+    }
+    if told.body is not None:
+        content: Schema = {"schema": references[told.body], "example": told.example}
+        operation["requestBody"] = {"required": True, "content": {JSON: content}}
+    if doors.locks(path, told):
+        operation["security"] = [{_SCHEME: []}]
+    return operation
+
+
+def _content(told: Operation, references: Mapping[type, Schema]) -> Schema:
+    """The content types of a success."""
+    if isinstance(told.answer, str):
+        return {told.answer: {"schema": {"type": "string"}}}
+    content: Schema = {JSON: {"schema": references.get(told.answer, {"type": "object"})}}
+    if told.chunk is not None:
+        events = {"anyOf": [references[told.chunk], references[answers.Error]]}
+        data: Schema = {
+            "type": "string",
+            "anyOf": [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": events}],
+        }
+        content[EVENTS] = {
+            "itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        }
+    return content
+
+
+def _problem(status: int, error: Schema) -> Schema:
+    """An answer other than success."""
+    return {
+        "description": f"{HTTPStatus(status).phrase}. {_PROBLEMS[status]}",
+        "headers": {HEADER: _NAME_HEADER, **_HEADERS.get(status, {})},
+        "content": {JSON: {"schema": error}},
+    }

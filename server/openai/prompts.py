@@ -1,0 +1,161 @@
+"""From what people send to prompts of token ids that fit the model. Knows no sampling and no HTTP."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ssd_serve.errors import RequestError
+from ssd_serve.messages import Ready
+from ssd_serve.server.errors import bad_request, too_long
+from ssd_serve.server.http.off_loop import OffLoop, Steps
+from ssd_serve.server.openai.protocol import ChatTemplateOptions, Message
+from ssd_serve.server.service import Service
+from ssd_serve.server.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt for the engine. `text` is what was sent; None when ids were."""
+
+    ids: tuple[int, ...]
+    text: str | None
+
+
+FEW_CHARACTERS = 4
+"""Most texts have more characters a token."""
+
+PLENTY_CHARACTERS = 16
+"""Almost none has more."""
+
+COUNTED_AT_ONCE = 1 << 16
+"""Characters, at most."""
+
+CUT_TOKENS = 16
+"""A text that is cut may have a few tokens more there than the whole has."""
+
+TOKEN_UNITS = 8
+"""Decoding a token takes about as long as tokenising so many characters."""
+
+_MESSAGE_UNITS = 32
+
+PromptField = str | list[str] | tuple[int, ...] | list[tuple[int, ...]]
+"""The four forms of a prompt in the completions API."""
+
+
+def token_units(counts: Iterable[int]) -> int:
+    """How much work it is to decode so many tokens, in characters."""
+    return TOKEN_UNITS * sum(counts)
+
+
+def prompt_count(prompt: PromptField) -> int:
+    """How many prompts the field holds."""
+    return len(prompt) if isinstance(prompt, list) else 1
+
+
+async def completion_prompts(
+    service: Service, ready: Ready, prompt: PromptField, special: bool
+) -> list[TokenPrompt]:
+    """The prompts of a completion request, in order; a single prompt gives one."""
+    items: list[str | tuple[int, ...]] = [*prompt] if isinstance(prompt, list) else [prompt]
+    numbers: dict[int, int] = {}  # a tokenizer makes a new object for each token: they are shared
+
+    def work() -> Steps[list[TokenPrompt]]:
+        found: list[TokenPrompt] = []
+        for item in items:
+            if isinstance(item, str):
+                ids = yield from text_ids(service.tokenizer, ready, item, special, "prompt")
+                found.append(TokenPrompt(tuple(map(numbers.setdefault, ids, ids)), item))
+            else:
+                found.append(TokenPrompt(item, None))
+            check_prompt(found[-1].ids, ready, "prompt")
+            yield
+        return found
+
+    return await service.off_loop.steps(sum(map(len, items)), work())
+
+
+async def chat_prompt(
+    service: Service,
+    ready: Ready,
+    messages: Sequence[Message],
+    options: ChatTemplateOptions | None,
+    add_generation_prompt: bool,
+    special: bool,
+) -> TokenPrompt:
+    """The prompt of a conversation."""
+    text = await chat_text(service.rendering, service.tokenizer, messages, options, add_generation_prompt)
+    ids = await service.off_loop.steps(
+        len(text), text_ids(service.tokenizer, ready, text, special, "messages")
+    )
+    check_prompt(ids, ready, "messages")
+    return TokenPrompt(tuple(ids), text)
+
+
+def text_ids(
+    tokenizer: TextTokenizer, ready: Ready, text: str, special: bool, param: str
+) -> Steps[list[int]]:
+    """Tokenise a text, but no more of a hopelessly long one than it takes to see that.
+
+    A tokenizer takes some hundred bytes for each character. So what may not fit is first counted in slices.
+    """
+    size = min(COUNTED_AT_ONCE, ready.context * PLENTY_CHARACTERS)
+    if len(text) > max(ready.context * FEW_CHARACTERS, size):
+        least = 0
+        for place in range(0, len(text), size):
+            piece = text[place : place + size]
+            least += max(0, len(encode(tokenizer, piece, False, param)) - CUT_TOKENS)
+            if least > ready.context:
+                raise too_long(f"at least {least}", ready.context, param)
+            yield
+    return encode(tokenizer, text, special, param)
+
+
+def encode(tokenizer: TextTokenizer, text: str, special: bool, param: str) -> list[int]:
+    """Tokenise; `param` names the field in errors."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except UnicodeEncodeError:
+        # JSON can carry half of a surrogate pair, which no encoding of text can.
+        raise bad_request(f"{param}: holds a lone surrogate, which is not a character", param) from None
+
+
+async def chat_text(
+    rendering: OffLoop,
+    tokenizer: TextTokenizer,
+    messages: Sequence[Message],
+    options: ChatTemplateOptions | None,
+    add_generation_prompt: bool,
+) -> str:
+    """Render the conversation with the model's chat template."""
+    entries = [message.template_entry() for message in messages]
+    variables: dict[str, object] = options.model_dump(exclude_none=True) if options else {}
+
+    def render() -> str:
+        return tokenizer.apply_chat_template(
+            entries, add_generation_prompt=add_generation_prompt, **variables
+        )
+
+    units = sum(sum(map(len, entry.values())) + _MESSAGE_UNITS for entry in entries)
+    try:
+        return await rendering.run(units, render)
+    except RequestError as error:
+        raise bad_request(str(error), error.field or "messages") from error
+
+
+def check_prompt(ids: Sequence[int], ready: Ready, param: str) -> None:
+    """400 unless the prompt has tokens, all in the vocabulary, and leaves room for one more."""
+    if not ids:
+        raise bad_request(f"{param}: no tokens; the model needs at least one", param, "invalid_value")
+    check_vocabulary(ids, ready, param)
+    if len(ids) >= ready.context:
+        raise too_long(str(len(ids)), ready.context, param)
+
+
+def check_vocabulary(ids: Sequence[int], ready: Ready, param: str) -> None:
+    """400 unless all ids are tokens of the model."""
+    largest = max(ids, default=0)
+    if largest >= ready.vocabulary:
+        raise bad_request(
+            f"{param}: token id {largest} is outside the vocabulary of {ready.vocabulary}",
+            param,
+            "invalid_value",
+        )

@@ -1,0 +1,272 @@
+"""The request bodies of the OpenAI-compatible API, as people type them.
+
+Every field of the OpenAI API is known here by name: built, ignored by definition, or refused as not built.
+Unknown fields are errors. Ranges that need the model (vocabulary, context) are checked elsewhere.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
+from ssd_serve.server.openai.fields import (
+    AllowedTokenIds,
+    BadWords,
+    CacheSalt,
+    Content,
+    Label,
+    Labels,
+    LogitBias,
+    NotBuilt,
+    Prompt,
+    RequestName,
+    SomeTokenIds,
+    Stop,
+    StopTokenIds,
+    Strict,
+    Temperature,
+    TokenIds,
+    not_built,
+    only_where,
+)
+
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
+    continuous_usage_stats: bool | None = Field(
+        None, description="with include_usage: every chunk tells the usage so far"
+    )
+    include_obfuscation: bool | None = Field(
+        None, description="pad every chunk with random characters, so that its length tells nothing; null: no"
+    )
+
+
+class TextFormat(Strict):
+    """The one response format that is built."""
+
+    type: Literal["text"]
+
+
+_STREAMED = {"properties": {"stream": {"const": True}}, "required": ["stream"]}
+_SEEDED = {"properties": {"seed": {"type": "integer"}}, "required": ["seed"]}
+_FRESH: dict[str, object] = {"properties": {"generated_token_ids": {"enum": [None, []]}}}
+_RULES = {
+    **only_where("stream_options", [None], _STREAMED),
+    **only_where("generated_token_ids", [None, []], _SEEDED),
+}
+"""Of fields that go together; they are checked where they are used."""
+_SCORED_OR_STREAMED = [
+    {"properties": {"logprobs": {"enum": [None]}}},
+    {"properties": {"stream": {"enum": [None, False]}}},
+]
+
+
+class GenerationRequest(Strict):
+    """What completions and chat completions have in common. Null means the default."""
+
+    long_lists: ClassVar[Mapping[str, int]] = {"generated_token_ids": 0}
+
+    model: str | None = Field(None, description="the served model's id; empty: the one that is served")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=1024, description="choices for each prompt")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**64, description="empty: random, and told in the response"
+    )
+
+    temperature: Temperature | None = None
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: off")
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokenIds | None = Field(None, description="the only tokens that may come")
+    bad_words: BadWords | None = Field(None, description="texts that the output must not hold")
+
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+
+    generated_token_ids: list[SomeTokenIds] | None = Field(
+        None,
+        fail_fast=True,
+        description="`token_ids` of each choice of an answer to this request, with the same seed, that broke "
+        "off: this one goes on behind them",
+    )
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="let the tokenizer add its begin token to a text"
+    )
+
+    request_id: RequestName | None = Field(
+        None, description="name of the request in its answer, unless the header X-Request-Id gives one"
+    )
+    cache_salt: CacheSalt | None = Field(
+        None,
+        description="a secret: only requests with the same one reuse what was read of their prompts",
+    )
+    user: Label = None
+    safety_identifier: Label = None
+    metadata: Labels = None
+    prompt_cache_key: Label = None
+
+    guided_choice: NotBuilt = None
+    guided_grammar: NotBuilt = None
+    guided_json: NotBuilt = None
+    guided_regex: NotBuilt = None
+    kv_transfer_params: NotBuilt = None
+    length_penalty: Annotated[object, not_built(1, 1.0)] = None
+    priority: Annotated[object, not_built(0)] = None
+    prompt_logprobs: NotBuilt = None
+    repetition_detection: NotBuilt = None
+    response_format: TextFormat | None = None
+    spaces_between_special_tokens: Annotated[object, not_built(True)] = None
+    return_tokens_as_token_ids: Annotated[object, not_built(False)] = None
+    structured_outputs: NotBuilt = None
+    thinking_token_budget: NotBuilt = None
+    truncate_prompt_tokens: NotBuilt = None
+    use_beam_search: Annotated[object, not_built(False)] = None
+    vllm_xargs: NotBuilt = None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "dependentSchemas": {
+                **_RULES,
+                **only_where("echo", [None, False], {**_FRESH, "anyOf": _SCORED_OR_STREAMED}),
+            }
+        }
+    )
+    long_lists: ClassVar[Mapping[str, int]] = {"prompt": 1, "generated_token_ids": 0}
+
+    prompt: Prompt
+    echo: bool | None = Field(None, description="begin the text with the prompt")
+    logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
+
+    best_of: int | None = Field(None, ge=1, description="only as many as n: choosing among more is not built")
+    prompt_embeds: NotBuilt = None
+    suffix: Annotated[object, not_built("")] = None
+
+
+class Message(Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = Field(None, max_length=256)
+
+    annotations: Annotated[object, not_built([])] = None
+    audio: NotBuilt = None
+    function_call: NotBuilt = None
+    refusal: NotBuilt = None
+    tool_call_id: NotBuilt = None
+    tool_calls: Annotated[object, not_built([])] = None
+
+    def template_entry(self) -> dict[str, str]:
+        """The message as chat templates read it: content as one string."""
+        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        entry = {"role": role, "content": parts}
+        if self.name is not None:
+            entry["name"] = self.name
+        return entry
+
+
+class ChatTemplateOptions(Strict):
+    """The variables of a chat template that a request may set; never the template itself."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """Body of `/v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "dependentSchemas": {
+                **_RULES,
+                **only_where(
+                    "top_logprobs",
+                    [None, 0],
+                    {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
+                ),
+            }
+        }
+    )
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="newer name of max_tokens"
+    )
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: ChatTemplateOptions | None = None
+
+    audio: NotBuilt = None
+    best_of: Annotated[object, not_built(1)] = None
+    chat_template: NotBuilt = None
+    continue_final_message: Annotated[object, not_built(False)] = None
+    documents: NotBuilt = None
+    echo: Annotated[object, not_built(False)] = None
+    function_call: Annotated[object, not_built("none")] = None
+    functions: Annotated[object, not_built([])] = None
+    include_reasoning: Annotated[object, not_built(True, False)] = None
+    media_io_kwargs: NotBuilt = None
+    mm_processor_kwargs: NotBuilt = None
+    modalities: Annotated[object, not_built(["text"])] = None
+    moderation: NotBuilt = None
+    parallel_tool_calls: Annotated[object, not_built(True, False)] = None
+    prediction: NotBuilt = None
+    prompt_cache_options: NotBuilt = None
+    prompt_cache_retention: NotBuilt = None
+    reasoning_effort: Annotated[object, not_built("none")] = None
+    service_tier: Annotated[object, not_built("auto", "default")] = None
+    store: Annotated[object, not_built(False)] = None
+    tool_choice: Annotated[object, not_built("none", "auto")] = None
+    tools: Annotated[object, not_built([])] = None
+    verbosity: NotBuilt = None
+    web_search_options: NotBuilt = None
+
+
+class TokenizeRequest(Strict):
+    """Body of `/tokenize`: a text or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}, "required": [one]}
+                for one, other in (("prompt", "messages"), ("messages", "prompt"))
+            ]
+        }
+    )
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: ChatTemplateOptions | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Body of `/detokenize`."""
+
+    long_lists: ClassVar[Mapping[str, int]] = {"tokens": 1}
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,225 @@
+"""`ssd serve`: the port, the processes, the HTTP server, and what ends them, put together.
+
+Knows who has to start in which order; the parts know their work.
+"""
+
+import contextlib
+import ipaddress
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import setproctitle
+from rich.console import Console
+
+from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.cluster.engines import RunningEngine, start_engine, usable_machine
+from ssd_serve.descriptors import raise_descriptor_limit
+from ssd_serve.devices import pin_cores
+from ssd_serve.errors import EngineDeadError
+from ssd_serve.find_models import find_models
+from ssd_serve.http_port import listen_all
+from ssd_serve.logs import carry_library_logs, get_logger
+from ssd_serve.memory import settle_memory
+from ssd_serve.models.text.detokenize import DetokenizeStream
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.server.access.exposure import exposure_warnings
+from ssd_serve.server.access.hosts import allowed_hosts
+from ssd_serve.server.banner import show_banner
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.door import most_connections
+from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
+from ssd_serve.server.http.tls import tls_context
+from ssd_serve.settings import Settings
+from ssd_serve.settings_sources import refuse_empty_keys
+from ssd_serve.terminal import ProgressLine
+
+_LOOK_EVERY_S = 0.1
+_FAREWELL_S = 0.5
+"""Between the engine's death and the server's: time for running requests to be told."""
+_COMES_BACK_S = math.inf
+"""The launcher says sooner when no engine will come back."""
+_LEAVES_WITHIN_S = 20.0
+"""What holds an end up for longer is left behind: threads that download wait for the end of their file."""
+
+
+class ServingTokenizer:
+    """The model's tokenizer as the server wants it, once it has been found."""
+
+    def __init__(self) -> None:
+        self._found: Tokenizer | None = None
+
+    def arrive(self, tokenizer: Tokenizer) -> None:
+        """From now on this is the one. Call it before an engine is ready."""
+        self._found = tokenizer
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._found is None:
+            raise EngineDeadError("the model's tokenizer has not been loaded")
+        return self._found
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an output unless they are ignored."""
+        return self._tokenizer.eos_token_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self._tokenizer.decode(ids, skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The conversation as one text."""
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
+
+    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> DetokenizeStream:
+        """A fresh incremental decoder of what follows `context`."""
+        return self._tokenizer.stream(context, skip_special_tokens)
+
+
+class ServingClient(EngineClient):
+    """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            reconnect=lambda: self._started().connect(_COMES_BACK_S),
+            on_ready=lambda: self._started().target_is_ready(),
+            on_silence=lambda silent_s: self._started().suspect_verifier(silent_s),
+            on_explained=lambda: self._started().deaths_are_explained(),
+        )
+        self._engine: RunningEngine | None = None
+
+    def arrive(self, engine: RunningEngine, channel: Channel) -> None:
+        """The engine has been started. On the event loop."""
+        self._engine = engine
+        self.target = engine.settings.target
+        self.meet(channel)
+
+    def stop(self) -> None:
+        """Abort what runs and close the channel."""
+        if self._engine is not None:
+            self._engine.expect_end()
+        super().stop()
+
+    def _started(self) -> RunningEngine:
+        if self._engine is None:
+            raise EngineDeadError("no engine has been started")
+        return self._engine
+
+
+def run_serve(settings: Settings) -> int:
+    """Serve until a signal says stop, or the engine dies. Answers from the start: 503 while it loads."""
+    setproctitle.setproctitle("ssd: server")
+    for number in heeded_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, _leave_tidily)
+    log = get_logger("server", settings.log_level, settings.log_format)
+    carry_library_logs(log)
+    before, descriptors = raise_descriptor_limit()
+    most = most_connections(settings, descriptors)
+    log.info("open files", limit=descriptors, before=before, connections=most)
+    line = ProgressLine()
+    tls_context(settings)  # wrong files are told before anything is done
+    machine = usable_machine(settings)
+    client, tokenizer = ServingClient(), ServingTokenizer()
+
+    def tell(text: str) -> None:
+        client.progress = text
+        line.show(text)
+
+    refuse_empty_keys()
+    with ExitStack() as ports:
+        sock, *others = [ports.enter_context(one) for one in listen_all(settings)]
+        alone = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+        for warning in exposure_warnings(settings, alone):
+            log.warning(warning, host=settings.host)
+        server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, alone))
+        with ServerThread(server, [sock, *others]) as answering:
+            found = find_models(settings, tell, log.warning)
+            tokenizer.arrive(Tokenizer(found.target))
+            settle_memory()
+            tell("starting")
+            with start_engine(found.settings, log, machine) as engine:
+                # After the workers: they would inherit the binding.
+                answering.call(partial(pin_cores, engine.placement.front_end))
+                pin_cores(engine.placement.front_end)
+                answering.call(partial(client.arrive, engine, engine.connect()))
+                url = address(sock, settings.tls_certificate is not None)
+                with server.capture_signals():
+                    _watch(server, answering, client, engine, line, url)
+                if engine.failure is not None:
+                    raise engine.failure
+    log.info("stopped")
+    return 0
+
+
+def _watch(
+    server: HttpServer,
+    answering: ServerThread,
+    client: EngineClient,
+    engine: RunningEngine,
+    line: ProgressLine,
+    url: str,
+) -> None:
+    """Until the server has ended, or has to because its engine is dead."""
+    announced = False
+    while engine.failure is None:
+        if not announced and client.ready is not None:
+            announced = True
+            line.clear()
+            with contextlib.suppress(OSError):  # a terminal that is gone, descriptors that have run out
+                show_banner(Console(), client.ready, engine.settings, url, program_name())
+        elif not announced:
+            line.show(client.progress)
+        if answering.ends_within(_LOOK_EVERY_S):
+            return
+    line.clear()
+    if not answering.ends_within(_FAREWELL_S):
+        server.stop()
+        while not answering.ends_within(_LOOK_EVERY_S):
+            pass
+
+
+def program_name() -> str:
+    """How to call the command line that this process came from: `ssd` where a shell finds it."""
+    here = Path(sys.argv[0])
+    if here.name != "ssd" or shutil.which("ssd") == str(here):
+        return "ssd"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
+
+
+def address(sock: socket.socket, encrypted: bool = False) -> str:
+    """Where people of this machine reach the server."""
+    name = sock.getsockname()
+    host, port = str(name[0]), int(name[1])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _leave_tidily(number: int, _frame: FrameType | None) -> NoReturn:
+    """A signal while everything is loaded: leave through every `finally`, so that workers and sockets go too.
+    It may come twice, from a group and from a parent in it: only the first one means something."""
+    for other in heeded_signals():
+        if other != signal.SIGINT:
+            signal.signal(other, signal.SIG_IGN)
+    last_resort = threading.Timer(_LEAVES_WITHIN_S, os._exit, (128 + number,))
+    last_resort.daemon = True
+    last_resort.start()
+    raise SystemExit(128 + number)

@@ -1,0 +1,213 @@
+"""Generating texts from Python: `LLM("path-or-id").generate(prompts)`.
+
+Knows prompts and what is asked of them; where the engine runs, and how tokens come about, is told elsewhere.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import Progress
+from typing_extensions import Self
+
+from ssd_serve.cluster.engines import usable_machine
+from ssd_serve.errors import EngineDeadError, RequestError
+from ssd_serve.find_models import find_models
+from ssd_serve.llm.engine_access import reach_engine
+from ssd_serve.llm.in_flight import Asked, Conversation
+from ssd_serve.llm.outputs import Output, Piece
+from ssd_serve.llm.sampling_params import SamplingParams
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import Ready
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.seeds import MASK64, choice_seed, random_seed
+from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings_sources import resolve_arguments
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+_USUAL_MAX_TOKENS = 128
+
+
+class LLM:
+    """A loaded model that continues texts. Not for several threads at once.
+
+        with LLM("path-or-id", draft="path-or-id") as llm:
+            print(llm.generate("def read_lines(path):")[0].text)
+
+    It works in this process, with the draft inline; with `mode="ssd"` in processes of its own. Every setting
+    of `ssd serve` is an argument, and may come from its variable instead.
+    """
+
+    def __init__(
+        self,
+        target: str | Path = EMBEDDED,
+        *,
+        draft: str | Path | None = None,
+        report: Callable[[str], None] = lambda _text: None,
+        **settings: object,
+    ) -> None:
+        """`report` is told what goes on while models are loaded. Whatever is wrong is an `SsdError`."""
+        named = {"target": str(target), **({} if draft is None else {"draft": str(draft)}), **settings}
+        self._start(_usual_here(resolve_arguments(named)), report)
+
+    @classmethod
+    def of(cls, settings: Settings, report: Callable[[str], None]) -> Self:
+        """With settings that somebody else has put together; nothing about them is chosen here."""
+        made = cls.__new__(cls)
+        made._start(settings, report)
+        return made
+
+    def _start(self, settings: Settings, report: Callable[[str], None]) -> None:
+        if "log_level" not in settings.model_fields_set:
+            # Lines of workers would run into what a program prints.
+            settings = settings.model_copy(update={"log_level": "warning"})
+        log = get_logger("generate", settings.log_level, settings.log_format)
+        machine = usable_machine(settings)
+        found = find_models(settings, report, log.warning)
+        self.tokenizer = Tokenizer(found.target)
+        report("starting")
+        with ExitStack() as stack:
+            access = stack.enter_context(reach_engine(found.settings, machine, log, report))
+            self.ready: Ready = access.ready
+            most = settings.max_running + settings.max_waiting
+            self._open: Conversation | None = Conversation(access, self.tokenizer, most)
+            # Also when the program ends, or forgets this object, without closing it.
+            self._end = weakref.finalize(self, stack.pop_all().close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine and its processes. A second call does nothing."""
+        self._open = None
+        self._end()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """Continue each prompt; the n texts of a prompt follow one another. `progress`: show a bar; None: for
+        several prompts, on a terminal."""
+        params = params or SamplingParams()
+        asked = [self._asked(place, ids, params) for place, ids in enumerate(self._all_ids(prompts))]
+        bar = len(asked) > 1 and sys.stderr.isatty() if progress is None else progress
+        return self._outputs(asked, bar)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        **variables: Any,
+    ) -> list[Output]:
+        """The n answers to a conversation of `{"role": ..., "content": ...}`; `variables` are those of the
+        model's chat template."""
+        text = self.tokenizer.apply_chat_template(messages, **variables)
+        ids = self._ids(text, special=False)  # chat templates write the begin token themselves
+        return self._outputs([self._asked(0, ids, params or SamplingParams(), self.ready.context)], bar=False)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """The continuation of one prompt, piece by piece; the last piece has the whole output."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError("n: a stream is one text", "n")
+        return self._pieces(self._asked(0, self._ids(prompt), params))
+
+    def _pieces(self, asked: Asked) -> Iterator[Piece]:
+        conversation = self._conversation()
+        (text,) = conversation.ask([asked])
+        try:
+            while not text.over:
+                conversation.turn()
+                while text.pieces:
+                    yield text.pieces.popleft()
+            if text.failure is not None:
+                raise text.failure
+        finally:
+            conversation.drop([text])
+
+    def _outputs(self, asked: Sequence[Asked], bar: bool) -> list[Output]:
+        conversation = self._conversation()
+        texts = conversation.ask(asked)
+        try:
+            shown = Progress(console=Console(stderr=True), disable=not bar, transient=sys.stderr.isatty())
+            with shown:
+                task = shown.add_task("generating", total=len(texts))
+                while (over := sum(text.over for text in texts)) < len(texts):
+                    shown.update(task, completed=over)
+                    conversation.turn()
+                shown.update(task, completed=over)
+        finally:
+            conversation.drop(texts)
+        for text in texts:
+            if text.failure is not None:
+                raise text.failure
+        return [text.output for text in texts if text.output is not None]
+
+    def _asked(
+        self, place: int, ids: tuple[int, ...], params: SamplingParams, usual: int = _USUAL_MAX_TOKENS
+    ) -> Asked:
+        """What the engine is asked of a prompt; `usual`: tokens where nobody says how many."""
+        context = self.ready.context
+        if len(ids) >= context:
+            raise RequestError(
+                f"prompt: {len(ids)} tokens; prompt and output together may have {context}", "prompt"
+            )
+        left = context - len(ids)
+        if params.max_tokens is not None and params.max_tokens > left:
+            raise RequestError(
+                f"max_tokens: {params.max_tokens} output tokens and {len(ids)} prompt tokens are "
+                f"{params.max_tokens + len(ids)}; the model's context is {context}",
+                "max_tokens",
+            )
+        most = min(usual, left) if params.max_tokens is None else params.max_tokens
+        seed = random_seed() if params.seed is None else params.seed & MASK64
+        seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
+        return Asked(place, ids, seeds, params, params.for_model(self.ready.vocabulary, most))
+
+    def _all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
+        """Token ids of one prompt or of several."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [cast(Prompt, prompts)]
+        return [self._ids(cast(Prompt, prompt)) for prompt in prompts]
+
+    def _ids(self, prompt: Prompt, special: bool = True) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise RequestError("prompt: holds a lone surrogate, no character", "prompt") from None
+            ids = tuple(self.tokenizer.encode(prompt, special))
+        else:
+            ids = tuple(prompt)
+        if not ids:
+            raise RequestError("prompt: no tokens; the model needs at least one", "prompt")
+        wrong = next((each for each in ids if not 0 <= each < self.ready.vocabulary), None)
+        if wrong is not None:
+            raise RequestError(
+                f"prompt: token id {wrong} is outside the vocabulary of {self.ready.vocabulary}", "prompt"
+            )
+        return ids
+
+    def _conversation(self) -> Conversation:
+        if self._open is None:
+            raise EngineDeadError("this LLM has been closed")
+        return self._open
+
+
+def _usual_here(settings: Settings) -> Settings:
+    """Where nobody has named a mode: the draft inline, in this process."""
+    if "mode" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"mode": Mode.SD if settings.draft_model is not None else Mode.AR})

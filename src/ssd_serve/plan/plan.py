@@ -1,0 +1,211 @@
+"""What a machine can give a pair of models: memory, step times, layouts, expected speed-up.
+
+Arithmetic and simulated time, no run: figures of devices are a data sheet's or measured in a moment, the
+acceptance is assumed. Knows shapes and devices; loads no weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.errors import SettingsError
+from ssd_serve.plan.devices import Platform, cost_table
+from ssd_serve.plan.known_models import PlannedModel
+from ssd_serve.plan.simulation import Costs, Guesses, Simulated, Way, simulate
+from ssd_serve.verifier.planning.cost import HostCost
+
+DRAFT_HOST_S = 1e-3
+"""What a draft step takes beside its forward. Steps that were stretched to 1.8 ms took 2.8 ms in the
+project's benchmark of emulated devices, on a two-core machine."""
+PAYS = 1.05
+"""Speculation that gives less than this over plain decoding is not worth a drafter."""
+_ROUNDS, _FEWEST_ROUNDS = 200, 30
+_SEARCH_ROUNDS, _SEARCH_STEPS = 60, 4
+_FAN_OUT = 8
+"""Candidates of a node: the engine's further ones are seldom right, and cost simulated time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of the machine."""
+
+    acceptance: float = 0.75
+    requests: int = 1
+    context: int = 4096
+    width: int = 16
+
+    def check(self) -> None:
+        """A clear error for a value that cannot be meant."""
+        if not 0 <= self.acceptance < 1:
+            raise SettingsError(
+                "--acceptance must be from 0 to below 1: the share of first guesses that are right"
+            )
+        if not 1 <= self.requests <= 1024:
+            raise SettingsError("--requests must be from 1 to 1024")
+        if self.context < 1:
+            raise SettingsError("--context must be at least 1 token")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one model needs on each of its devices, in bytes."""
+
+    devices: int
+    weights: float
+    kv: float
+    reserve: float
+    free: float
+    """Of a device, before anything is loaded."""
+
+    @property
+    def need(self) -> float:
+        """All of it."""
+        return self.weights + self.kv + self.reserve
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device holds it."""
+        return self.need <= self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to use the devices. `expected` is None where it does not fit, or needs devices that are not
+    there."""
+
+    way: Way
+    target: int
+    draft: int
+    """Devices of the drafter's own."""
+    shares: tuple[Share, ...]
+    """Of the target, and of the draft where it is elsewhere."""
+    step_s: float
+    """A target forward of one row for each request."""
+    draft_s: float
+    expected: Simulated | None
+
+    @property
+    def speed(self) -> float:
+        """Expected tokens a second; 0 where it cannot run."""
+        return self.expected.tokens_per_s if self.expected is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that the page tells."""
+
+    platform: Platform
+    wish: Wish
+    target: PlannedModel
+    draft: PlannedModel | None
+    layouts: tuple[Layout, ...]
+    pays_from: float | None
+    """The least acceptance with which the best layout of the draft is worth it; None: with none."""
+
+    @property
+    def best(self) -> Layout | None:
+        """The layout to take: plain decoding unless a draft is clearly worth it; None: nothing fits."""
+        plain = self.layouts[0]
+        fastest = max(self.layouts, key=lambda layout: layout.speed)
+        if not fastest.speed:
+            return None
+        return fastest if fastest.speed >= PAYS * plain.speed else plain
+
+    @property
+    def devices_needed(self) -> int | None:
+        """The fewest devices that hold the target; None where no number of them does."""
+        shares = (_share(self.platform, self.target, count, self.wish) for count in self.target.ranks)
+        return next((share.devices for share in shares if share.fits), None)
+
+
+def make_plan(platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: Wish) -> Plan:
+    """Compare plain decoding, the draft in turns with the target, and the draft on a device of its own.
+
+    Expected tokens come from the engine's own trees and decisions in simulated time, which agrees within a
+    few per cent with section 5 of the design: 2.9 and 3.5 tokens a target step for synchronous and live trees
+    at an acceptance of 0.725 and draft steps of 0.094.
+    """
+    layouts = [_layout(Way.PLAIN, platform, target, None, wish)]
+    if draft is not None:
+        layouts.append(_layout(Way.INLINE, platform, target, draft, wish))
+        if platform.count > 1:
+            layouts.append(_layout(Way.BESIDE, platform, target, draft, wish))
+    drafting = max(layouts[1:], key=lambda layout: layout.speed, default=None)
+    pays_from = None
+    if draft is not None and drafting is not None and drafting.expected is not None:
+        pays_from = _pays_from(platform, target, draft, wish, drafting.way, layouts[0].speed)
+    return Plan(platform, wish, target, draft, tuple(layouts), pays_from)
+
+
+def best_draft(plans: Sequence[Plan]) -> Plan:
+    """The plan whose layout is the fastest."""
+    return max(plans, key=lambda plan: plan.best.speed if plan.best is not None else 0.0)
+
+
+def _layout(
+    way: Way, platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: Wish
+) -> Layout:
+    own = int(way is Way.BESIDE)
+    devices = platform.group(target, platform.count - own)
+    target_share = _share(platform, target, devices, wish, draft if way is Way.INLINE else None)
+    shares = [target_share]
+    if draft is not None and way is Way.BESIDE:
+        shares.append(_share(platform, draft, 1, wish))
+    fits = all(share.fits for share in shares)
+    if platform.shares_memory:
+        fits = sum(share.need for share in shares) <= target_share.free
+    costs = _costs(way, platform, target, devices, draft, wish)
+    expected = _expected(way, costs, wish, wish.acceptance) if fits else None
+    step_s = platform.step_s(target, devices, wish.requests, wish.context * wish.requests)
+    return Layout(way, devices, own, tuple(shares), step_s, costs.draft_s, expected)
+
+
+def _costs(
+    way: Way, platform: Platform, target: PlannedModel, devices: int, draft: PlannedModel | None, wish: Wish
+) -> Costs:
+    draft_s, factor = 0.0, 1.0
+    if draft is not None:
+        # A drafter in turns has the target's device; of cores, all of them.
+        own = devices if way is Way.INLINE and platform.shares_memory else 1
+        draft_s = platform.step_s(draft, own, wish.width, wish.context) + DRAFT_HOST_S
+        factor = platform.disturbance(devices, draft) if way is Way.BESIDE else 1.0
+    limits = GrowthLimits(width=wish.width, fan_out=_FAN_OUT, depth=16, nodes=4096)
+    table = cost_table(platform, target, devices, wish.context, factor)
+    return Costs(table, HostCost(), factor * draft_s, limits, wish.context)
+
+
+def _expected(way: Way, costs: Costs, wish: Wish, acceptance: float, rounds: int = _ROUNDS) -> Simulated:
+    return simulate(
+        way, Guesses(acceptance), costs, wish.requests, max(_FEWEST_ROUNDS, rounds // wish.requests)
+    )
+
+
+def _share(
+    platform: Platform, model: PlannedModel, devices: int, wish: Wish, inline: PlannedModel | None = None
+) -> Share:
+    """Memory of a model split over `devices`, with a draft on one of them where it is inline."""
+    parts = 1 if platform.shares_memory else devices
+    tokens = wish.requests * min(wish.context, model.context)
+    weights, kv = model.resident_bytes / parts, tokens * model.kv_bytes_per_token * model.kv_share(parts)
+    if inline is not None:
+        weights += inline.resident_bytes
+        kv += tokens * inline.kv_bytes_per_token
+    return Share(devices, weights, kv, platform.reserve_bytes, platform.memory_bytes)
+
+
+def _pays_from(
+    platform: Platform, target: PlannedModel, draft: PlannedModel, wish: Wish, way: Way, plain: float
+) -> float | None:
+    """By halving: the least acceptance at which `way` gives `PAYS` times the plain speed."""
+    devices = platform.group(target, platform.count - int(way is Way.BESIDE))
+    costs = _costs(way, platform, target, devices, draft, wish)
+    low, high = 0.05, 0.95
+    if _expected(way, costs, wish, high, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:
+        return None
+    for _ in range(_SEARCH_STEPS):
+        middle = (low + high) / 2
+        if _expected(way, costs, wish, middle, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:
+            low = middle
+        else:
+            high = middle
+    return high

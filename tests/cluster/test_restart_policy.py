@@ -1,0 +1,61 @@
+"""When a target that died is started again, and when that is given up."""
+
+import pytest
+
+from ssd_serve.cluster.supervision.restart_policy import Comeback, pause_before_restart
+from ssd_serve.errors import CheckpointError, MemoryShortError
+from tests.fakes import FakeClock
+
+KILLED = -9
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    assert [pause_before_restart(n) for n in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert pause_before_restart(1000) == 30.0
+
+
+def test_what_was_never_ready_does_not_come_back() -> None:
+    assert Comeback(FakeClock()).pause(KILLED) is None
+
+
+def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
+    clock = FakeClock()
+    comeback = Comeback(clock)
+    for _ in range(100):
+        comeback.ready()
+        clock.now += 60
+        assert comeback.pause(KILLED) == 0.0
+        assert comeback.ready_at is None
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_dies_quickly_comes_back_later_and_later_and_then_no_more(loads: bool) -> None:
+    clock = FakeClock()
+    comeback = Comeback(clock)
+    comeback.ready()
+    clock.now += 60
+    pauses: list[float | None] = []
+    for _ in range(8):
+        pauses.append(comeback.pause(KILLED))
+        if loads:
+            comeback.ready()
+        clock.now += 2
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, None]
+
+
+def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back() -> None:
+    comeback = Comeback(FakeClock())
+    comeback.ready()
+    assert comeback.pause(MemoryShortError.exit_code) == 0.5
+    assert comeback.pause(CheckpointError.exit_code) is None
+
+
+def test_deaths_whose_cause_is_gone_do_not_count() -> None:
+    clock = FakeClock()
+    comeback = Comeback(clock)
+    for death in range(40):
+        comeback.ready()
+        clock.now += 2
+        assert comeback.pause(KILLED) is not None
+        if death % 4 == 3:
+            comeback.forgive()

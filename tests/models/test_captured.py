@@ -1,0 +1,263 @@
+"""Recorded forwards give what the decoder gives, for batches that share a recording and nothing else."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pytest
+import torch
+
+from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.attention.unrolled import UnrolledAttention
+from ssd_serve.kernels.batch import Batch, build_batch
+from ssd_serve.kernels.capture import MOST_ROWS, Recording, recorded_rows
+from ssd_serve.kernels.rows.operations import TorchRows
+from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.models.captured import RecordedDecoder
+from ssd_serve.models.config import load_config
+from ssd_serve.models.decoder import Decoder, kv_layout, read_weights
+from ssd_serve.models.interface import ModelFacts
+from ssd_serve.models.ranks.parallel import Alone, Parallel
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.linear import LinearFactory
+from tests.kernels.test_attention import rows_of
+from tests.models import checkpoints
+from tests.models.tape import Tape, recording_kernels
+
+pytestmark = pytest.mark.slow
+
+SLOTS = 96
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path_factory.mktemp("model"))
+
+
+def triton_attention(cache: KVCache, heads: int) -> Any:
+    """Under the interpreter."""
+    return TritonAttention(cache, heads, widen=True)
+
+
+def unrolled_attention(cache: KVCache, heads: int) -> Any:
+    """The same, every row as a request of its own, as batch invariance wants it."""
+    return UnrolledAttention(triton_attention(cache, heads))
+
+
+def decoder(
+    folder: Path, make_attention: Callable[[KVCache, int], Any], order: Literal["heads", "slots"] = "heads"
+) -> tuple[Decoder, Any]:
+    """With one slot more than requests may have, and features of a layer."""
+    config = load_config(folder)
+    with torch.inference_mode(), Checkpoint(folder) as checkpoint:
+        make = LinearFactory(
+            checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False, int8=False
+        )
+        weights = read_weights(config, checkpoint, make)
+        layout = replace(kv_layout(config, torch.float32), order=order)
+        cache = KVCache(layout, SLOTS + 1, "cpu")
+    attention = make_attention(cache, config.heads)
+    facts = ModelFacts(
+        "small", config.vocabulary, 128, config.layers, config.hidden, (2,), 0, 0, "cpu", "fp32"
+    )
+    operations = TorchRows(torch.float32)
+    return Decoder(config, weights, attention, operations, facts=facts, slots=SLOTS, features=(1,)), attention
+
+
+class Pair:
+    """The same model twice: plain and recorded."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tape: Tape,
+        make_attention: Callable[[KVCache, int], Any] = triton_attention,
+        order: Literal["heads", "slots"] = "heads",
+        plain: Callable[[KVCache, int], Any] = triton_attention,
+    ) -> None:
+        self.tape = tape
+        self.plain, _ = decoder(folder, plain)
+        second, attention = decoder(folder, make_attention, order)
+        self.recorded = RecordedDecoder(second, attention, self.tape, padding_slot=SLOTS)
+
+    def compare(self, batch: Batch) -> None:
+        """Forward both."""
+        expected, found = self.plain.forward(batch), self.recorded.forward(batch)
+        torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+        assert found.features.keys() == expected.features.keys() == {"layer.1"}
+        for name, values in expected.features.items():
+            torch.testing.assert_close(found.features[name], values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def make_attention() -> Callable[[KVCache, int], Any]:
+    """What is recorded."""
+    return triton_attention
+
+
+@pytest.fixture
+def pair(
+    folder: Path, make_attention: Callable[[KVCache, int], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    both = Pair(folder, Tape(), make_attention)
+    with recording_kernels(both.tape, monkeypatch):
+        yield both
+
+
+def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
+    """Requests of (prefix, tree rows) in random slots; a tree is a random one. All logits wanted."""
+    rng = random.Random(seed)
+    slots = rng.sample(range(SLOTS), SLOTS)
+    parts = []
+    for prefix, rows in sizes:
+        own = [slots.pop() for _ in range(rows)]
+        paths = [[0]]
+        for node in range(1, rows):
+            paths.append([*paths[rng.randrange(node)], node])
+        positions = [prefix + len(path) - 1 for path in paths]
+        part = rows_of(range(rows), [slots.pop() for _ in range(prefix)], own, positions, paths)
+        parts.append(part._replace(tokens=rng.choices(range(199), k=rows), wanted=range(rows)))
+    return build_batch(parts)
+
+
+@pytest.mark.parametrize("make_attention", [triton_attention, unrolled_attention])
+def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
+    """Other requests, trees, slots, prefixes, counts of requests: one is recorded, all are replayed."""
+    pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
+    pair.compare(batch_of(2, (14, 1), (30, 1), (3, 4)))
+    pair.compare(batch_of(3, (1, 4), (0, 1)))
+    assert (pair.tape.runs, pair.tape.replays) == (1, 3)
+    assert (pair.recorded.recordings, pair.recorded.recorded_bytes > 0) == (1, True)
+
+
+class Diary(Tape, Alone):
+    """A recorder and a group that write down what happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.happened: list[str] = []
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        self.happened.append("warm-up")
+        super().warm_up(work)
+
+    def quiesce(self) -> None:
+        self.happened.append("quiet")
+
+    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
+        self.happened.append("recording")
+        return super().record(work)
+
+    def agree(self, yes: bool) -> bool:
+        self.happened.append("vote")
+        return yes
+
+
+def test_nobody_looks_at_earlier_sums_while_ranks_record(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, attention = decoder(folder, triton_attention)
+    diary = Diary()
+    with recording_kernels(diary, monkeypatch):
+        RecordedDecoder(second, attention, diary, padding_slot=SLOTS, group=diary).forward(
+            batch_of(1, (9, 3))
+        )
+    assert diary.happened == ["warm-up", "quiet", "recording", "vote"]
+
+
+class OfTwo(Diary):
+    """Another rank waits."""
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(0, 2)
+
+
+class Failing(Tape):
+    """The device has no memory left."""
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> None:
+    """The others are in the middle of that forward: a vote would be added to their sums."""
+    second, attention = decoder(folder, triton_attention)
+    diary = OfTwo()
+    recorded = RecordedDecoder(second, attention, Failing(), padding_slot=SLOTS, group=diary)
+    with pytest.raises(torch.OutOfMemoryError):
+        recorded.forward(batch_of(1, (9, 3)))
+    assert diary.happened == []
+
+
+def test_a_forward_that_fails_when_padded_runs_unpadded_where_nobody_else_waits(folder: Path) -> None:
+    plain, _ = decoder(folder, triton_attention)
+    second, attention = decoder(folder, triton_attention)
+    recorded = RecordedDecoder(second, attention, Failing(), padding_slot=SLOTS)
+    batch = batch_of(1, (9, 3))
+    torch.testing.assert_close(recorded.forward(batch).logits, plain.forward(batch).logits)
+
+
+class Contradicted(Alone):
+    """Another rank says no."""
+
+    def agree(self, yes: bool) -> bool:
+        return False
+
+
+def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> None:
+    """Its batches would be padded and this one's not, or the other way round."""
+    plain, _ = decoder(folder, triton_attention)
+    second, attention = decoder(folder, triton_attention)
+    tape = Tape()
+    recorded = RecordedDecoder(second, attention, tape, padding_slot=SLOTS, group=Contradicted())
+    for seed in (1, 2):
+        batch = batch_of(seed, (9, 3))
+        torch.testing.assert_close(recorded.forward(batch).logits, plain.forward(batch).logits)
+    assert (tape.runs, tape.replays, recorded.recordings) == (1, 0, 0)
+
+
+def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
+    said = [pair.recorded.forward(batch_of(seed, (9, 3))).prepared for seed in (1, 2, 3)]
+    assert said == [True, False, False]
+    pair.tape.refuses = "no"
+    said = [pair.recorded.forward(batch_of(seed, (9, 9))).prepared for seed in (4, 5)]
+    assert said == [True, False]
+
+
+def test_every_shape_has_its_own_recording(pair: Pair) -> None:
+    pair.compare(batch_of(4, (9, 1)))
+    pair.compare(batch_of(5, (9, 9)))
+    pair.compare(batch_of(6, (0, 1)))  # no part of a prefix
+    pair.compare(batch_of(7, (8, 1)))
+    assert (pair.tape.runs, pair.tape.replays) == (3, 4)
+
+
+def test_rows_whose_logits_are_not_wanted(pair: Pair) -> None:
+    whole = batch_of(8, (5, 4), (2, 3))
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[0, 2, 3, 6]]))
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[6]]))  # a prompt: not recorded
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[:0]))
+    assert (pair.tape.runs, pair.tape.replays) == (1, 1)
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(pair: Pair) -> None:
+    pair.tape.refuses = "an operation is not permitted while a stream is captured"
+    pair.compare(batch_of(9, (9, 3)))
+    pair.tape.refuses = ""
+    pair.compare(batch_of(10, (9, 3)))
+    assert (pair.tape.runs, pair.recorded.recordings) == (0, 0)
+
+
+def test_row_counts_that_are_recorded() -> None:
+    sizes = [recorded_rows(rows) for rows in range(1, MOST_ROWS + 1)]
+    assert sorted({size for size in sizes if size is not None})[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
+    for rows, size in enumerate(sizes, 1):
+        assert size is not None
+        assert rows <= size <= MOST_ROWS
+        assert rows <= 32 or size - rows <= size / 5
+        assert recorded_rows(size) == size
+    assert recorded_rows(MOST_ROWS + 1) is None

@@ -1,0 +1,49 @@
+"""A rank that follows: every forward is waited for, so that its failure is noticed where it happens."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from ssd_serve.errors import DeviceHangError
+from ssd_serve.kernels.batch import Batch, build_batch
+from ssd_serve.kernels.batch_bytes import pack
+from ssd_serve.models.interface import ForwardResult
+from ssd_serve.models.ranks.lockstep import follow
+from tests.fakes import FakeModel
+from tests.kernels.test_attention import rows_of
+
+
+class Hanging:
+    """The end of a forward that never comes."""
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self) -> float:
+        raise DeviceHangError("it hangs")
+
+
+class OnBadDevice(FakeModel):
+    """Starts forwards, and does not end them."""
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        result = super().forward(batch)
+        return ForwardResult(result.logits, completion=Hanging())
+
+
+def told() -> Iterator[bytearray | None]:
+    part = rows_of(range(2), [], [0, 1], [0, 1], [[0], [0, 1]])
+    yield bytearray(pack(build_batch([part._replace(tokens=[5, 6], wanted=range(2))])))
+    yield None
+
+
+def test_it_runs_what_it_is_told_until_nothing_comes() -> None:
+    model, messages = FakeModel(8), told()
+    follow(model, lambda: next(messages))
+    assert (model.forwards, model.rows) == (1, 2)
+
+
+def test_a_device_that_does_not_end_a_forward_ends_the_rank() -> None:
+    messages = told()
+    with pytest.raises(DeviceHangError):
+        follow(OnBadDevice(8), lambda: next(messages))

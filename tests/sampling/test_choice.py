@@ -1,0 +1,226 @@
+"""The sampler against a slow reference, alone and in batches; scores and ranking of the drafter."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.choice import (
+    draft_scores,
+    lowest_argmax,
+    lowest_argmax_on_device,
+    ranked_children,
+    rows_logprobs,
+    sample,
+    token_logprobs,
+)
+from ssd_serve.sampling.noise import log_exponential
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.processors import TokenCounts, process
+from ssd_serve.sampling.rows import SamplingRows
+from tests.sampling.test_native_choosing import awkward_logits
+
+VOCABULARY = 37
+MIXED = [
+    SamplingParameters(temperature=0.0),
+    SamplingParameters(temperature=0.7),
+    SamplingParameters(temperature=1.0, logprobs=3),
+    SamplingParameters(temperature=1.5, top_k=5),
+    SamplingParameters(temperature=1.0, top_p=0.8, min_p=0.02),
+    SamplingParameters(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.25),
+    SamplingParameters(temperature=0.0, repetition_penalty=1.3, logit_bias={3: 4.0}, logprobs=0),
+    SamplingParameters(temperature=1.0, min_tokens=4, stop_token_ids=(7, 8)),
+]
+ROWS = st.lists(
+    st.builds(
+        SamplingRows,
+        parameters=st.sampled_from(MIXED),
+        seed=st.integers(0, 3),
+        position=st.integers(0, 5),
+        counts=st.lists(st.integers(0, VOCABULARY - 1), max_size=5).map(
+            lambda ids: TokenCounts(ids[:2], ids[2:])
+        ),
+        path=st.lists(st.integers(0, VOCABULARY - 1), max_size=4).map(tuple),
+        generated=st.integers(0, 6),
+        eos=st.just((0,)),
+        known=st.none(),
+        tokens=st.just(()),
+        parents=st.just(()),
+        depths=st.just(()),
+        edits=st.none(),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+def reference_choice(logits: torch.Tensor, row: SamplingRows) -> int:
+    """Token by token: strictly better ones win, so that the lowest id keeps a tie."""
+    values = process(logits, row.parameters, row.counts, row.path, row.generated, row.eos).tolist()
+    if row.parameters.temperature > 0:
+        noise = log_exponential([row.seed], [row.position], len(values))[0]
+        values = [float(np.float32(value) - one) for value, one in zip(values, noise, strict=True)]
+    best = 0
+    for token, value in enumerate(values):
+        if value > values[best]:
+            best = token
+    return best
+
+
+@given(ROWS, st.integers(0, 1000))
+@settings(max_examples=60)
+def test_a_choice_is_the_same_alone_in_any_batch_and_by_the_definition(
+    rows: list[SamplingRows], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-8, 8, (len(rows), VOCABULARY), generator=generator).float() / 2  # ties are common
+    noise = NoiseRows(VOCABULARY, capacity=4)
+    together = sample(logits, rows, noise)
+    for index, row in enumerate(rows):
+        alone = sample(logits[index : index + 1], [row], noise)
+        assert alone.choices == [together.choices[index]]
+        assert alone.logprobs == [together.logprobs[index]]
+        assert alone.choices == [reference_choice(logits[index], row)]
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 4099])
+def test_batches_of_real_width_choose_as_rows_alone(vocabulary: int) -> None:
+    logits = torch.randn(24, vocabulary, generator=torch.Generator().manual_seed(3)) * 4
+    rows = [SamplingRows(MIXED[i % 8], i // 8, i, TokenCounts([1], [2, 3]), (4,), 3, (0,)) for i in range(24)]
+    noise = NoiseRows(vocabulary, capacity=64)
+    together = sample(logits, rows, noise)
+    alone = [sample(logits[i : i + 1], [row], noise).choices[0] for i, row in enumerate(rows)]
+    assert together.choices == alone
+
+
+@pytest.mark.parametrize("parameters", [SamplingParameters(temperature=0.7), SamplingParameters(top_k=6)])
+def test_samples_follow_the_processed_distribution(parameters: SamplingParameters) -> None:
+    number = 5000
+    logits = torch.tensor([2.0, 1.5, 1.0, 1.0, 0.5, 0.0, 0.0, -1.0])
+    rows = [SamplingRows(parameters, 99, position) for position in range(number)]
+    choices = sample(logits.expand(number, 8), rows, NoiseRows(8, capacity=512)).choices
+    expected = torch.softmax(process(logits, parameters, None, (), 0, ()), 0).numpy() * number
+    counts = np.bincount(choices, minlength=8)
+    possible = expected > 0
+    assert not counts[~possible].any()
+    distance = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert distance < 31.0  # 0.9999 of chi-square with 7 degrees of freedom is 29.9
+
+
+@pytest.mark.parametrize("argmax", [lowest_argmax, lambda scores: lowest_argmax_on_device(scores).tolist()])
+def test_ties_go_to_the_lowest_id(argmax: object) -> None:
+    assert callable(argmax)
+    for width in (1, 3, 31, 64, 1000, 4096):
+        scores = torch.zeros(4, width)
+        scores[1, width // 2 :] = 1.0
+        scores[2, -1] = 1.0
+        scores[3] = -torch.inf
+        assert argmax(scores) == [0, width // 2, width - 1, 0]
+
+
+@pytest.mark.parametrize("argmax", [lowest_argmax, lambda scores: lowest_argmax_on_device(scores).tolist()])
+def test_not_a_number_is_never_chosen(argmax: object) -> None:
+    assert callable(argmax)
+    nan = math.nan
+    scores = torch.tensor([[nan, 1.0, 2.0], [0.0, nan, -1.0], [nan, nan, nan], [1.0, 2.0, 3.0]])
+    assert argmax(scores) == [2, 0, 0, 2]
+
+
+def test_given_logits_do_not_change() -> None:
+    logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    for temperature in (0.0, 1.0):
+        parameters = SamplingParameters(temperature=temperature, logit_bias={1: 2.0})
+        rows = [SamplingRows(parameters, 1, index) for index in range(8)]
+        sample(logits, rows, NoiseRows(VOCABULARY, 8))
+        assert torch.equal(logits, before)
+
+
+def test_a_rows_own_path_position_and_ends_count() -> None:
+    parameters = SamplingParameters(temperature=0.0, presence_penalty=10.0, min_tokens=2, stop_token_ids=(2,))
+    logits = torch.tensor([4.0, 3.0, 2.0, 1.0]).expand(3, 4)
+    rows = [
+        SamplingRows(parameters, 1, 5, TokenCounts([3]), (), 0, eos=(0,)),
+        SamplingRows(parameters, 1, 6, TokenCounts([3]), (1,), 1, eos=(0,)),
+        SamplingRows(parameters, 1, 7, TokenCounts([3], [1]), (0,), 2, eos=(0,)),
+    ]
+    assert sample(logits, rows, NoiseRows(4, 1)).choices == [1, 3, 2]
+
+
+def test_no_rows_no_choices() -> None:
+    assert sample(torch.zeros(0, 8), [], NoiseRows(8, 1)).choices == []
+
+
+def test_log_probabilities_are_those_before_noise() -> None:
+    row = torch.tensor([0.0, 1.0, 1.0, -torch.inf, 2.0])
+    total = math.log(1 + 2 * math.e + math.e**2)
+    result = token_logprobs(row, 0, 3)
+    assert result.chosen == pytest.approx(-total)
+    assert [token for token, _ in result.top] == [4, 1, 2]
+    assert [value for _, value in result.top] == pytest.approx([2 - total, 1 - total, 1 - total], abs=1e-6)
+    none = token_logprobs(row, 1, 0)
+    assert none.chosen == pytest.approx(1 - total, abs=1e-6)
+    assert none.top == ()
+    assert [token for token, _ in token_logprobs(row, 0, 50).top] == [4, 1, 2, 0]
+
+
+def test_draft_scores_predict_the_choice_of_equal_logits() -> None:
+    logits = torch.randn(40, 512, generator=torch.Generator().manual_seed(5)) * 3
+    temperatures = [0.0, 0.7, 1.0, 1.5] * 10
+    rows = [SamplingRows(SamplingParameters(temperature=t), 8, i) for i, t in enumerate(temperatures)]
+    noise = NoiseRows(512, 64)
+    seeds = [None if t == 0 else 8 for t in temperatures]
+    scores = draft_scores(logits, torch.tensor(temperatures), noise.rows(seeds, list(range(40))))
+    best = ranked_children(scores, 1.0, 1).tokens[:, 0].tolist()
+    assert best == sample(logits, rows, noise).choices
+    assert torch.equal(draft_scores(logits, 0.0, None), logits)
+
+
+def test_ranked_children_are_the_calibrated_softmax() -> None:
+    scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(6)) * 3
+    scores[2, 10:] = -torch.inf
+    for scales in (0.7, torch.tensor([0.5, 0.7, 1.0, 1.5, 2.0])):
+        tokens, log_probs, top, expected = ranked_children(scores, scales, 4)
+        assert tokens.dtype == np.int32
+        assert log_probs.dtype == np.float32
+        assert tokens.shape == log_probs.shape == top.shape == (5, 4)
+        scale = torch.as_tensor(scales).reshape(-1, 1).to(torch.float64)
+        reference = torch.log_softmax(scores.to(torch.float64) / scale, 1)
+        values, ids = reference.topk(4, dim=1)
+        assert np.array_equal(tokens, ids.numpy())
+        np.testing.assert_allclose(log_probs, values.numpy(), atol=1e-4)
+        np.testing.assert_allclose(top, scores.gather(1, ids).numpy(), rtol=1e-5)
+        mean = (reference.exp() * scores.to(torch.float64).clamp(min=-1e30)).sum(1)
+        np.testing.assert_allclose(expected, mean.numpy(), atol=1e-4)
+
+
+def test_a_known_token_is_told_under_the_logits_as_they_are() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 2)
+    parameters = SamplingParameters(temperature=0.0, logprobs=2)
+    rows = [SamplingRows(parameters, 1, 5, known=3), SamplingRows(parameters, 1, 6)]
+    told = sample(logits, rows, NoiseRows(4, capacity=2)).logprobs
+    expected = torch.log_softmax(logits[0], 0).tolist()
+    assert [None if each is None else each.chosen for each in told] == pytest.approx(
+        [expected[3], expected[1]]
+    )
+    assert told[0] is not None
+    assert [token for token, _ in told[0].top] == [1, 2]
+    assert [value for _, value in told[0].top] == pytest.approx(expected[1:3])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, VOCABULARY - 1), st.integers(0, VOCABULARY + 3)), min_size=1, max_size=6
+    ),
+    st.integers(0, 1000),
+)
+def test_log_probabilities_of_many_rows_are_those_of_each(asked: list[tuple[int, int]], seed: int) -> None:
+    logits = awkward_logits(len(asked), VOCABULARY, seed)
+    choices, tops = [choice for choice, _ in asked], [top for _, top in asked]
+    found = rows_logprobs(logits, choices, tops)
+    expected = [token_logprobs(row, choice, top) for row, (choice, top) in zip(logits, asked, strict=True)]
+    assert repr(found) == repr(expected)

@@ -1,0 +1,77 @@
+"""From tokens to text: stop strings among tokens, held back beginnings, characters of several bytes."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.models.text.detokenize import DetokenizeStream
+from ssd_serve.server.text.output import TextAssembler, TextRules
+from ssd_serve.server.text.stops import StopStrings
+from tests.server.fakes import END, ByteDetokenizer
+from tests.server.stops_reference import reference
+
+TEXTS = st.text(alphabet="abé🙂", max_size=30)
+STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=4), max_size=4).map(tuple)
+
+
+@given(TEXTS, STOPS, st.booleans())
+def test_bytes_of_characters_arrive_singly(text: str, stops: tuple[str, ...], include: bool) -> None:
+    rules = TextRules(stops=StopStrings(stops), include_stop=include)
+    assembler = TextAssembler(ByteDetokenizer(skip_special_tokens=True), rules)
+    shown = ""
+    for byte in text.encode():
+        shown += assembler.push(byte)
+        if assembler.stopped_by is not None:
+            break
+    shown += assembler.finish()
+    expected, stop = reference(text, stops, include)
+    assert (shown, assembler.stopped_by) == (expected, stop)
+    if stop is not None:
+        upto = len(reference(text, stops, include=True)[0].encode())
+        assert assembler.tokens == upto
+
+
+def assembler(**rules: object) -> TextAssembler:
+    made = TextRules(**{"ending_tokens": frozenset({END}), **rules})  # type: ignore[arg-type]
+    return TextAssembler(ByteDetokenizer(skip_special_tokens=False), made)
+
+
+def test_a_held_back_beginning_is_shown_at_the_end() -> None:
+    text = assembler(stops=StopStrings(("stop",)))
+    assert [text.push(byte) for byte in b"a sto"] == ["a", " ", "", "", ""]
+    assert text.finish() == "sto"
+
+
+def test_stop_strings_among_the_first_min_tokens_do_not_count() -> None:
+    text = assembler(stops=StopStrings(("a",)), min_tokens=2)
+    assert "".join(text.push(byte) for byte in b"aab") == "aab"
+    assert text.push(ord("a")) == ""
+    assert text.stopped_by == "a"
+
+
+def test_an_end_token_is_held_until_the_engine_says_that_it_ended_the_text() -> None:
+    ended, went_on = assembler(), assembler()
+    for text in (ended, went_on):
+        assert text.push(END) == ""
+    assert ended.finish(stop_token=END) == ""
+    assert went_on.push(ord("x")) == "<end>x"
+    assert went_on.finish() == ""
+
+
+def test_a_stop_string_inside_a_held_token_leaves_the_next_one_uncounted() -> None:
+    text = assembler(stops=StopStrings(("end",)))
+    text.push(END)
+    assert text.push(ord("x")) == "<"
+    assert (text.stopped_by, text.tokens) == ("end", 1)
+
+
+def test_the_first_word_after_the_prompt_keeps_its_space() -> None:
+    words = [" Once", " upon", " a", " time"]
+
+    def decode(ids: Sequence[int]) -> str:
+        # As sentencepiece does, at the start of whatever it is given.
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    text = TextAssembler(DetokenizeStream(decode, [0, 1]), TextRules())
+    assert text.push(2) + text.push(3) + text.finish() == " a time"

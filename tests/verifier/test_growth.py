@@ -1,0 +1,66 @@
+"""Verify now, or grow first."""
+
+import numpy as np
+
+from ssd_serve.verifier.planning.budget import Choice
+from ssd_serve.verifier.planning.growth import Never, Outlook, Steps, WhenItPays
+
+
+def outlook(
+    leaves: tuple[float, ...] = (1.0,),
+    rate: float = 50.0,
+    step_s: float = 0.002,
+    steps: int = 0,
+    tokens: float = 1.0,
+    missed: int = 1,
+) -> Outlook:
+    return Outlook(Choice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps, missed)
+
+
+def test_it_waits_where_the_gain_exceeds_the_price_of_the_time() -> None:
+    policy = WhenItPays()
+    assert policy.wants(outlook(leaves=(1.0,)))  # 0.6 tokens for 0.1
+    assert not policy.wants(outlook(leaves=(0.1, 0.05)))  # 0.09 tokens for 0.1
+    assert not policy.wants(outlook(step_s=0.02))  # 0.6 tokens for 1
+
+
+def test_a_concurrent_drafter_is_awaited_after_a_miss_only_and_for_the_whole_round() -> None:
+    policy = WhenItPays(concurrent=True)
+    assert not policy.wants(outlook(missed=0))
+    assert policy.wants(outlook(missed=1))
+    assert policy.wants(outlook(missed=0, steps=1))
+    assert not policy.wants(outlook(missed=0))
+
+
+def test_an_unknown_rate_is_the_rounds_own() -> None:
+    assert WhenItPays().wants(outlook(rate=0.0))
+    assert not WhenItPays().wants(outlook(rate=0.0, step_s=0.02))
+
+
+def test_it_does_not_wait_for_nobody_for_nothing_or_for_ever() -> None:
+    policy = WhenItPays(most_steps=3)
+    assert not policy.wants(outlook(step_s=0.0))
+    assert not policy.wants(outlook(leaves=()))
+    assert policy.wants(outlook(steps=2))
+    assert not policy.wants(outlook(steps=3))
+
+
+def test_it_learns_that_waiting_brings_little_and_tries_again_later() -> None:
+    policy = WhenItPays()
+    for _ in range(60):
+        policy.learn(outlook(tokens=1.0), outlook(tokens=1.01), 0.002)
+    hopeful = outlook(leaves=(0.8,), rate=100.0)
+    assert not policy.wants(hopeful)
+    rounds = 0
+    while not policy.wants(hopeful):
+        rounds += 1
+        assert rounds < 1000
+
+
+def test_the_fixed_policies() -> None:
+    assert not Never().wants(outlook())
+    policy = Steps(2)
+    assert [policy.wants(outlook(steps=steps)) for steps in range(4)] == [True, True, False, False]
+    assert not policy.wants(outlook(leaves=()))
+    policy.learn(outlook(), outlook(), 0.002)
+    Never().learn(outlook(), outlook(), 0.002)

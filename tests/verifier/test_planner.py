@@ -1,0 +1,98 @@
+"""How much of a prompt is read beside running requests, and what the governor is told of a round."""
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.devices import Device
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timing
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import Never
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.planner import Decider, DraftBounds, Governing, Round, cheapest_chunk
+from tests.fakes import HELLO
+
+
+def decider(most_tpot_s: float) -> Decider:
+    """One millisecond a row, and a host that takes a quarter of one for each request."""
+    cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
+    bounds = DraftBounds(4096, None, 8, most_tpot_s)
+    return Decider(Drafters(HELLO), cost, Never(), bounds, HostCost(node_s=0.0))
+
+
+def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
+    assert decider(math.inf).prompt_rows(8, 512) == 512
+    assert decider(0.010).prompt_rows(0, 512) == 512
+
+
+def test_chunks_are_as_large_as_is_cheapest_by_the_row() -> None:
+    flat = np.full(513, 0.01)  # a GPU far from its limit: more rows for nothing
+    rows = np.arange(513, dtype=np.float64)
+    straight = 0.01 + 1e-4 * rows
+    assert cheapest_chunk(flat) == cheapest_chunk(straight) == 512
+    cliff = straight + 1e-4 * np.maximum(0.0, rows - 128)  # what no longer fits a cache is dearer
+    assert 128 <= cheapest_chunk(cliff) <= 140
+    gentle = straight + 1e-5 * np.maximum(0.0, rows - 128)  # within what noise does
+    assert cheapest_chunk(gentle) == 512
+    assert cheapest_chunk(cliff[:9]) == 8
+
+
+def test_a_chunk_shrinks_to_what_keeps_the_target() -> None:
+    assert decider(0.1005).prompt_rows(8, 512) == 92
+    assert decider(10.0).prompt_rows(8, 512) == 512
+
+
+@given(st.floats(1e-6, 1.0), st.integers(0, 64), st.integers(1, 600))
+def test_prompts_always_get_on(most_tpot_s: float, requests: int, most: int) -> None:
+    rows = decider(most_tpot_s).prompt_rows(requests, most)
+    assert min(most, 16) <= rows <= most
+
+
+WAYS = (Layout.BESIDE, Layout.PLAIN)
+
+
+class Listening(Governor[Layout]):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(WAYS)
+        self.told: list[tuple[float, float, float, bool]] = []
+
+    def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
+        self.told.append((gained_s, seconds, plain_s, prompts))
+
+
+def told(round_: Round) -> tuple[float, float, float, bool]:
+    """What the governor hears of a round, where a row takes a millisecond."""
+    governor, drafters = Listening(), Drafters(HELLO)
+    mine, its = memory_pair()
+    drafters.connect(mine)
+    its.send(HELLO)
+    drafters.drain({})
+    cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
+    places = Cores(Device("cpu"), None)
+    governing = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
+    bounds = DraftBounds(4096, None, 8)
+    Decider(drafters, cost, Never(), bounds, governing=governing).learn(round_)
+    (heard,) = governor.told
+    return heard
+
+
+def test_a_decoding_round_is_worth_the_plain_rounds_that_it_saves() -> None:
+    round_ = Round(2, 0, 0, 6, Reading(), tokens=6, forward_s=0.007, host_s=0.001, total_s=0.008)
+    assert told(round_) == pytest.approx((0.006, 0.008, 0.002, False))
+
+
+def test_prompt_rows_count_as_what_plain_decoding_takes_for_them() -> None:
+    round_ = Round(2, 1, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05)
+    assert told(round_) == pytest.approx((0.032 + 1.5 * 0.002, 0.05, 0.032, True))
+
+
+def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
+    round_ = Round(0, 2, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08)
+    assert told(round_) == pytest.approx((0.06, 0.08, 0.06, True))

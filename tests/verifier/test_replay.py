@@ -1,0 +1,390 @@
+"""A recorded session runs again as it was; what is changed, cut off or damaged is found and said."""
+
+import errno
+import json
+import os
+import random
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.cli.main import main
+from ssd_serve.cli.replay import find_session, read_header
+from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.errors import PermissionProblemError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import (
+    Choice,
+    Close,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+    SamplingParameters,
+    Submit,
+    SubmitChoices,
+)
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.settings import Mode, Settings
+from ssd_serve.verifier.assembly import assemble_verifier
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.outside import T
+from ssd_serve.verifier.planning.cost import Timing
+from ssd_serve.verifier.process import session_recorder
+from ssd_serve.verifier.replay.recording import Recorder, recorded_bytes
+from ssd_serve.verifier.replay.replay import Replay, Replayed
+from ssd_serve.verifier.replay.tape import HEADER, TAPE, RoundTold, TapeReader, framed, read_pages
+from tests.end_to_end.tiny_pair import write_pair
+
+LOG = get_logger("test", "error")
+SLOTS = 220
+
+
+class SmallRecorder(Recorder):
+    """A recorder on a machine with little memory, where requests are preempted, and with cheap rows, so that
+    guesses are verified however busy the machine really is."""
+
+    def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
+        cheap = [Timing(1, 64, 0.005), Timing(64, 64, 0.0051)]
+        known = {"slots": SLOTS, "timings": cheap}.get(name.partition(" ")[0])
+        return super().found(name, kind, find if known is None else lambda: cast(T, known))
+
+    def model(self, model: Model) -> Model:
+        return super().model(Scarce(model))
+
+
+class Scarce(WrappedModel):
+    """Has too little memory for a few rounds."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._forwards = 0
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        self._forwards += 1
+        if self._forwards % 50 == 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._model.forward(batch)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A session that was recorded, and what happened in it."""
+
+    settings: Settings
+    folder: Path
+    rounds: int
+    tokens: int
+    preemptions: int
+    prefix_hits: int
+    accepted: int
+    shortages: int
+
+
+def submits() -> list[Submit]:
+    """Requests of one beginning and several kinds, some of them of a user who shares it with nobody else."""
+    source = random.Random(3)
+    beginning = tuple(source.randrange(1, 250) for _ in range(40))
+    kinds = (
+        SamplingParameters(temperature=0.0, max_tokens=60, ignore_eos=True),
+        SamplingParameters(temperature=1.0, max_tokens=50),
+        SamplingParameters(temperature=0.7, top_p=0.9, max_tokens=40, logprobs=2),
+        SamplingParameters(temperature=1.0, presence_penalty=0.5, max_tokens=30, prompt_logprobs=0),
+    )
+    return [
+        Submit(
+            number,
+            beginning + tuple(source.randrange(1, 250) for _ in range(number)),
+            kinds[number % len(kinds)],
+            number,
+            salt=b"anna" * (number % 3 == 2),
+        )
+        for number in range(12)
+    ]
+
+
+def drafter(engine: Engine, settings: Settings) -> tuple[MemoryChannel, Callable[[], None]]:
+    """A drafter that sometimes says its things late: its end of the channel, and what lets it work, which
+    being waited for does too."""
+    made = assemble_drafter(settings, "d0", "cpu", None)
+    mine, its = memory_pair(second_to_first=lambda index, _: (2,) if index % 5 == 4 else (0,))
+    its.send(made.hello)
+
+    def work() -> None:
+        for message in its.receive():
+            if isinstance(message, Open | Outcome | Close | Resync | Pause):
+                for reply in made.core.handle(message):
+                    its.send(reply)
+        for growth in made.core.step():
+            its.send(growth)
+
+    mine.on_wait = work
+    engine.drafters.connect(mine)
+    return its, work
+
+
+def live(engine: Engine, settings: Settings) -> None:
+    """A session: requests come while others run, two go away, the drafter leaves and another one comes."""
+    its, work = drafter(engine, settings)
+    engine.drain()
+    waiting = submits()
+    step = 0
+    while engine.busy or waiting:
+        if waiting and step % 4 == 0:
+            first = waiting.pop(0)
+            choices = Choice(first.request, 1), Choice(first.request + 100, 2, (5, 6))
+            engine.submit_all(SubmitChoices(first.prompt, first.parameters, choices))
+        if step == 21:
+            engine.abort(2)
+        if step == 33:
+            engine.finish(4)
+        if step == 30:
+            its.close()
+        if step == 40:
+            its, work = drafter(engine, settings)
+        engine.step()
+        work()
+        engine.drafters.beat()
+        step += 1
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    folder = tmp_path_factory.mktemp("recorded")
+    target, draft = write_pair(folder)
+    settings = Settings(
+        target=str(target),
+        draft=str(draft),
+        mode=Mode.SSD,
+        cache_dir=folder / "cache",
+        native_kernels=False,
+        max_running=6,
+        speculation_may_stop=False,
+        record=folder / "sessions",
+        hf_token="sesame",
+    )
+    recorder = SmallRecorder(folder / "sessions", 1 << 20, LOG)
+    verifier = assemble_verifier(settings, lambda _: None, log=LOG, outside=recorder)
+    recorder.begin(settings, verifier.facts, verifier.hello)
+    live(verifier.engine, settings)
+    engine, figures = verifier.engine, verifier.engine.totals.figures
+    prefix = engine.scheduler.prefix
+    return Recorded(
+        settings,
+        recorder.path,
+        engine.clocked.rounds,
+        figures.tokens,
+        engine.scheduler.preemptions,
+        prefix.hits if prefix else 0,
+        figures.accepted,
+        engine.shortage.count,
+    )
+
+
+def replay(recorded: Recorded, folder: Path, seen: list[RoundTold] | None = None) -> Replayed:
+    rounds: list[RoundTold] = [] if seen is None else seen
+    run = Replay(
+        TapeReader(folder / TAPE), read_header(folder).found, lambda _number, told: rounds.append(told)
+    )
+    return run.run(assemble_verifier(recorded.settings, lambda _: None, log=LOG, outside=run).engine)
+
+
+def copy_of(recorded: Recorded, tmp_path: Path, tape: bytes | None = None) -> Path:
+    folder = tmp_path / "20260101-000000-1"
+    folder.mkdir()
+    (folder / HEADER).write_bytes((recorded.folder / HEADER).read_bytes())
+    (folder / TAPE).write_bytes((recorded.folder / TAPE).read_bytes() if tape is None else tape)
+    return folder
+
+
+def changed(recorded: Recorded, number: int) -> tuple[bytes, str]:
+    """The tape with another last token of the round's first request, and how the difference is told."""
+    tape, count, told = b"", 0, ""
+    for page in read_pages(recorded.folder / TAPE):
+        assert not isinstance(page, str)
+        said = list(page.said)
+        for index, each in enumerate(said):
+            count += isinstance(each, RoundTold)
+            if isinstance(each, RoundTold) and count == number and not told:
+                part = each.parts[0]
+                *before, last = part.tokens
+                other = replace(part, tokens=(*before, last + 1))
+                said[index] = RoundTold((other, *each.parts[1:]))
+                position = part.position + len(before)
+                told = (
+                    f"round {number}, request {part.request}, position {position}: "
+                    f"recorded token {last + 1}, now token {last}"
+                )
+        tape += framed(replace(page, said=said))
+    return tape, told
+
+
+def test_the_session_had_what_makes_sessions_differ(recorded: Recorded) -> None:
+    assert recorded.preemptions > 0
+    assert recorded.prefix_hits > 0
+    assert recorded.accepted > 0
+    assert recorded.shortages > 0
+
+
+def test_a_session_runs_again_as_it_was(recorded: Recorded) -> None:
+    result = replay(recorded, recorded.folder)
+    assert result.difference == ""
+    assert (result.rounds, result.tokens) == (recorded.rounds, recorded.tokens)
+    assert result.requests == 2 * 12
+
+
+@pytest.mark.slow
+def test_it_is_the_same_every_time(recorded: Recorded) -> None:
+    first: list[RoundTold] = []
+    second: list[RoundTold] = []
+    replay(recorded, recorded.folder, first)
+    replay(recorded, recorded.folder, second)
+    assert first == second
+    assert len(first) == recorded.rounds
+
+
+def test_another_token_is_found_in_its_round(recorded: Recorded, tmp_path: Path) -> None:
+    tape, told = changed(recorded, 37)
+    assert told
+    result = replay(recorded, copy_of(recorded, tmp_path, tape))
+    assert result.difference == told
+    assert result.rounds == 36
+
+
+@pytest.mark.slow
+def test_a_tape_that_is_cut_off_runs_as_far_as_it_goes(recorded: Recorded, tmp_path: Path) -> None:
+    whole = (recorded.folder / TAPE).read_bytes()
+    folder = copy_of(recorded, tmp_path, whole[:-7])
+    tape = TapeReader(folder / TAPE)
+    run = Replay(tape, read_header(folder).found)
+    result = run.run(assemble_verifier(recorded.settings, lambda _: None, log=LOG, outside=run).engine)
+    assert tape.cut
+    assert result.difference == ""
+    assert result.rounds < recorded.rounds
+
+
+def test_a_limit_ends_the_recording_and_not_the_session(recorded: Recorded, tmp_path: Path) -> None:
+    recorder = SmallRecorder(tmp_path / "sessions", 2000, LOG)
+    settings = recorded.settings
+    verifier = assemble_verifier(settings, lambda _: None, log=LOG, outside=recorder)
+    recorder.begin(settings, verifier.facts, verifier.hello)
+    for number in range(6):
+        verifier.engine.submit(Submit(number, (1, 2, 3), SamplingParameters(max_tokens=20), number))
+        while verifier.engine.busy:
+            verifier.engine.step()
+    tape = TapeReader(recorder.path / TAPE)
+    run = Replay(tape, read_header(recorder.path).found)
+    result = run.run(assemble_verifier(settings, lambda _: None, log=LOG, outside=run).engine)
+    assert tape.full
+    assert result.difference == ""
+    assert 0 < result.rounds < verifier.engine.clocked.rounds
+
+
+def test_sessions_of_a_folder_share_the_limit(recorded: Recorded, tmp_path: Path) -> None:
+    settings = recorded.settings.model_copy(update={"record": tmp_path / "sessions", "record_mb": 1})
+    for _ in range(3):  # a server that dies as soon as it has started
+        recorder = session_recorder(settings, LOG)
+        assert recorder is not None
+        (recorder.path / TAPE).write_bytes(b"x" * 400_000)
+        recorder.path.rename(recorder.path.with_name(f"earlier-{recorded_bytes(tmp_path / 'sessions')}"))
+    before = sorted((tmp_path / "sessions").iterdir())
+    assert session_recorder(settings, LOG) is None
+    assert sorted((tmp_path / "sessions").iterdir()) == before
+
+
+def test_the_recording_is_private_and_has_no_secrets(recorded: Recorded) -> None:
+    assert stat.S_IMODE(recorded.folder.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in recorded.folder.iterdir())
+    assert "sesame" not in (recorded.folder / HEADER).read_text()
+
+
+def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionProblemError, match="chmod 700"):
+        Recorder(tmp_path, 1 << 20, LOG)
+
+
+def test_a_disk_that_is_full_ends_no_session(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, settings = tmp_path / "next", recorded.settings
+    recorder = SmallRecorder(tmp_path / "first", 1 << 20, LOG)
+    verifier = assemble_verifier(settings, lambda _: None, log=LOG, outside=recorder)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", full)
+    recorder.begin(settings, verifier.facts, verifier.hello)
+    following = settings.model_copy(update={"record": folder})
+    assert session_recorder(following, LOG) is None
+    monkeypatch.undo()
+    assert not (recorder.path / HEADER).exists()
+    folder.chmod(0o755)
+    with pytest.raises(PermissionProblemError, match="chmod 700"):
+        session_recorder(following, LOG)
+
+
+@pytest.mark.slow
+def test_the_command_says_that_it_is_the_same(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(recorded.folder.parent), "--request", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"the same: {recorded.rounds} rounds, {recorded.tokens} tokens, 24 requests" in out
+    assert "text of request 1: " in out
+    assert ": request 1 at 41: rows " in out
+
+
+def test_the_command_stops_where_it_is_told_to(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(recorded.folder), "--until", "5", "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert "round 5: request" in out
+    assert "round 6: " not in out
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_1_at_a_difference(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tape, told = changed(recorded, 12)
+    assert main(["replay", str(copy_of(recorded, tmp_path, tape))]) == 1
+    assert told in capsys.readouterr().out
+
+
+def test_what_cannot_be_replayed_is_a_clear_error(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(word: str) -> None:
+        assert main(["replay", str(tmp_path)]) == 2
+        assert word in capsys.readouterr().err
+
+    refused("no recorded session")
+    whole = (recorded.folder / TAPE).read_bytes()
+    folder = copy_of(recorded, tmp_path, whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    refused("damaged at byte")
+    header = json.loads((folder / HEADER).read_text())
+    (folder / HEADER).write_text(json.dumps({**header, "weights": "0"}))
+    refused("is not the recorded")
+    (folder / HEADER).write_text(json.dumps({**header, "format": 99}))
+    refused("recorded in format 99")
+    (folder / HEADER).write_text("{")
+    refused("is damaged")
+    (folder / HEADER).unlink()
+    refused("ended before it was ready")
+
+
+def test_the_newest_session_is_taken(tmp_path: Path) -> None:
+    for name in ("20260101-000000-9", "20260102-000000-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / TAPE).touch()
+    assert find_session(tmp_path).name == "20260102-000000-1"

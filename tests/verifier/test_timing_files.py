@@ -1,0 +1,102 @@
+"""Step times are remembered between starts, and never trusted blindly."""
+
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.logs import get_logger
+from ssd_serve.verifier.planning.cost import Timing
+from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
+
+MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012)]
+
+
+class Model:
+    """Counts how often it is measured and probed; `slower` multiplies what a probe finds."""
+
+    def __init__(self, slower: float = 1.0) -> None:
+        self.measured = 0
+        self.probed = 0
+        self.slower = slower
+
+    def measure(self) -> list[Timing]:
+        self.measured += 1
+        return MEASURED
+
+    def probe(self) -> list[Timing]:
+        self.probed += 1
+        return [Timing(each.rows, each.context, each.seconds * self.slower) for each in MEASURED[:2]]
+
+    def timings(self, folder: Path, **identity: object) -> list[Timing]:
+        return list(TimingFiles(folder, get_logger("test")).timings(identity, self.measure, self.probe))
+
+
+def test_the_second_start_measures_nothing(tmp_path: Path) -> None:
+    first, second = Model(), Model()
+    assert first.timings(tmp_path, model="a") == second.timings(tmp_path, model="a") == MEASURED
+    assert (first.measured, second.measured, second.probed) == (1, 0, 1)
+
+
+def test_another_model_or_device_is_measured(tmp_path: Path) -> None:
+    Model().timings(tmp_path, model="a", device="cpu:0")
+    other = Model()
+    other.timings(tmp_path, model="a", device="cpu:0-1")
+    assert other.measured == 1
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0])
+def test_a_machine_that_changed_is_measured_again_and_remembered(tmp_path: Path, slower: float) -> None:
+    Model().timings(tmp_path, model="a")
+    changed = Model(slower)
+    changed.timings(tmp_path, model="a")
+    assert changed.measured == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"format": 9, "timings": []}', b'{"format": 1, "timings": [[0, 1, 2.0]]}', b"[1]"],
+)
+def test_a_broken_file_is_a_measurement_more(tmp_path: Path, content: bytes) -> None:
+    Model().timings(tmp_path, model="a")
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content)
+    model = Model()
+    assert model.timings(tmp_path, model="a") == MEASURED
+    assert model.measured == 1
+    assert Model().timings(tmp_path, model="a") == MEASURED
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for _ in range(2):
+        model = Model()
+        assert model.timings(tmp_path / "file", model="a") == MEASURED
+        assert model.measured == 1
+
+
+GAINS = {1: {"beside": 1.7, "plain": 1.0}, 8: {"beside": 0.9, "inline": 0.0}}
+
+
+def test_what_layouts_gave_is_kept_for_one_set_up(tmp_path: Path) -> None:
+    log = get_logger("test")
+    assert GainFile(tmp_path, {"draft": "a"}, log).read() == {}
+    GainFile(tmp_path, {"draft": "a"}, log).write(GAINS)
+    assert GainFile(tmp_path, {"draft": "a"}, log).read() == GAINS
+    assert GainFile(tmp_path, {"draft": "b"}, log).read() == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"format":0,"gains":{}}',
+        '{"format":1,"gains":{"0":{"plain":1.0}}}',
+        '{"format":1,"gains":{"1":{"plain":-1}}}',
+    ],
+)
+def test_gains_that_make_no_sense_are_not_used(tmp_path: Path, content: str) -> None:
+    file = GainFile(tmp_path, {}, get_logger("test"))
+    file.write(GAINS)
+    next(tmp_path.iterdir()).write_text(content)
+    assert file.read() == {}

@@ -1,0 +1,294 @@
+"""The decisions of a round: in which layout, which nodes, and whether the trees grow first.
+
+One objective, the expected committed tokens per second, under what was measured: forwards, host time, waits,
+and what each layout really gives. Knows the drafters as something to wait for; runs no forward and owns no
+request.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.messages import Price, Why
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.planning.budget import Rate, choose
+from ssd_serve.verifier.planning.cost import MOST_ROWS, CostTable, HostCost, Reading
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.ranking import RankedNode, Ranking, rank
+from ssd_serve.verifier.scheduler import Part
+
+_LEAST_PROMPT_ROWS = 16
+_CLEARLY_CHEAPER = 0.85
+"""A smaller chunk than the largest must cost this share of its price by the row: the rest is noise, and the
+first token of a prompt comes later."""
+_AS_CHEAP = 1.03
+_CANDIDATES, _CANDIDATES_EACH = 64, 8
+"""Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
+chooses among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Governing:
+    """What may change while the engine runs, by layout: the cores, what forwards cost there, and how long a
+    round waits for drafts."""
+
+    governor: Governor[Layout]
+    cores: Cores
+    costs: Mapping[Layout, CostTable]
+    policies: Mapping[Layout, GrowPolicy]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBounds:
+    """`budget`: most nodes of a round, None: the cost model alone decides; `width`: nodes of a draft step;
+    `most_tpot_s`: seconds that a token of a running request should take at most."""
+
+    context: int
+    budget: int | None
+    width: int
+    most_tpot_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round was: `requests` decoding requests and some prompts, in `rows` rows, gave `tokens` tokens
+    to the decoding ones."""
+
+    requests: int
+    prompts: int
+    prompt_rows: int
+    rows: int
+    reading: Reading
+    tokens: int
+    forward_s: float
+    host_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Prospect:
+    """A round of `requests` decoding requests as it would be now; `seconds` is what it takes with 0, 1, ...
+    nodes."""
+
+    requests: int
+    outlook: Outlook
+    ranking: Ranking
+    seconds: npt.NDArray[np.float64]
+
+    @property
+    def without_nodes(self) -> Price:
+        """The round that verifies none."""
+        return Price(0, float(self.requests), float(self.seconds[0]))
+
+    @property
+    def with_one_node(self) -> Price | None:
+        """The round that verifies the best one; None where there is none, or no row for it."""
+        if not self.ranking.nodes or len(self.seconds) < 2:
+            return None
+        return Price(1, self.requests + self.ranking.nodes[0][0], float(self.seconds[1]))
+
+
+class Decider:
+    """Decides rounds and learns from them. `governing` None: one layout for ever, with this cost and
+    policy."""
+
+    def __init__(
+        self,
+        drafters: Drafters,
+        cost: CostTable,
+        policy: GrowPolicy,
+        bounds: DraftBounds,
+        host: HostCost | None = None,
+        governing: Governing | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.cost = cost
+        self.host = host or HostCost()
+        self.governing = governing
+        self.layout: Layout | None = None
+        self._drafters = drafters
+        self._policy = policy
+        self._bounds = bounds
+        self._rate = Rate()
+        self._clock = clock
+
+    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], Decision]:
+        """The nodes of a round, best first, and why they are these; `drain` takes what came."""
+        requests = sum(part.request.decoding for part in parts)
+        self._lay_out(len(parts), decoding=requests > 0)
+        if not self._drafters.working or self._bounds.budget == 0:
+            return [], self._undrafted(requests)
+        waited_s, answers = 0.0, True
+        prospect = self._prospect(parts, requests, 0)
+        while (
+            requests
+            and (answers := self._drafters.worth_waiting())
+            and self._policy.wants(outlook := prospect.outlook)
+        ):
+            started = self._clock()
+            self._drafters.wait(2 * max(outlook.step_s, 1e-3))
+            drain()
+            spent_s = self._clock() - started
+            waited_s += spent_s
+            prospect = self._prospect(parts, requests, outlook.steps + 1)
+            self._policy.learn(outlook, prospect.outlook, spent_s)
+        nodes = prospect.ranking.nodes[: prospect.outlook.choice.nodes]
+        return nodes, self._drafted(prospect, waited_s, answers)
+
+    def prompt_rows(self, requests: int, most: int) -> int:
+        """How many of `most` prompt rows a round should read beside `requests` decoding requests: as many as
+        are cheapest by the row, so that all tokens of prompts and outputs take the least time, but with a
+        target no more than let tokens come in time; never so few that prompts would not get on."""
+        seconds = self.cost.span(requests, requests + most)
+        rows = cheapest_chunk(seconds)
+        limit_s = self._bounds.most_tpot_s
+        if limit_s < math.inf and requests:
+            spent = seconds + self.host.seconds(requests, 0)
+            fitting = int(np.searchsorted(spent, limit_s * self._rate.tokens_a_round, side="right")) - 1
+            rows = min(rows, max(_LEAST_PROMPT_ROWS, fitting))
+        return min(most, rows)
+
+    def layout_gains(self) -> dict[int, dict[str, float]]:
+        """What each layout gave, plain decoding being 1, by the middle number of requests of each level."""
+        gains = self.governing.governor.gains() if self.governing is not None else {}
+        return {
+            requests: {layout.value: gain for layout, gain in each.items()}
+            for requests, each in gains.items()
+        }
+
+    def learn(self, round_: Round) -> None:
+        """Take a round's times into account; those that read prompts do not tell what decoding takes."""
+        self.cost.observe(round_.rows, round_.forward_s, round_.reading)
+        if self.governing is not None and self._drafters.alive:
+            self._govern(round_, self.governing)
+        if round_.prompts:
+            return
+        self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
+        self._rate.observe(round_.requests, round_.tokens, round_.total_s)
+
+    def _govern(self, round_: Round, governing: Governing) -> None:
+        """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
+        cost, reading = governing.costs[Layout.PLAIN], round_.reading
+        rows = round_.requests + round_.prompt_rows
+        if not round_.prompts:
+            plain_s = cost.first_seconds(rows, Reading(reading.context, reading.context))
+            gained_s = round_.tokens / rows * plain_s
+        else:
+            share = rows / round_.rows  # of what attention read: nodes read too
+            plain_s = cost.first_seconds(rows, Reading(reading.context, int(share * reading.row_context)))
+            gained_s = plain_s
+            if round_.requests:
+                more = round_.tokens / round_.requests - 1
+                gained_s += more * cost.first_seconds(round_.requests, Reading())
+        governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
+
+    def _lay_out(self, requests: int, decoding: bool) -> None:
+        """Draft in the way that the governor chooses."""
+        if self.governing is None or not requests:
+            return
+        layout = self.governing.governor.choose(requests, decoding)
+        if layout is not self.layout:
+            self.layout = layout
+            self.cost, self._policy = self.governing.costs[layout], self.governing.policies[layout]
+            self.governing.cores.enter(layout)
+            self._drafters.use(layout)
+
+    def _undrafted(self, requests: int) -> Decision:
+        """A round for which nobody drafts."""
+        governor = self.governing.governor if self.governing is not None else None
+        layout, other_s = self._drafters.layout, 0.0
+        if self._bounds.budget == 0:
+            why = Why.OFF
+        elif governor is None or layout is not Layout.PLAIN or not self._drafters.alive:
+            why = Why.NO_DRAFTER
+        else:
+            why = Why.TRYING if governor.trying else Why.SLOWER
+            mine, others = governor.standing()
+            other_s = self._rate.seconds_a_round * mine / others if others else 0.0
+        tokens, seconds = requests * self._rate.tokens_a_round, self._rate.seconds_a_round
+        chosen = Price(0, tokens, seconds) if tokens and seconds else None
+        other = Price(None, tokens, other_s) if tokens and other_s else None
+        return Decision(layout, why, 0, 0.0, chosen, other)
+
+    def _drafted(self, prospect: _Prospect, waited_s: float, answers: bool) -> Decision:
+        """A round for which somebody drafts, though none of it may be there."""
+        choice = prospect.outlook.choice
+        if not choice.nodes:
+            why = _why_none(prospect, answers)
+        elif self.governing is not None and self.governing.governor.trying:
+            why = Why.TRYING
+        else:
+            why = Why.PAYS
+        chosen = Price(choice.nodes, choice.tokens, choice.seconds)
+        other = prospect.without_nodes if choice.nodes else prospect.with_one_node
+        return Decision(self._drafters.layout, why, choice.nodes, waited_s, chosen, other)
+
+    def _prospect(self, parts: Sequence[Part], requests: int, steps: int) -> _Prospect:
+        """The round as it would be now, after so many awaited draft steps."""
+        bounds, rate = self._bounds, self._rate.value(requests)
+        most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
+        least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
+        ranking = rank(parts, most, bounds.context, bounds.width, least)
+        reaches = np.array([item[0] for item in ranking.nodes])
+        seconds = self._round_seconds(parts, len(reaches))
+        choice = choose(reaches, requests, seconds, rate, bounds.most_tpot_s)
+        # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
+        leaves = np.maximum(ranking.leaves - rate * self._row_seconds(parts), 0.0)
+        step_s = self._drafters.step_s
+        outlook = Outlook(choice, leaves, rate, step_s, steps, ranking.missed)
+        return _Prospect(requests, outlook, ranking, seconds)
+
+    def _row_seconds(self, parts: Sequence[Part]) -> float:
+        """What one more node adds to a round, as the mean of the next eight."""
+        seconds = self._round_seconds(parts, 8)
+        return float(seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+
+    def _round_seconds(self, parts: Sequence[Part], most: int) -> npt.NDArray[np.float64]:
+        """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
+        rows = sum(len(part.slots) for part in parts)
+        most = max(0, min(most, MOST_ROWS - rows))
+        reading = _reading(parts)
+        forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
+        return forward_s + self.host.node_s * np.arange(most + 1)
+
+
+def _why_none(prospect: _Prospect, answers: bool) -> Why:
+    """Why a round verifies no node though drafters work."""
+    ranking = prospect.ranking
+    if not prospect.requests:
+        return Why.PROMPTS
+    if not ranking.trees:
+        return Why.ENDING
+    if not ranking.nodes and ranking.missed:
+        return Why.NOTHING_DRAFTED if answers else Why.NO_DRAFTER
+    if len(prospect.seconds) < 2 and ranking.nodes:
+        return Why.FULL
+    return Why.LATE if prospect.outlook.choice.held_back else Why.NOT_WORTH
+
+
+def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
+    """The number of prompt rows that adds least time by the row, where `seconds` [most + 1] is what a round
+    takes with 0, 1, ... most of them; the most, unless fewer are clearly cheaper."""
+    most = len(seconds) - 1
+    if most <= _LEAST_PROMPT_ROWS:
+        return most
+    rows = np.arange(_LEAST_PROMPT_ROWS, most + 1)
+    # Where more rows cost nothing yet, the round itself is the price: prompts would never get on otherwise.
+    prices = np.maximum((seconds[_LEAST_PROMPT_ROWS:] - seconds[0]) / rows, seconds[-1] / (2 * most))
+    if prices.min() >= _CLEARLY_CHEAPER * prices[-1]:
+        return most
+    return int(rows[prices <= _AS_CHEAP * prices.min()][-1])
+
+
+def _reading(parts: Sequence[Part]) -> Reading:
+    """What attention reads for the pending tokens alone."""
+    contexts = [len(part.request.slots) for part in parts]
+    rows = [len(part.slots) for part in parts]
+    return Reading(sum(contexts), sum(a * b for a, b in zip(contexts, rows, strict=True)))

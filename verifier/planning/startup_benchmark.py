@@ -1,0 +1,54 @@
+"""Measures a target when it is loaded: its cost table. Knows models by their forwards only."""
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+
+import torch
+
+from ssd_serve.models.interface import Model
+from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT, measure_steps
+from ssd_serve.verifier.planning.cost import CostTable, Timing
+from ssd_serve.verifier.planning.timing_files import TimingFiles
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_LONG_ROWS = (1, 8, 32)
+_PROBED_ROWS = (1, 16)
+
+
+def measure_cost(model: Model) -> CostTable:
+    """Time forwards of some rows after a short context, and of a few after a long one."""
+    return CostTable(_measure(model))
+
+
+def remembered_timings(model: Model, device: str, files: TimingFiles) -> list[Timing]:
+    """The same timings, from an earlier start where a few forwards agree with them. `device` names the cores
+    in use."""
+    return list(files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model)))
+
+
+def identity(model: Model, device: str) -> dict[str, object]:
+    """What step times depend on."""
+    return {
+        **asdict(model.facts),
+        "device": device,
+        "step": type(model).__name__,  # an emulated device's times are its table's
+        "processor": platform.processor() or platform.machine(),
+        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else "",
+        "torch": torch.__version__,
+        "ssd-serve": version("ssd-serve"),
+    }
+
+
+def _measure(model: Model) -> list[Timing]:
+    seconds = measure_steps(model, ROWS) | measure_steps(model, _LONG_ROWS, (SHORT_CONTEXT, LONG_CONTEXT))
+    return _least(seconds)
+
+
+def _probe(model: Model) -> list[Timing]:
+    return _least(measure_steps(model, _PROBED_ROWS))
+
+
+def _least(seconds: dict[tuple[int, int], list[float]]) -> list[Timing]:
+    """The least of the repeats is taken: what disturbs a moment is no property of the model."""
+    return [Timing(rows, context, min(each)) for (rows, context), each in seconds.items()]
