@@ -7,7 +7,7 @@ from pathlib import Path
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.modes import CORES, Plan, run_modes
-from ssd_serve.bench.prompts import MOST_REPEATED, Chosen, Prompt, held_out_prompts, repeated_share
+from ssd_serve.bench.prompts import MAX_REPEATED, Chosen, Prompt, held_out_prompts, repeated_share
 from ssd_serve.bench.rig import Rig, Way
 from ssd_serve.bench.sample import Runner
 from ssd_serve.devices import pin
@@ -15,7 +15,7 @@ from ssd_serve.models.hub import resolve_model
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
-_AT_ONCE, _MOST_TRIED = 16, 240
+_AT_ONCE, _MAX_TRIED = 16, 240
 _EMULATED_WIDTH = 12
 BALLAST_HIDDEN, TARGET_LAYERS, DRAFT_LAYERS = 1024, 16, 2
 
@@ -80,16 +80,16 @@ def _choose(
     for temperature in temperatures:
         tried: list[tuple[float, Prompt]] = []
         fine = 0
-        for start in range(0, min(len(pool), _MOST_TRIED), _AT_ONCE):
+        for start in range(0, min(len(pool), _MAX_TRIED), _AT_ONCE):
             some = pool[start : start + _AT_ONCE]
             texts = runner.run_together(engine, some, temperature)
             tried += [(repeated_share(text), prompt) for text, prompt in zip(texts, some, strict=True)]
-            fine = sum(share <= MOST_REPEATED for share, _ in tried)
+            fine = sum(share <= MAX_REPEATED for share, _ in tried)
             if fine >= count:
                 break
-        kept = sorted(tried, key=lambda item: max(item[0], MOST_REPEATED))[:count]
+        kept = sorted(tried, key=lambda item: max(item[0], MAX_REPEATED))[:count]
         say(f"temperature {temperature:g}: {fine} of {len(tried)} continuations are no loops")
-        loops = sum(share > MOST_REPEATED for share, _ in kept)
+        loops = sum(share > MAX_REPEATED for share, _ in kept)
         chosen[temperature] = Chosen(tuple(prompt for _, prompt in kept), 1 - fine / len(tried), loops)
     return chosen
 

@@ -32,12 +32,12 @@ def scripted(fates: Mapping[int, tuple[int, ...]]) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How often each fault happens; delays are drawn from 1 to `most_ticks`."""
+    """How often each fault happens; delays are drawn from 1 to `max_ticks`."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     delay: float = 0.0
-    most_ticks: int = 8
+    max_ticks: int = 8
     spare: tuple[type[Message], ...] = ()
     """Messages of these types always arrive at once."""
 
@@ -53,7 +53,7 @@ def seeded(seed: int, rates: FaultRates) -> Schedule:
             return ()
         copies = 2 if source.random() < rates.duplicate else 1
         return tuple(
-            source.randint(1, rates.most_ticks) if source.random() < rates.delay else 0 for _ in range(copies)
+            source.randint(1, rates.max_ticks) if source.random() < rates.delay else 0 for _ in range(copies)
         )
 
     return fate

@@ -13,7 +13,7 @@ from ssd_serve.recipes.evaluation import held_out_files
 _SHORTEST, _LONGEST = 96, 1000
 _PER_FILE = 8
 _NGRAM = 8
-MOST_REPEATED = 0.3
+MAX_REPEATED = 0.3
 """A continuation that repeats more of its 8-grams than this is a loop, which any drafter guesses."""
 
 

@@ -39,11 +39,11 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.planning.planner import Governing
 from ssd_serve.verifier.planning.startup_benchmark import measure_cost
-from ssd_serve.verifier.scheduler import Limits
+from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _SLOTS = 20480
 _JOIN_S = 600.0
@@ -127,7 +127,7 @@ class Rig:
         `verified`: as many nodes in every round, whatever they cost, and no waiting.
         """
         settings, target = self.settings, model or self.target
-        policy: GrowPolicy = Steps(way.steps) if way.steps else WhenItPays(way.mode == "ssd")
+        policy: GrowPolicy = FixedSteps(way.steps) if way.steps else WhenItPays(way.mode == "ssd")
         if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
             policy = Never()
         if verified is not None:
@@ -140,7 +140,7 @@ class Rig:
                 drafters=Drafters(self.hello, log=get_logger("bench", "warning")),
                 cost=cost or self.cost,
                 slots=_SLOTS,
-                limits=Limits(settings.max_running, 1024, settings.prefill_chunk),
+                limits=SchedulerLimits(settings.max_running, 1024, settings.prefill_chunk),
                 prefix_cache=False,
                 budget=0 if way.mode == "ar" else budget,
                 draft_width=settings.draft_width if way.mode == "ssd" else way.width,
@@ -160,7 +160,7 @@ class Rig:
         """As in serving, on a device of the target's own."""
         if not self.settings.speculation_may_stop:
             return None
-        policies: dict[Layout, GrowPolicy] = {Layout.BESIDE: policy, Layout.PLAIN: Never()}
+        policies: dict[Layout, GrowPolicy] = {Layout.ASYNC: policy, Layout.OFF: Never()}
         return Governing(
             Governor(tuple(policies)),
             Cores(parse_device(self.real.facts.device), None),

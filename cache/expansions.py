@@ -17,7 +17,7 @@ from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Growth
 from ssd_serve.seeds import mix
 
-MOST_CANDIDATES = 65_536
+MAX_CANDIDATES = 65_536
 """Of one message: a snapshot of the largest tree that a setting allows."""
 _FLOATS, _UNSIGNED = np.dtype("<f4"), np.dtype("<u4")
 _SHARED_BYTES = 2048
@@ -92,8 +92,8 @@ def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
         raise ProtocolError("the buffers of a growth message do not fit each other")
     if (len(growth.tokens), len(growth.log_probabilities)) != (4 * edges, 4 * edges):
         raise ProtocolError("the candidates of a growth message do not fit each other")
-    if max(count, edges) > MOST_CANDIDATES:
-        raise ProtocolError(f"a growth message brings more than {MOST_CANDIDATES} candidates")
+    if max(count, edges) > MAX_CANDIDATES:
+        raise ProtocolError(f"a growth message brings more than {MAX_CANDIDATES} candidates")
     counts = struct.unpack(f"<{count}H", growth.counts)
     if sum(counts) != edges or 0 in counts:
         raise ProtocolError("a growth message expands nodes without candidates")

@@ -27,7 +27,7 @@ _USUAL = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class AssembledDrafter:
     """A drafter that is ready to greet a verifier. `emulated` is the padded model in emulated set-ups."""
 
     core: DrafterCore
@@ -45,7 +45,9 @@ def _kv_bytes(settings: Settings, sizes: ModelSizes, device: str) -> int:
     return (available_memory(torch_device(device)) - sizes.resident_bytes) // 10
 
 
-def assemble_drafter(settings: Settings, name: str, device: str, native: NativeLibrary | None) -> Assembled:
+def assemble_drafter(
+    settings: Settings, name: str, device: str, native: NativeLibrary | None
+) -> AssembledDrafter:
     """Load the draft model on `device` and measure its step."""
     if settings.draft_model is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
@@ -87,4 +89,4 @@ def assemble_drafter(settings: Settings, name: str, device: str, native: NativeL
         source=as_label(without_revision(settings.draft_model)),
         step_ms=1e3 * seconds[widths.width],
     )
-    return Assembled(core, hello, emulated)
+    return AssembledDrafter(core, hello, emulated)

@@ -11,12 +11,11 @@ import math
 import time
 from collections.abc import Collection, Sequence
 
-from ssd_serve.cache.expansions import ROOT_STEP, pack
-from ssd_serve.cache.expansions import Expansion as Expanded
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
@@ -75,9 +74,9 @@ class DrafterCore:
         self._paused = False
 
     @property
-    def prepared(self) -> bool:
+    def captured_now(self) -> bool:
         """Whether the last step's time says nothing of later ones: it was recorded first."""
-        return self._source.prepared
+        return self._source.captured_now
 
     @property
     def requests(self) -> Collection[int]:
@@ -125,13 +124,13 @@ class DrafterCore:
             self._calibration.scale(self._requests[request].parameters.temperature) for request, _ in picked
         ]
         found = self._source.expand(expansions, scales)
-        grown: dict[int, list[Expanded]] = {}
+        grown: dict[int, list[Expansion]] = {}
         for (request, node), candidates in zip(picked, found, strict=True):
             if candidates is not None:  # else no memory now: considered again when the root moves
                 expanded = self._append(self._requests[request], node, candidates)
                 if expanded is not None:
                     grown.setdefault(request, []).append(expanded)
-        if self._widths is not None and not self.prepared:
+        if self._widths is not None and not self.captured_now:
             self._widths.observe(len(picked), time.perf_counter() - started)
         return [self._growth(request, new) for request, new in grown.items()]
 
@@ -146,13 +145,13 @@ class DrafterCore:
             picked.append((request, waiting[request].frontier.pop()))
         return picked
 
-    def _expansion(self, request: int, node: Node) -> Expansion:
+    def _expansion(self, request: int, node: Node) -> NodeRequest:
         path = self._requests[request].tree.path(node)
-        return Expansion(
+        return NodeRequest(
             request, node.name, tuple(each.name for each in path), tuple(each.token for each in path)
         )
 
-    def _append(self, drafted: _Drafted, node: Node, candidates: Candidates) -> Expanded | None:
+    def _append(self, drafted: _Drafted, node: Node, candidates: Candidates) -> Expansion | None:
         tokens: list[int] = candidates.tokens.tolist()
         values: list[float] = candidates.log_probabilities.tolist()
         if not tokens or not drafted.tree.expand(node, tokens, values):
@@ -161,7 +160,7 @@ class DrafterCore:
         drafted.frontier.offer(node)
         return _expanded(node, tokens, values)
 
-    def _growth(self, request: int, expansions: Sequence[Expanded], snapshot: bool = False) -> Growth:
+    def _growth(self, request: int, expansions: Sequence[Expansion], snapshot: bool = False) -> Growth:
         drafted = self._requests[request]
         growth = pack(request, drafted.epoch, drafted.sequence, expansions, self._name, snapshot)
         drafted.sequence += 1
@@ -223,7 +222,7 @@ class DrafterCore:
         return [self._growth(message.request, expansions, snapshot=True)]
 
 
-def _expanded(node: Node, tokens: list[int], log_probabilities: list[float]) -> Expanded:
+def _expanded(node: Node, tokens: list[int], log_probabilities: list[float]) -> Expansion:
     if node.parent is None:
-        return Expanded(node.name, ROOT_STEP, tokens, log_probabilities)
-    return Expanded(node.parent.name, node.token, tokens, log_probabilities)
+        return Expansion(node.name, ROOT_STEP, tokens, log_probabilities)
+    return Expansion(node.parent.name, node.token, tokens, log_probabilities)

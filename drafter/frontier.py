@@ -20,7 +20,7 @@ class GrowthLimits:
     fan_out: int
     depth: int
     nodes: int
-    least_reach: float = 1e-3
+    min_reach: float = 1e-3
     context: int = sys.maxsize
 
 
@@ -66,7 +66,7 @@ class Frontier:
         if not self._heap:
             return -math.inf
         value = -self._heap[0][0] - tree.root.cumulative
-        return value if value >= math.log(limits.least_reach) else -math.inf
+        return value if value >= math.log(limits.min_reach) else -math.inf
 
     def pop(self) -> Node:
         """Take the next node; call only while `reach()` is finite."""

@@ -94,7 +94,7 @@ class InlineChannel(ChannelWithin):
         if growth:
             self.steps += 1
             seconds = time.perf_counter() - started
-            if not self._core.prepared:
+            if not self._core.captured_now:
                 self._step_s += (_BLEND if self._step_s else 1.0) * (
                     min(seconds, 4 * self._step_s or seconds) - self._step_s
                 )

@@ -12,7 +12,7 @@ from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.verifier_connection import Target
+from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
@@ -48,20 +48,22 @@ def run(
     on_loaded()
     key = settings.cluster_key or ""
     targets = [
-        Target(drafter.core, drafter.hello, log, (place, len(addresses)), Dial(address, log, key=key))
+        VerifierConnection(
+            drafter.core, drafter.hello, log, (place, len(addresses)), Dial(address, log, key=key)
+        )
         for place, address in enumerate(addresses)
     ]
     step_s = drafter.hello.step_ms / 1e3
-    Loop(targets, drafter.core, step_s, drafter.emulated, patient, alive_file).run()
+    DrafterLoop(targets, drafter.core, step_s, drafter.emulated, patient, alive_file).run()
     return 0
 
 
-class Loop:
+class DrafterLoop:
     """Steps the core for as long as there is anybody to draft for."""
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Sequence[VerifierConnection],
         core: DrafterCore,
         step_s: float,
         emulated: EmulatedModel | None = None,
@@ -93,7 +95,7 @@ class Loop:
         growth = self._core.step()
         if growth:
             self._publish(growth)
-            if not self._core.prepared:
+            if not self._core.captured_now:
                 self._step_s += _BLEND * (time.perf_counter() - started - self._step_s)
         else:
             self._sleep()

@@ -17,13 +17,13 @@ from ssd_serve.errors import ProtocolError
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, Pause, Refusal, Resync
 
-_MOST_REQUESTS = 4096
+_MAX_REQUESTS = 4096
 """Of one verifier; it runs at most 1024."""
 _LARGEST_NUMBER = 2**48
 _LONGEST_REASON = 200
 
 
-class Target:
+class VerifierConnection:
     """A verifier at one end of a channel, which `dial` gives, or which is `channel` for once."""
 
     def __init__(
@@ -146,8 +146,8 @@ class Target:
             raise ProtocolError("a request has no prompt, or an impossible seed or name")
         if not math.isfinite(message.parameters.temperature) or message.parameters.temperature < 0:
             raise ProtocolError("a request has an impossible temperature")
-        if len(self._requests()) >= _MOST_REQUESTS:
-            raise ProtocolError(f"more than {_MOST_REQUESTS} requests are open")
+        if len(self._requests()) >= _MAX_REQUESTS:
+            raise ProtocolError(f"more than {_MAX_REQUESTS} requests are open")
 
     def _say(self, message: Growth | Resync) -> None:
         if self.channel is None:

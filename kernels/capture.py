@@ -1,8 +1,8 @@
-"""Recording a GPU's work once and replaying it with one call: CUDA and HIP graphs, and for which row counts.
+"""Capturing a GPU's work once and replaying it with one call: CUDA and HIP graphs, and for which row counts.
 
-A recording repeats the same kernels on the same addresses. Whoever records therefore reads and writes fixed
-memory, and decides nothing from values that change. Knows the device's queue and memory; not what is
-recorded.
+A captured graph repeats the same kernels on the same addresses. Whoever captures therefore reads and writes
+fixed memory, and decides nothing from values that change. Knows the device's queue and memory; not what is
+captured.
 """
 
 from collections.abc import Callable
@@ -15,38 +15,38 @@ from ssd_serve.errors import CaptureError, in_a_line
 
 T = TypeVar("T")
 
-MOST_ROWS = 256
+MAX_CAPTURED_ROWS = 256
 """Forwards of more rows are busy enough to hide what launching their kernels costs."""
 _WARM_UPS = 2
-"""Runs before recording: kernels are compiled and libraries choose theirs, which cannot be recorded."""
+"""Runs before the capture: kernels are compiled and libraries choose theirs, which cannot be captured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class CapturedGraph:
     """Work that can be repeated, and the memory that it holds."""
 
     replay: Callable[[], None]
     bytes: int
 
 
-class Recorder(Protocol):
-    """Records what is started on one device."""
+class GraphCapture(Protocol):
+    """Captures what is started on one device."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """Run `work` as it is, as often as it takes until nothing more is compiled or chosen. Raises what it
         raises."""
         ...
 
-    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
-        """Record `work`, which was warmed up; its result is good after every replay, until the next.
+    def capture(self, work: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        """Capture `work`, which was warmed up; its result is good after every replay, until the next.
 
-        Raises `CaptureError` where something in it cannot be recorded.
+        Raises `CaptureError` where something in it cannot be captured.
         """
         ...
 
 
-class GraphRecorder:
-    """`Recorder` by CUDA graphs, which are HIP graphs on ROCm. Not yet run on any GPU.
+class DeviceGraphCapture:
+    """`GraphCapture` by CUDA graphs, which are HIP graphs on ROCm. Not yet run on any GPU.
 
     All share one pool of memory: they never run at the same time, and what one leaves is read before the next
     one runs.
@@ -60,7 +60,7 @@ class GraphRecorder:
         self._stream: Any = None
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """See `Recorder.warm_up`."""
+        """See `GraphCapture.warm_up`."""
         cuda = self._cuda
         with cuda.device(self._device):
             self._stream = self._stream or cuda.Stream()
@@ -70,8 +70,8 @@ class GraphRecorder:
                     work()
             cuda.current_stream().wait_stream(self._stream)
 
-    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
-        """See `Recorder.record`."""
+    def capture(self, work: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        """See `GraphCapture.capture`."""
         cuda = self._cuda
         with cuda.device(self._device):
             current, before = cuda.current_stream(), cuda.memory_reserved()
@@ -86,15 +86,15 @@ class GraphRecorder:
                 cuda.set_stream(current)
                 raise CaptureError(in_a_line(error)) from error
             self._pool = graph.pool()
-            return Recording(graph.replay, max(0, cuda.memory_reserved() - before)), result
+            return CapturedGraph(graph.replay, max(0, cuda.memory_reserved() - before)), result
 
 
-def recorded_rows(rows: int) -> int | None:
-    """The row count whose recording serves a forward of `rows` rows; None: it is not recorded.
+def captured_rows(rows: int) -> int | None:
+    """The row count whose graph serves a forward of `rows` rows; None: it is not captured.
 
     1, 2, 4 and multiples of 8, further apart as they grow: above 32 at most a fifth of the rows is padding.
     """
-    if rows > MOST_ROWS:
+    if rows > MAX_CAPTURED_ROWS:
         return None
     if rows <= 8:
         return 1 << (rows - 1).bit_length()

@@ -1,8 +1,8 @@
-"""A decoder whose forwards on a GPU are recorded once for each shape and then replayed.
+"""A decoder whose forwards on a GPU are captured once for each shape and then replayed.
 
 Launching the kernels of a forward takes the host longer than small forwards take the GPU. Batches are padded
-to a few row counts; what cannot be recorded runs as it is, and so does everything after a recording has
-failed. Knows the decoder's two halves, not requests.
+to a few row counts; what cannot be captured runs as it is, and so does everything after a capture
+has failed. Knows the decoder's two halves, not requests.
 """
 
 from collections.abc import Hashable, Mapping
@@ -11,49 +11,53 @@ from dataclasses import dataclass, replace
 import torch
 
 from ssd_serve.errors import CaptureError, in_a_line
-from ssd_serve.kernels.attention.contract import Recordable
+from ssd_serve.kernels.attention.contract import Capturable
 from ssd_serve.kernels.batch import Batch, padded
-from ssd_serve.kernels.capture import MOST_ROWS, Recorder, Recording, recorded_rows
+from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, GraphCapture, captured_rows
 from ssd_serve.logs import Logger
 from ssd_serve.models.completion import completion
 from ssd_serve.models.decoder import Decoder, Inputs
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.ranks.parallel import Alone, Group
 
-MOST_RECORDINGS = 128
+MAX_GRAPHS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A recorded forward and its features, which every replay writes anew."""
+    """A captured forward and its features, which every replay writes anew."""
 
-    recording: Recording
+    graph: CapturedGraph
     features: Mapping[str, torch.Tensor]
 
 
-class RecordedDecoder:
-    """`Model` over a decoder with `recordable` attention. `padding_slot` is a KV slot that no request has."""
+class CapturedDecoder:
+    """`Model` over a decoder with attention that can be captured.
+
+    `padding_slot` is a KV slot that no request has.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
-        recordable: Recordable,
-        recorder: Recorder,
+        capturable: Capturable,
+        capture: GraphCapture,
         padding_slot: int,
         *,
         group: Group | None = None,
         log: Logger | None = None,
     ) -> None:
         self._decoder = decoder
-        self._recordable = recordable
-        self._recorder = recorder
+        self._capturable = capturable
+        self._graphs = capture
         self._padding_slot = padding_slot
         self._group = group or Alone()
         self._log = log
         self._device = torch.device(decoder.facts.device)
-        self._rows = torch.zeros((2, MOST_ROWS), dtype=torch.int64, device=self._device)  # tokens, positions
-        # One for all recordings: each would keep its own.
-        self._logits = torch.zeros((MOST_ROWS, decoder.facts.vocabulary), device=self._device)
+        # Tokens, then positions.
+        self._rows = torch.zeros((2, MAX_CAPTURED_ROWS), dtype=torch.int64, device=self._device)
+        # One for all graphs: each would keep its own.
+        self._logits = torch.zeros((MAX_CAPTURED_ROWS, decoder.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
         self._failed = False
 
@@ -68,70 +72,70 @@ class RecordedDecoder:
         return self._decoder.slots
 
     @property
-    def recordings(self) -> int:
-        """How many forwards are recorded."""
+    def graphs(self) -> int:
+        """How many forwards are captured."""
         return len(self._forwards)
 
     @property
-    def recorded_bytes(self) -> int:
-        """Memory that the recordings hold."""
-        return sum(each.recording.bytes for each in self._forwards.values())
+    def captured_bytes(self) -> int:
+        """Memory that the graphs hold."""
+        return sum(each.graph.bytes for each in self._forwards.values())
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
         """See `Model.forward`. Logits are good until the next forward."""
-        rows = recorded_rows(batch.rows)
+        rows = captured_rows(batch.rows)
         # The logits of all rows are computed; where few are wanted, as in a prompt, that would not pay.
         if rows is None or self._failed or 2 * len(batch.rows_wanted) < batch.rows:
             return self._decoder.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
-        shape = None if inputs.plan is None else self._recordable.recorded_as(inputs.plan)
-        forward, prepared = (None, False) if shape is None else self._recorded(inputs, shape)
+        shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)
+        forward, captured_now = (None, False) if shape is None else self._captured(inputs, shape)
         if forward is None:
-            return replace(self._decoder.forward(batch), prepared=prepared)
+            return replace(self._decoder.forward(batch), captured_now=captured_now)
         # Before the replay: the host would wait for it, on ROCm whether the copy is to block or not.
         wanted = None
         if len(batch.rows_wanted) < batch.rows:
             wanted = torch.from_numpy(batch.rows_wanted).to(self._device)
-        forward.recording.replay()
+        forward.graph.replay()
         logits = self._logits[: batch.rows]
         if wanted is not None:
             logits = logits.index_select(0, wanted)
         features = {name: values[: batch.rows] for name, values in forward.features.items()}
-        return ForwardResult(logits, features, completion(self._device), prepared)
+        return ForwardResult(logits, features, completion(self._device), captured_now)
 
     def _inputs(self, batch: Batch) -> Inputs:
-        """The batch in fixed memory, all logits wanted; without a plan where it cannot be recorded."""
+        """The batch in fixed memory, all logits wanted; without a plan where it cannot be captured."""
         tokens, positions = self._rows[:, : batch.rows]
         tokens.copy_(torch.from_numpy(batch.tokens))
         positions.copy_(torch.from_numpy(batch.positions))
-        return Inputs(tokens, positions, self._recordable.plan_fixed(batch))
+        return Inputs(tokens, positions, self._capturable.plan_to_capture(batch))
 
-    def _recorded(self, inputs: Inputs, shape: Hashable) -> tuple[_Forward | None, bool]:
-        """The recording for forwards like this one, made now if there is none (None: there can be none), and
+    def _captured(self, inputs: Inputs, shape: Hashable) -> tuple[_Forward | None, bool]:
+        """The graph for forwards like this one, made now if there is none (None: there can be none), and
         whether that was tried now."""
         key = len(inputs.tokens), shape
         found = self._forwards.get(key)
-        if found is not None or len(self._forwards) >= MOST_RECORDINGS:
+        if found is not None or len(self._forwards) >= MAX_GRAPHS:
             return found, False
-        forward, reason = self._record(inputs)
-        # Ranks pad their batches alike or not at all: what one of them cannot record, none replays.
+        forward, reason = self._capture(inputs)
+        # Ranks pad their batches alike or not at all: what one of them cannot capture, none replays.
         if not self._group.agree(forward is not None) or forward is None:
             self._failed = True
             if self._log is not None:
                 self._log.warning(
-                    "forwards are not recorded: kernels are launched one by one, which is slower",
-                    reason=reason or "another rank cannot record them",
+                    "forwards are not captured: kernels are launched one by one, which is slower",
+                    reason=reason or "another rank cannot capture them",
                 )
             return None, True
         self._forwards[key] = forward
         if self._log is not None:
-            mib = self.recorded_bytes >> 20
-            self._log.info("forward recorded", rows=key[0], recordings=len(self._forwards), mib=mib)
+            mib = self.captured_bytes >> 20
+            self._log.info("forward captured", rows=key[0], graphs=len(self._forwards), mib=mib)
         return forward, True
 
-    def _record(self, inputs: Inputs) -> tuple[_Forward | None, str]:
-        """A recording, or why there can be none."""
+    def _capture(self, inputs: Inputs) -> tuple[_Forward | None, str]:
+        """A captured forward, or why there can be none."""
 
         def work() -> Mapping[str, torch.Tensor]:
             logits, features = self._decoder.run(inputs)
@@ -139,7 +143,7 @@ class RecordedDecoder:
             return features
 
         try:
-            self._recorder.warm_up(work)
+            self._graphs.warm_up(work)
         except RuntimeError as error:
             # The others wait in a sum of this forward, and would take a vote for its numbers.
             if self._group.parallel.size > 1:
@@ -148,7 +152,7 @@ class RecordedDecoder:
         completion(self._device).wait()
         self._group.quiesce()
         try:
-            recording, features = self._recorder.record(work)
+            graph, features = self._graphs.capture(work)
         except CaptureError as error:
             return None, str(error)
-        return _Forward(recording, features), ""
+        return _Forward(graph, features), ""

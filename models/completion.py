@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from ssd_serve.errors import DeviceHangError
-from ssd_serve.models.interface import Completion, Done
+from ssd_serve.models.interface import Done, ForwardEnd
 
 _LOOK_S = 2e-5
 PATIENCE_S = 30.0
@@ -46,6 +46,6 @@ def wait_until(ready: Callable[[], bool], patience_s: float = PATIENCE_S) -> flo
     return time.perf_counter()
 
 
-def completion(device: torch.device) -> Completion:
+def completion(device: torch.device) -> ForwardEnd:
     """The end of everything that was started on `device` so far; CPUs compute before they return."""
     return QueueMark() if device.type == "cuda" else Done()

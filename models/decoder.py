@@ -23,7 +23,7 @@ from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.ranks.parallel import Alone, Group, rank_config
 from ssd_serve.models.rope import interleave, rotation_table
 from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.linear import Linear, LinearFactory, Part
+from ssd_serve.models.weights.linear import Linear, LinearFactory, MatrixShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Decoder:
     def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Logits of the wanted rows, float32 [wanted, vocabulary], and features, from what is on the device.
 
-        Nothing here depends on values: with a recordable attention it can be recorded and replayed.
+        Nothing here depends on values: with a capturable attention it can be captured and replayed.
         """
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2], complex64
         hidden = self._embed(inputs.tokens)  # [rows, hidden]
@@ -232,7 +232,9 @@ def read_weights(
         head = make.wrap(embedding)
     else:
         tokens = make.parallel.nearly_even(config.vocabulary)
-        head = make.by_outputs([Part("lm_head", config.vocabulary, own=tokens)], config.hidden, bias=False)
+        head = make.by_outputs(
+            [MatrixShare("lm_head", config.vocabulary, own=tokens)], config.hidden, bias=False
+        )
     layers: list[DecoderLayer] = []
     for index in range(config.layers):
         layers.append(_read_layer(config, make, f"model.layers.{index}"))
@@ -253,19 +255,19 @@ def _read_layer(config: DecoderConfig, make: LinearFactory, prefix: str) -> Deco
     own, kv_heads = rank_config(c, make.parallel), make.parallel.kv_heads(c.kv_heads)
     own_keys = slice(kv_heads.start * c.head_dim, kv_heads.stop * c.head_dim)
     qkv = [
-        Part(f"{attention}.q_proj", queries, interleave(c.head_dim, own.heads)),
-        Part(f"{attention}.k_proj", keys, interleave(c.head_dim, own.kv_heads), own_keys),
-        Part(f"{attention}.v_proj", keys, own=own_keys),
+        MatrixShare(f"{attention}.q_proj", queries, interleave(c.head_dim, own.heads)),
+        MatrixShare(f"{attention}.k_proj", keys, interleave(c.head_dim, own.kv_heads), own_keys),
+        MatrixShare(f"{attention}.v_proj", keys, own=own_keys),
     ]
-    gate_up = [Part(f"{mlp}.gate_proj", c.intermediate), Part(f"{mlp}.up_proj", c.intermediate)]
+    gate_up = [MatrixShare(f"{mlp}.gate_proj", c.intermediate), MatrixShare(f"{mlp}.up_proj", c.intermediate)]
     return DecoderLayer(
         input_norm=norm("input_layernorm"),
         qkv=make.by_outputs(qkv, c.hidden, bias=c.qkv_bias),
         qk_norm=_read_qk_norm(own, make, attention) if c.qk_norm else None,
-        output=make.by_inputs(Part(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
+        output=make.by_inputs(MatrixShare(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
         mlp_norm=norm("post_attention_layernorm"),
         gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),
-        down=make.by_inputs(Part(f"{mlp}.down_proj", c.hidden), c.intermediate, bias=c.mlp_bias),
+        down=make.by_inputs(MatrixShare(f"{mlp}.down_proj", c.hidden), c.intermediate, bias=c.mlp_bias),
     )
 
 

@@ -46,7 +46,7 @@ class _Plan:
     revision: str
     files: list[str]
     download_bytes: int
-    least_memory: int
+    min_memory: int
     """Bytes that the weights need at least, once loaded: two for each number."""
 
 
@@ -157,14 +157,14 @@ def _look_up(model: HubId, wishes: _Wishes) -> _Plan:
         revision=info.sha or model.revision or "main",
         files=files,
         download_bytes=sum(sizes[file] for file in files),
-        least_memory=2 * info.safetensors.total if info.safetensors else stored // 2,
+        min_memory=2 * info.safetensors.total if info.safetensors else stored // 2,
     )
 
 
 def _check_room(model: HubId, plan: _Plan, free_memory: int | None) -> None:
-    if free_memory is not None and plan.least_memory > free_memory:
+    if free_memory is not None and plan.min_memory > free_memory:
         raise MemoryShortError(
-            f"{model} needs at least {plan.least_memory / 1e9:.1f} GB of memory and "
+            f"{model} needs at least {plan.min_memory / 1e9:.1f} GB of memory and "
             f"{free_memory / 1e9:.1f} GB are free; nothing was downloaded"
         )
     folder = Path(HF_HUB_CACHE)

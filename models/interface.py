@@ -39,7 +39,7 @@ class ModelFacts:
     """How many share the model; weights and KV are what each of them holds."""
 
 
-class Completion(Protocol):
+class ForwardEnd(Protocol):
     """The end of a forward that the device may still be computing."""
 
     def ready(self) -> bool:
@@ -76,8 +76,8 @@ class ForwardResult:
 
     logits: torch.Tensor  # [wanted, vocabulary], float32
     features: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    completion: Completion = field(default_factory=Done)
-    prepared: bool = False
+    completion: ForwardEnd = field(default_factory=Done)
+    captured_now: bool = False
     """Whether it was recorded first, so that its time says nothing of later ones like it."""
 
 

@@ -12,7 +12,7 @@ from ssd_serve.kernels.native.int8 import NativeInt8Matrix
 from ssd_serve.kernels.native.products import NativeMatrix
 from ssd_serve.kernels.native.rows import NativeRows
 from ssd_serve.kernels.rows.fixed_rows import (
-    Way,
+    BlockForm,
     operation_way,
     product_ways,
     rows_of_block,
@@ -33,7 +33,7 @@ class FixedLinear:
     """A linear layer, run in one way."""
 
     linear: Linear
-    way: Way
+    way: BlockForm
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [rows, inputs] -> [rows, outputs]."""
@@ -45,7 +45,7 @@ class FixedRowOperations:
     """`RowOperations`, run in one way."""
 
     operations: RowOperations
-    way: Way
+    way: BlockForm
 
     def norm(self, hidden: torch.Tensor, added: torch.Tensor | None, norm: RmsNorm) -> torch.Tensor:
         """See `RowOperations`."""
@@ -132,7 +132,7 @@ class _Products:
         self._biased = biased
         self._make = make
         self._like = weights.embedding
-        self._ways: dict[type, Way] = {}
+        self._ways: dict[type, BlockForm] = {}
 
     def fixed(self, linear: Linear) -> Linear:
         """A matrix of this place, run so that its rows do not depend on each other."""
@@ -143,7 +143,7 @@ class _Products:
             self._ways[kind] = self._settle(linear)
         return FixedLinear(linear, self._ways[kind])
 
-    def _settle(self, linear: Linear) -> Way:
+    def _settle(self, linear: Linear) -> BlockForm:
         place, dtype = self._like.device, self._like.dtype
         trial, rows = trial_product(rows_of_block(place.type), self._outputs, self._inputs, dtype)
         if place.type == "cpu":

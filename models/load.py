@@ -13,16 +13,16 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention.backends import DEVICE_SCRATCH_BYTES, NAMES, AttentionWish, attention_for
 from ssd_serve.kernels.attention.checked import Difference
-from ssd_serve.kernels.attention.contract import Recordable
+from ssd_serve.kernels.attention.contract import Capturable
 from ssd_serve.kernels.attention.self_test import layout_order
-from ssd_serve.kernels.capture import GraphRecorder
+from ssd_serve.kernels.capture import DeviceGraphCapture
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
 from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.kernels.products.packed import cpu_has_fast_bf16
 from ssd_serve.kernels.rows.operations import RowOperations, TorchRows
 from ssd_serve.logs import Logger
-from ssd_serve.models.captured import RecordedDecoder
+from ssd_serve.models.captured import CapturedDecoder
 from ssd_serve.models.config import DecoderConfig, load_config, model_name
 from ssd_serve.models.decoder import (
     Decoder,
@@ -45,7 +45,7 @@ _INT8 = "int8"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, _INT8: torch.bfloat16}
 """What is computed in; weights of int8 are wider only where this machine has no product for them."""
 _PADDING_SLOTS = 1
-"""A KV slot that no request has: padding rows of recorded forwards write to it."""
+"""A KV slot that no request has: padding rows of captured forwards write to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ def load_model(
     `context` limits the positions (None: the checkpoint's). `packed` pre-packs weights for few-row products
     on CPUs; `native` are the kernels compiled for this CPU, without them torch's are used. `wish` says
     which tree attention; `batch_invariant`: a row's result is the same to the bit in any batch, at some cost;
-    `features` names layers whose outputs every forward returns; `graphs` records forwards on GPUs, where the
-    attention can be recorded; `allow_pickle`: weights may be `.bin` files. `progress` is told how many layers
+    `features` names layers whose outputs every forward returns; `graphs` captures forwards on GPUs, where the
+    attention can be captured; `allow_pickle`: weights may be `.bin` files. `progress` is told how many layers
     of how many are loaded. Raises `CheckpointError` and `MemoryShortError`.
     """
     place = torch_device(device)
@@ -224,12 +224,12 @@ def load_model(
     )
     if not graphs or place == "cpu":
         return decoder
-    if not isinstance(chosen.backend, Recordable):
+    if not isinstance(chosen.backend, Capturable):
         if log is not None:
-            log.info("forwards are not recorded", attention=chosen.name, checked=bool(wish.check))
+            log.info("forwards are not captured", attention=chosen.name, checked=bool(wish.check))
         return decoder
-    recorder = GraphRecorder(torch.device(place))
-    return RecordedDecoder(decoder, chosen.backend, recorder, padding_slot=slots, group=group, log=log)
+    capture = DeviceGraphCapture(torch.device(place))
+    return CapturedDecoder(decoder, chosen.backend, capture, padding_slot=slots, group=group, log=log)
 
 
 def load_served(

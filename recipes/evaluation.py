@@ -84,7 +84,7 @@ def scored_windows(document: Document, window: int) -> Iterator[tuple[Ids, int]]
         scored = end
 
 
-class Totals:
+class EvaluationTotals:
     """Running sums over scored positions."""
 
     def __init__(self, seed: int) -> None:
@@ -130,7 +130,7 @@ def measure_pair(
     target: Decoder, draft: Decoder, documents: Sequence[Document], window: int = 1024, seed: int = 0
 ) -> PairFigures:
     """Teacher-forced figures in fp32 over every position of the documents."""
-    totals = Totals(seed)
+    totals = EvaluationTotals(seed)
     for document in documents:
         for ids, first in scored_windows(document, window):
             tokens = torch.from_numpy(ids)

@@ -14,9 +14,9 @@ from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError, Ssd
 UNION_TAG = "<"
 """Tags of our discriminated unions begin with this, so that they can be kept out of field names."""
 
-_MOST_REPORTED = 3
-_MOST_NAMED = 256
-_MOST_LISTED = 512
+_MAX_REPORTED = 3
+_MAX_NAMED = 256
+_MAX_LISTED = 512
 """pydantic tells all its errors or none, and makes an object of each."""
 
 
@@ -96,7 +96,7 @@ def from_ssd_error(error: SsdError) -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """Name the fields that a request body got wrong."""
     count = error.error_count()
-    if count > _MOST_LISTED:
+    if count > _MAX_LISTED:
         return bad_request(
             f"{count} fields or values are wrong; send fewer to be told which", None, "invalid_value"
         )
@@ -104,9 +104,9 @@ def from_validation(error: ValidationError) -> ApiError:
     first = details[0]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not JSON: {first['msg']}", code="invalid_json")
-    sentences = [_sentence(detail) for detail in details[:_MOST_REPORTED]]
-    if len(details) > _MOST_REPORTED:
-        sentences.append(f"and {len(details) - _MOST_REPORTED} more")
+    sentences = [_sentence(detail) for detail in details[:_MAX_REPORTED]]
+    if len(details) > _MAX_REPORTED:
+        sentences.append(f"and {len(details) - _MAX_REPORTED} more")
     codes = {"extra_forbidden": "unknown_field", "missing": "missing_field", "not_built": "not_built"}
     return bad_request("; ".join(sentences), _path(first) or None, codes.get(first["type"], "invalid_value"))
 
@@ -114,7 +114,7 @@ def from_validation(error: ValidationError) -> ApiError:
 def _path(detail: ErrorDetails) -> str:
     """`messages.0.content` and the like, without the names of union branches. Names may be of any length."""
     path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith((UNION_TAG, "[")))
-    return path[:_MOST_NAMED]
+    return path[:_MAX_NAMED]
 
 
 def _sentence(detail: ErrorDetails) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 512
 MAX_STOP_IDS = 256
@@ -48,7 +48,7 @@ class Limits:
     head_s: float = 10.0
     """From a connection's first moment, or from the first byte of a later request, to the end of its head."""
     unread_s: float = 60.0
-    least_read_bytes: int = 32 * 1024
+    min_read_bytes: int = 32 * 1024
     """A client that leaves unread what it was sent takes at least so much in each `unread_s`, or is left."""
     ping_s: float = 15.0
     """A stream with nothing to say for so long sends a comment, so that proxies keep it open."""

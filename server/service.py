@@ -28,7 +28,7 @@ OtherPages = Callable[[], Awaitable[bytes]]
 
 
 @dataclass(slots=True)
-class Gate:
+class StopGate:
     """Closed once the server is told to stop: what runs goes on, new requests are refused."""
 
     closed: bool = False
@@ -50,7 +50,7 @@ class Service:
     """Of chat templates: whatever a model's author wrote, it never runs on the event loop."""
     aside: OffLoop
     """What generates nothing (`/tokenize`), and must not keep waiting what does, templates included."""
-    gate: Gate
+    gate: StopGate
     tenants: Tenants
     others: OtherPages | None = None
     created: int = field(default_factory=lambda: int(time.time()))

@@ -13,7 +13,7 @@ from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
     NOISE_SCHEME,
@@ -31,7 +31,7 @@ from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import GrowPolicy, WhenItPays
-from ssd_serve.verifier.scheduler import Limits
+from ssd_serve.verifier.scheduler import SchedulerLimits
 
 VOCABULARY = 40
 EOS = 0
@@ -146,7 +146,7 @@ class Case:
 class ScriptedSource:
     """A draft source without a model: a node's candidates follow from its name. Remembers what it made."""
 
-    prepared = False
+    captured_now = False
 
     def __init__(self) -> None:
         self.made: dict[int, list[int]] = {}
@@ -161,7 +161,7 @@ class ScriptedSource:
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         self.committed[request].extend(tokens)
 
-    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
         found: list[Candidates | None] = []
         for pick in picks:
             tokens = self.made[pick.node] = self.candidates or self.tokens_of(pick.node)
@@ -199,7 +199,7 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
             drafters=Drafters(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=case.slots,
-            limits=Limits(case.max_running, case.max_waiting, case.prefill_chunk),
+            limits=SchedulerLimits(case.max_running, case.max_waiting, case.prefill_chunk),
             prefix_cache=case.prefix,
             budget=case.budget,
             draft_width=case.growth.width,

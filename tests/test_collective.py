@@ -56,11 +56,11 @@ def test_a_wrong_sum_is_a_failure() -> None:
 
 def test_what_cannot_be_recorded_is_a_failure() -> None:
     """As on CPUs."""
-    assert failure(["cpu"], recorded=True) != ""
+    assert failure(["cpu"], captured=True) != ""
 
 
 def test_the_command_that_doctor_names_tells_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cpu", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["rank 0: right", "rank 1: right"]
-    assert main(["--recorded", "cpu"]) == 1
+    assert main(["--captured", "cpu"]) == 1
     assert capsys.readouterr().out.startswith("rank 0: ")

@@ -186,9 +186,9 @@ def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     tried: list[tuple[int, bool]] = []
     wrong = ["", "", "no answer within 90 s", "", "it ended with code -6"]
 
-    def failure(devices: Sequence[str], *, recorded: bool = False) -> str:
+    def failure(devices: Sequence[str], *, captured: bool = False) -> str:
         assert devices[0] == "cuda:0"
-        tried.append((len(devices), recorded))
+        tried.append((len(devices), captured))
         return wrong.pop(0)
 
     assert [*doctor_checks.collectives()] == []
@@ -200,16 +200,16 @@ def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.setattr(doctor_checks, "failure", failure)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    right = Check("NCCL", State.OK, "2.27.3, sums on cuda:0, also recorded")
+    right = Check("NCCL", State.OK, "2.27.3, sums on cuda:0, also captured")
     assert found([*doctor_checks.collectives()], "NCCL") == right
     monkeypatch.setattr(torch.version, "hip", "7.2.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 9)
     failed = found([*doctor_checks.collectives()], "RCCL")
     assert failed.state is State.NOTE
     assert "no answer" in failed.found
-    unrecorded = found([*doctor_checks.collectives()], "RCCL")
-    assert "sums on cuda:0 to cuda:7, but not when recorded: it ended with code -6" in unrecorded.found
-    assert "SSD_GRAPHS=false" in unrecorded.advice
+    uncaptured = found([*doctor_checks.collectives()], "RCCL")
+    assert "sums on cuda:0 to cuda:7, but not when captured: it ended with code -6" in uncaptured.found
+    assert "SSD_GRAPHS=false" in uncaptured.advice
     assert tried == [(1, False), (1, True), (8, False), (8, False), (8, True)]
 
 

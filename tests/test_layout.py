@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOORS = {
     "ssd_serve.verifier.engine": ("Engine", "verifier/build.py"),
-    "ssd_serve.verifier.planning.planner": ("Decider", "verifier/build.py"),
+    "ssd_serve.verifier.planning.planner": ("RoundPlanner", "verifier/build.py"),
     "ssd_serve.verifier.scheduler": ("Scheduler", "verifier/build.py"),
     "ssd_serve.verifier.round": ("Rounds", "verifier/build.py"),
     "ssd_serve.drafter.core": ("DrafterCore", "drafter/build.py"),
@@ -18,7 +18,7 @@ DOORS = {
 """Of each module, the class that is built in one place, and that place."""
 TESTS_OF_ONE_CLASS = {
     ("Scheduler", "tests/verifier/test_scheduler.py"),
-    ("Decider", "tests/verifier/test_planner.py"),
+    ("RoundPlanner", "tests/verifier/test_planner.py"),
     ("Rounds", "tests/verifier/test_device_placement.py"),
 }
 

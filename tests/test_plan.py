@@ -22,7 +22,7 @@ from ssd_serve.plan.known_models import (
     sized,
 )
 from ssd_serve.plan.page import as_json, page
-from ssd_serve.plan.plan import Plan, Wish, make_plan
+from ssd_serve.plan.plan import Plan, PlanOptions, make_plan
 from ssd_serve.plan.roof import Roof
 from ssd_serve.plan.simulation import Costs, Guesses, Way, simulate
 from ssd_serve.plan.this_machine import never_slower
@@ -141,7 +141,7 @@ def test_a_model_is_split_as_the_engines_ranks_can_share_it() -> None:
 def test_a_key_value_head_is_held_whole_by_every_device_that_needs_it() -> None:
     """Of two heads each of 8 devices holds one: half of the cache, not an eighth."""
     model, platform = small_model(kv_heads=2), Sheets(PLAIN_SHEET, 8)
-    wish = Wish(context=4000)
+    wish = PlanOptions(context=4000)
     (whole, split) = (make_plan(Sheets(PLAIN_SHEET, n), model, None, wish).layouts[0] for n in (1, 8))
     assert split.shares[0].kv == whole.shares[0].kv / 2
     assert split.shares[0].weights == whole.shares[0].weights / 8
@@ -173,7 +173,7 @@ def test_a_target_that_fits_the_cache_is_noted() -> None:
     roofs = {1: Roof(1, "bfloat16", {1: 1e-10, 64: 1e-9}, 1e12)}
     platform = Measured("CPU core", 1, roofs, 1e10, True, cache_bytes=32 << 20)
     small, large = (
-        page([make_plan(platform, small_model(size), None, Wish(context=64))]) for size in (1e6, 1e9)
+        page([make_plan(platform, small_model(size), None, PlanOptions(context=64))]) for size in (1e6, 1e9)
     )
     assert "fits the cache" in small
     assert "fits the cache" not in large
@@ -190,11 +190,11 @@ def test_the_cost_table_is_the_devices_step_time() -> None:
 @pytest.mark.parametrize(
     ("way", "draft_s", "tokens"),
     [
-        (Way.PLAIN, 0.094, 1.0),
-        (Way.INLINE, 0.094, 2.91),
-        (Way.BESIDE, 0.094, 3.48),
-        (Way.INLINE, 0.16, 2.37),
-        (Way.BESIDE, 0.16, 3.07),
+        (Way.OFF, 0.094, 1.0),
+        (Way.SYNC, 0.094, 2.91),
+        (Way.ASYNC, 0.094, 3.48),
+        (Way.SYNC, 0.16, 2.37),
+        (Way.ASYNC, 0.16, 3.07),
     ],
 )
 def test_simulated_speed_agrees_with_the_designs_table(way: Way, draft_s: float, tokens: float) -> None:
@@ -212,13 +212,13 @@ def test_guesses_are_a_distribution_that_covers_what_the_embedded_pair_covers() 
 
 
 def test_simulations_repeat() -> None:
-    first, second = (simulate(Way.BESIDE, Guesses(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2))
+    first, second = (simulate(Way.ASYNC, Guesses(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2))
     assert first == second
 
 
 def test_a_better_draft_and_a_faster_draft_give_more() -> None:
     def speed(acceptance: float, draft_s: float) -> float:
-        return simulate(Way.BESIDE, Guesses(acceptance), flat(1.0, draft_s), 1, rounds=120).tokens_per_s
+        return simulate(Way.ASYNC, Guesses(acceptance), flat(1.0, draft_s), 1, rounds=120).tokens_per_s
 
     assert speed(0.9, 0.1) > speed(0.7, 0.1) > speed(0.4, 0.1)
     assert speed(0.7, 0.1) > speed(0.7, 0.5)
@@ -227,13 +227,13 @@ def test_a_better_draft_and_a_faster_draft_give_more() -> None:
 def test_dear_rows_are_not_verified() -> None:
     dear = CostTable([Timing(rows, 0, 1.0 * rows) for rows in (1, 64)])
     costs = Costs(dear, HostCost(), 0.1, LIMITS, context=0)
-    found = simulate(Way.INLINE, Guesses(0.5), costs, 1, rounds=60)
+    found = simulate(Way.SYNC, Guesses(0.5), costs, 1, rounds=60)
     assert found.nodes_per_round < 0.5
     assert found.node_price == pytest.approx(1.0, rel=0.2)
 
 
 def plan(devices: int, acceptance: float = 0.75, sheet: str = "mi300x") -> Plan:
-    wish = Wish(acceptance=acceptance, context=512)
+    wish = PlanOptions(acceptance=acceptance, context=512)
     return make_plan(
         Sheets(device_sheet(sheet), devices), known("llama-3.1-70b"), known("llama-3.2-1b"), wish
     )
@@ -247,7 +247,7 @@ def of_five() -> Plan:
 def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: Plan) -> None:
     best = of_five.best
     assert best is not None
-    assert (best.way, best.target, best.draft) == (Way.BESIDE, 4, 1)
+    assert (best.way, best.target, best.draft) == (Way.ASYNC, 4, 1)
     assert best.speed > 2 * of_five.layouts[0].speed
     text = page([of_five])
     assert len(text.splitlines()) <= 10
@@ -259,14 +259,14 @@ def test_two_devices_serve_a_large_target_better_together() -> None:
     """A second device halves what the target reads; a drafter beside would leave it one."""
     best = plan(2).best
     assert best is not None
-    assert (best.way, best.target) == (Way.INLINE, 2)
+    assert (best.way, best.target) == (Way.SYNC, 2)
 
 
 def test_a_useless_draft_is_not_taken_and_the_page_says_from_where_on_one_pays() -> None:
     found = plan(1, acceptance=0.02)
     best = found.best
     assert best is not None
-    assert best.way is Way.PLAIN
+    assert best.way is Way.OFF
     assert found.pays_from is not None
     assert 0.05 < found.pays_from < 0.5
     assert f"from an acceptance of {found.pays_from:.2f} on" in page([found])
@@ -281,7 +281,9 @@ def test_what_does_not_fit_is_said_with_the_devices_that_would_do() -> None:
 
 
 def test_what_fits_on_no_number_of_devices_is_said() -> None:
-    found = make_plan(Sheets(device_sheet("h100"), 16), known("llama-3.1-405b"), None, Wish(context=512))
+    found = make_plan(
+        Sheets(device_sheet("h100"), 16), known("llama-3.1-405b"), None, PlanOptions(context=512)
+    )
     assert (found.best, found.devices_needed) == (None, None)
     assert "does not fit on 8 x H100, the most that can share it" in page([found])
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ssd_serve.errors import EngineDeadError
-from ssd_serve.replicas import Replica
+from ssd_serve.replicas import ServerReplica
 from ssd_serve.server.limits import Limits
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ class Engine:
     limits: Limits = field(default_factory=Limits)
 
     def replica(self) -> Any:
-        replica: Any = Replica.__new__(Replica)
+        replica: Any = ServerReplica.__new__(ServerReplica)
         replica._client, replica._engine, replica._limits = self, self, self.limits
         return replica
 

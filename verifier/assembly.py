@@ -33,7 +33,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.outside import Outside
+from ssd_serve.verifier.outside import Environment
 from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
@@ -42,14 +42,14 @@ from ssd_serve.verifier.planning.planner import Governing
 from ssd_serve.verifier.planning.startup_benchmark import identity, remembered_timings
 from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.scheduler import Limits
+from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _KV_SHARE = 0.4
 """Share of the free memory that the KV cache takes where the settings name no size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class AssembledVerifier:
     """A verifier that is ready for requests."""
 
     engine: Engine
@@ -75,11 +75,11 @@ def assemble_verifier(
     policy: GrowPolicy | None = None,
     log: Logger | None = None,
     ranks: LeadingRank | None = None,
-    outside: Outside | None = None,
-) -> Assembled:
+    outside: Environment | None = None,
+) -> AssembledVerifier:
     """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
     draft beside it. `outside`: what is heard from there may be recorded, or come from a recording."""
-    outside = outside or Outside()
+    outside = outside or Environment()
     device = settings.target_device or "cpu"
     path = find_model(settings, settings.target, "target", report=say)
     sizes = model_sizes(
@@ -124,7 +124,7 @@ def assemble_verifier(
         drafters=drafters,
         cost=cost,
         slots=slots,
-        limits=Limits(settings.max_running, settings.max_waiting, settings.prefill_chunk),
+        limits=SchedulerLimits(settings.max_running, settings.max_waiting, settings.prefill_chunk),
         policy=policy,
         governing=governing if settings.speculation_may_stop and settings.mode is not Mode.AR else None,
         native=native,
@@ -132,14 +132,16 @@ def assemble_verifier(
         engine_kind=outside.engine_kind,
     )
     engine = build_engine(_bounded(parts, settings))
-    wanted = Layout.INLINE in governing.policies and outside.drafts_inline
+    wanted = Layout.SYNC in governing.policies and outside.drafts_inline
     inline = _inline(settings, hello, native, say) if wanted else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
-    return Assembled(engine, model.facts, hello, slots, step_s, emulated, inline, layouts, differences)
+    return AssembledVerifier(
+        engine, model.facts, hello, slots, step_s, emulated, inline, layouts, differences
+    )
 
 
-def ready_report(settings: Settings, verifier: Assembled) -> Ready:
+def ready_report(settings: Settings, verifier: AssembledVerifier) -> Ready:
     """What front ends are told of a verifier that can generate."""
     drafts = ", ".join(map(without_revision, settings.draft_models))
     return Ready(
@@ -172,18 +174,18 @@ def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[Layou
     }
 
 
-def _governing(settings: Settings, model: Model, files: TimingFiles, outside: Outside) -> Governing:
+def _governing(settings: Settings, model: Model, files: TimingFiles, outside: Environment) -> Governing:
     """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
     last."""
     beside = parse_device(settings.target_device or "cpu")
     alone = parse_device(settings.target_device_alone) if settings.target_device_alone else beside
     layouts = {
-        Mode.AR: (Layout.PLAIN,),
-        Mode.SD: (Layout.INLINE, Layout.PLAIN),
-        Mode.SSD: (Layout.BESIDE, Layout.PLAIN),
-    }.get(settings.mode, (Layout.PLAIN,))
+        Mode.AR: (Layout.OFF,),
+        Mode.SD: (Layout.SYNC, Layout.OFF),
+        Mode.SSD: (Layout.ASYNC, Layout.OFF),
+    }.get(settings.mode, (Layout.OFF,))
     if settings.mode is Mode.SSD and alone != beside:
-        layouts = (Layout.BESIDE, Layout.INLINE, Layout.PLAIN)
+        layouts = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
     cores = Cores(beside, alone)
     tables: dict[Device, CostTable] = {}
     for layout in reversed(layouts):  # the first one's cores are those that remain
@@ -198,15 +200,15 @@ def _governing(settings: Settings, model: Model, files: TimingFiles, outside: Ou
     )
 
 
-def _cost(model: Model, device: str, files: TimingFiles, outside: Outside) -> CostTable:
+def _cost(model: Model, device: str, files: TimingFiles, outside: Environment) -> CostTable:
     measure = partial(remembered_timings, model, device, files)
     return CostTable(outside.found(f"timings on {device}", list[Timing], measure))
 
 
 def _policy(settings: Settings, layout: Layout) -> GrowPolicy:
-    if layout is Layout.PLAIN or not settings.grow_first:
+    if layout is Layout.OFF or not settings.grow_first:
         return Never()
-    return WhenItPays(concurrent=layout is Layout.BESIDE)
+    return WhenItPays(concurrent=layout is Layout.ASYNC)
 
 
 def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
@@ -218,7 +220,7 @@ def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
         draft_width=settings.draft_width,
         # Each model's drafter fills its own tree.
         tree_nodes=settings.tree_nodes * max(1, len(settings.draft_models)),
-        most_tpot_s=settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf,
+        max_tpot_s=settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf,
     )
 
 
@@ -251,7 +253,7 @@ def _slots(settings: Settings, sizes: ModelSizes, device: str, leader: Leader | 
         budget = (settings.kv_memory_mb << 20) // ranks
     else:
         free = available_memory(torch_device(device))
-        free = free if leader is None else min(free, leader.least_free)
+        free = free if leader is None else min(free, leader.min_free)
         free = (free // ranks if torch_device(device) == "cpu" else free) - sizes.resident_bytes
         budget = int(_KV_SHARE * max(0, free))
     slots = min(budget // sizes.kv_bytes_per_slot, (settings.max_running + 1) * (context + 64))

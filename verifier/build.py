@@ -17,11 +17,11 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.planning.cost import CostTable, HostCost
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never
-from ssd_serve.verifier.planning.planner import Decider, DraftBounds, Governing
+from ssd_serve.verifier.planning.planner import DraftBounds, Governing, RoundPlanner
 from ssd_serve.verifier.round import Rounds
-from ssd_serve.verifier.scheduler import Limits, Scheduler
+from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 
-EngineKind = Callable[[Rounds, Scheduler, Drafters, Decider, Bounds, Callable[[], float]], Engine]
+EngineKind = Callable[[Rounds, Scheduler, Drafters, RoundPlanner, Bounds, Callable[[], float]], Engine]
 """`Engine`, or what makes one that also tells what it does."""
 
 
@@ -33,7 +33,7 @@ class EngineParts:
     drafters: Drafters
     cost: CostTable
     slots: int
-    limits: Limits
+    limits: SchedulerLimits
     prefix_cache: bool = True
     context: int | None = None
     """Longest prompt and output; None: the model's."""
@@ -41,7 +41,7 @@ class EngineParts:
     """Most nodes of a round; None: the cost model alone decides."""
     draft_width: int = 16
     tree_nodes: int = 4096
-    most_tpot_s: float = math.inf
+    max_tpot_s: float = math.inf
     policy: GrowPolicy = field(default_factory=Never)
     host: HostCost = field(default_factory=HostCost)
     governing: Governing | None = None
@@ -51,7 +51,7 @@ class EngineParts:
     clock: Callable[[], float] = time.perf_counter
     rounds: Rounds | None = None
     """Rounds of another kind, with the same model; None: the usual ones."""
-    decider_kind: type[Decider] = Decider
+    decider_kind: type[RoundPlanner] = RoundPlanner
     engine_kind: EngineKind = Engine
 
 
@@ -65,7 +65,7 @@ def build_engine(parts: EngineParts) -> Engine:
         parts.drafters,
         parts.cost,
         parts.policy,
-        DraftBounds(context, parts.budget, parts.draft_width, parts.most_tpot_s),
+        DraftBounds(context, parts.budget, parts.draft_width, parts.max_tpot_s),
         parts.host,
         parts.governing,
         parts.clock,

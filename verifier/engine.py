@@ -25,12 +25,12 @@ from ssd_serve.messages import (
 from ssd_serve.models.memory import release_memory
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.monitor import Watch
-from ssd_serve.verifier.planning.planner import Decider, Round
+from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
+from ssd_serve.verifier.planning.planner import Round, RoundPlanner
 from ssd_serve.verifier.planning.ranking import RankedNode
 from ssd_serve.verifier.request import Request, Shared, accept, share
-from ssd_serve.verifier.round import Flight, Rounds, TreeRows, Walk, Work
-from ssd_serve.verifier.scheduler import Part, Scheduler
+from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeRows, Walk
+from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler
 from ssd_serve.verifier.shortage import Shortage
 
 _WAKING_S = 0.0015
@@ -79,7 +79,7 @@ class Engine:
         rounds: Rounds,
         scheduler: Scheduler,
         drafters: Drafters,
-        decider: Decider,
+        decider: RoundPlanner,
         bounds: Bounds,
         clock: Callable[[], float] = time.perf_counter,
         witness: Callable[[Sequence[Walk]], None] | None = None,
@@ -88,7 +88,7 @@ class Engine:
         self.scheduler = scheduler
         self.drafters = drafters
         self.decider = decider
-        self.watch = Watch()
+        self.watch = AcceptanceMonitor()
         self.clocked = Clocked()
         self.totals = Totals()
         self.shortage = Shortage(scheduler.prefill_chunk)
@@ -183,7 +183,7 @@ class Engine:
         """Take what drafters have said."""
         self.drafters.drain(self._active)
 
-    def _compute_or_less(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+    def _compute_or_less(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         """`_compute`; where memory runs out once more with fewer rows, which changes no token."""
         try:
             return self._compute(work)
@@ -196,15 +196,15 @@ class Engine:
             self.scheduler.pool.free(each.node_slots)
         release_memory()
         parts = self.scheduler.shrink([each.part for each in work], self.shortage.chunk)
-        return self._compute([Work(part) for part in parts])
+        return self._compute([RequestStep(part) for part in parts])
 
-    def _compute(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+    def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         """Run a round's forward, listen meanwhile, and decide; also the seconds that the forward took."""
         flight = self._rounds.launch(work)
         forward_s = self._listen(flight)
         return flight, forward_s, self._rounds.finish(flight)
 
-    def _listen(self, flight: Flight) -> float:
+    def _listen(self, flight: InFlight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
         if not flight.ready():
             ends = flight.started + self.decider.cost.seconds(flight.rows, flight.reading) - _WAKING_S
@@ -214,7 +214,7 @@ class Engine:
         self.drain()
         return forward_s
 
-    def _choose_parts(self) -> list[Part]:
+    def _choose_parts(self) -> list[ScheduledChunk]:
         for request in self.scheduler.admit():
             self._active[request.number] = request
             self.drafters.open(request)
@@ -228,7 +228,7 @@ class Engine:
             request.replica = None
         return parts
 
-    def _place(self, parts: Sequence[Part], chosen: Sequence[RankedNode]) -> list[Work]:
+    def _place(self, parts: Sequence[ScheduledChunk], chosen: Sequence[RankedNode]) -> list[RequestStep]:
         """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
         first."""
         trees = [TreeRows() for _ in parts]
@@ -236,7 +236,7 @@ class Engine:
             trees[index].add(token, parent)
         slots = self.scheduler.tree_slots(parts, [len(tree) for tree in trees])
         return [
-            Work(part, tree.first(len(given)), given)
+            RequestStep(part, tree.first(len(given)), given)
             for part, tree, given in zip(parts, trees, slots, strict=True)
         ]
 
@@ -296,7 +296,7 @@ class Engine:
         self.scheduler.remove(request)
 
     def _account(
-        self, flight: Flight, walks: Sequence[Walk], forward_s: float, waited_s: float, total_s: float
+        self, flight: InFlight, walks: Sequence[Walk], forward_s: float, waited_s: float, total_s: float
     ) -> None:
         clocked = self.clocked
         clocked.forward_s += forward_s
@@ -307,7 +307,7 @@ class Engine:
         decoding = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
         if decoding:
             self.watch.judge(self.drafters.working)
-        if flight.result.prepared:
+        if flight.result.captured_now:
             return  # what it took is not what the next one takes
         slots = sum(len(walk.work.part.slots) for walk in walks)
         self.decider.learn(

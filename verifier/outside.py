@@ -19,7 +19,7 @@ from ssd_serve.verifier.engine import Engine
 T = TypeVar("T")
 
 
-class Outside:
+class Environment:
     """The world as it is."""
 
     @property

@@ -29,18 +29,18 @@ from ssd_serve.messages import (
     Why,
 )
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.assembly import Assembled, assemble_verifier, ready_report
+from ssd_serve.verifier.assembly import AssembledVerifier, assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.replay.recording import Recorder, is_full, recorded_bytes
+from ssd_serve.verifier.replay.recording import SessionRecorder, is_full, recorded_bytes
 
 _STATUS_S = 1.0
 _CONNECT_S = 3600.0
 """A front end that has no descriptor comes later; one that dies takes this process with it."""
 _JOIN_S = 60.0
-_MOST_UNSENT = 4096
-_MOST_ACCEPTED = 16
+_MAX_UNSENT = 4096
+_MAX_ACCEPTED = 16
 """Drafters in one turn of the loop."""
 _REMEMBER_S = 5.0
 _WHY_S = 1.0
@@ -65,7 +65,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     if recorder is not None:
         recorder.begin(own, verifier.facts, verifier.hello)
     settle_memory()
-    loop = Loop(
+    loop = VerifierLoop(
         server, [joining, *others], verifier.engine, lambda: _whole_status(verifier), verifier.remember, log
     )
     if settings.mode is Mode.SSD:
@@ -79,7 +79,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     return 0
 
 
-class Loop:
+class VerifierLoop:
     """Moves messages between the server and the engine, and steps the engine while it is busy."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Loop:
         while not self._server.closed:
             self._take()
             self._accept()
-            if self._engine.busy and len(self._unsent) < _MOST_UNSENT:
+            if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
                 self._unsent.extend(self._engine.step())
             else:
                 self._sleep(_STATUS_S / 2)
@@ -150,7 +150,7 @@ class Loop:
 
     def _accept(self) -> None:
         for place, listener in enumerate(self._joining):
-            for _ in range(_MOST_ACCEPTED):
+            for _ in range(_MAX_ACCEPTED):
                 channel = listener.accept(FROM_DRAFTERS)
                 if channel is None:
                     break
@@ -163,7 +163,7 @@ class Loop:
         self._tell_decision(now)
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
-            if len(self._unsent) < _MOST_UNSENT:
+            if len(self._unsent) < _MAX_UNSENT:
                 self._unsent.append(self._status())
             self._tell_health()
             self._engine.drafters.beat()
@@ -230,7 +230,7 @@ def _others(settings: Settings, log: Logger) -> list[Listener]:
     return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
 
 
-def session_recorder(settings: Settings, log: Logger) -> Recorder | None:
+def session_recorder(settings: Settings, log: Logger) -> SessionRecorder | None:
     """The recorder that is asked for. A disk that earlier ones have filled ends nothing, and they count:
     a server that is started again and again fills no disk."""
     if settings.record is None:
@@ -243,7 +243,7 @@ def session_recorder(settings: Settings, log: Logger) -> Recorder | None:
         )
         return None
     try:
-        return Recorder(settings.record, left, log)
+        return SessionRecorder(settings.record, left, log)
     except PermissionProblemError as error:
         if not is_full(error.__cause__):
             raise
@@ -269,7 +269,7 @@ def _price(price: Price | None) -> str:
     return f"{price.rate:.1f} tokens/s, {1e3 * price.seconds:.1f} ms a round" if price else "unknown"
 
 
-def _whole_status(verifier: Assembled) -> Status:
+def _whole_status(verifier: AssembledVerifier) -> Status:
     """With what the engine does not know."""
     status = _status(verifier.engine)
     differences = verifier.differences.count

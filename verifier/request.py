@@ -13,7 +13,7 @@ from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.parameters import needs_counts, needs_editing
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.seeds import root_name
-from ssd_serve.verifier.text import Text
+from ssd_serve.verifier.text import RequestText
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class Request:
     parameters: SamplingParameters
     seed: int
     prompt_length: int
-    tokens: Text
+    tokens: RequestText
     ends: frozenset[int]
     """Ids that end the text once `min_tokens` are out."""
     counts: TokenCounts | None
@@ -134,7 +134,7 @@ def accept(message: Submit, shared: Shared, limit: int, vocabulary: int) -> Requ
         parameters=message.parameters,
         seed=message.seed,
         prompt_length=len(message.prompt),
-        tokens=Text(message.prompt, message.output),
+        tokens=RequestText(message.prompt, message.output),
         ends=shared.ends,
         counts=shared.counts.behind(message.output) if shared.counts is not None else None,
         limit=limit,

@@ -17,7 +17,7 @@ from ssd_serve.sampling.choice import Sampled, sample, trusted_choice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.rows import SamplingRows
 from ssd_serve.verifier.planning.cost import Reading
-from ssd_serve.verifier.scheduler import Part
+from ssd_serve.verifier.scheduler import ScheduledChunk
 
 _NO_ROWS = range(0)
 
@@ -49,10 +49,10 @@ class TreeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RequestStep:
     """One request's rows in a round: its pending tokens, and tree nodes with their slots."""
 
-    part: Part
+    part: ScheduledChunk
     tree: TreeRows = field(default_factory=TreeRows)
     node_slots: Sequence[int] = ()
 
@@ -78,10 +78,10 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlight:
     """A forward under way, or done."""
 
-    work: tuple[Work, ...]
+    work: tuple[RequestStep, ...]
     sampling: Sequence[SamplingRows]
     result: ForwardResult
     rows: int
@@ -101,7 +101,7 @@ class Flight:
 class Walk:
     """What a round decided for one request."""
 
-    work: Work
+    work: RequestStep
     accepted: tuple[int, ...]
     """Indices of the accepted nodes, in order."""
     tokens: tuple[int, ...]
@@ -129,13 +129,13 @@ class Rounds:
         self._eos = eos
         self._native = trusted_choice(native) if model.facts.device == "cpu" else None
 
-    def launch(self, work: Sequence[Work]) -> Flight:
+    def launch(self, work: Sequence[RequestStep]) -> InFlight:
         """Start the forward of all rows. Raises `DeviceMemoryError`."""
         if self._model.facts.ranks > 1:  # the others are in the middle of it: it cannot be run again
             return self._launch(work)
         return within_memory(lambda: self._launch(work))
 
-    def _launch(self, work: Sequence[Work]) -> Flight:
+    def _launch(self, work: Sequence[RequestStep]) -> InFlight:
         batch = build_batch([_rows(each) for each in work])
         # Before the forward: on ROCm a copy to the device, however small, waits for what was started there.
         sampling = [rows for each in work for rows in self._sampling_rows(each)]
@@ -143,9 +143,9 @@ class Rounds:
             self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
         started = self._clock()
         result = self._model.forward(batch)
-        return Flight(tuple(work), sampling, result, batch.rows, _reading(work), started)
+        return InFlight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 
-    def finish(self, flight: Flight) -> list[Walk]:
+    def finish(self, flight: InFlight) -> list[Walk]:
         """Choose a token at every wanted row, and walk each request's tree. Raises `DeviceMemoryError`."""
         flight.wait()
         sampled = within_memory(
@@ -158,7 +158,7 @@ class Rounds:
             start += each.wanted
         return walks
 
-    def _sampling_rows(self, work: Work) -> list[SamplingRows]:
+    def _sampling_rows(self, work: RequestStep) -> list[SamplingRows]:
         """Scoring rows, then the root's and every node's, in the order of the forward's rows."""
         request, tree = work.part.request, work.tree
         rows = _scoring_rows(work)
@@ -180,7 +180,7 @@ class Rounds:
         return rows
 
 
-def _scoring_rows(work: Work) -> list[SamplingRows]:
+def _scoring_rows(work: RequestStep) -> list[SamplingRows]:
     """Rows of the prompt whose next token is known: greedy, so that nothing changes the logits."""
     scoring = work.scoring
     if not scoring:
@@ -193,14 +193,14 @@ def _scoring_rows(work: Work) -> list[SamplingRows]:
     ]
 
 
-def _reading(work: Sequence[Work]) -> Reading:
+def _reading(work: Sequence[RequestStep]) -> Reading:
     contexts = [len(each.part.request.slots) for each in work]
     return Reading(
         sum(contexts), sum(context * each.rows for context, each in zip(contexts, work, strict=True))
     )
 
 
-def _rows(work: Work) -> RequestRows:
+def _rows(work: RequestStep) -> RequestRows:
     request, slots, tree = work.part.request, work.part.slots, work.tree
     computed, count = len(request.slots), len(work.part.slots)
     tokens = request.tokens[computed : computed + count]
@@ -218,7 +218,7 @@ def _rows(work: Work) -> RequestRows:
     return RequestRows(tokens, positions, (*slots, *work.node_slots), request.slots.view(), wanted, ancestry)
 
 
-def _walk(work: Work, sampled: Sampled, start: int) -> Walk:
+def _walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
     """Follow the child that equals the target's choice while that child was a row of this forward.
 
     Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The

@@ -24,7 +24,7 @@ _A_ROUND = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """Bounds of the scheduler, from the settings."""
 
     max_running: int
@@ -36,7 +36,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScheduledChunk:
     """One request's pending tokens in a round: the next `len(slots)` of them, written to `slots`."""
 
     request: Request
@@ -48,7 +48,7 @@ class Part:
 class Scheduler:
     """Owns the queue, the running requests and their slots. `prefix` None: no reuse between requests."""
 
-    def __init__(self, pool: SlotPool, prefix: PrefixCache | None, limits: Limits) -> None:
+    def __init__(self, pool: SlotPool, prefix: PrefixCache | None, limits: SchedulerLimits) -> None:
         self.pool = pool
         self.prefix = prefix
         self.waiting: deque[Request] = deque()
@@ -111,12 +111,12 @@ class Scheduler:
         """Number of running requests whose prompts are read."""
         return sum(request.decoding for request in self.running)
 
-    def plan(self, prompt_rows: int | None = None) -> tuple[list[Part], list[Request]]:
+    def plan(self, prompt_rows: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:
         """The parts of the next round, oldest request first, and the requests that had to be preempted.
 
         At most `prompt_rows` tokens of prompts are read, and never more than the limits allow.
         """
-        parts: list[Part] = []
+        parts: list[ScheduledChunk] = []
         preempted: list[Request] = []
         left = self._limits.prefill_chunk if prompt_rows is None else prompt_rows
         for request in list(self.running):
@@ -135,22 +135,22 @@ class Scheduler:
                 continue
             if pending > 1:
                 left -= count
-            parts.append(Part(request, tuple(slots), final=count == pending))
+            parts.append(ScheduledChunk(request, tuple(slots), final=count == pending))
         return parts, preempted
 
-    def shrink(self, parts: Sequence[Part], prompt_rows: int) -> list[Part]:
+    def shrink(self, parts: Sequence[ScheduledChunk], prompt_rows: int) -> list[ScheduledChunk]:
         """What is left of these parts with at most so many tokens of prompts; the other slots are freed."""
-        kept: list[Part] = []
+        kept: list[ScheduledChunk] = []
         for part in parts:
             pending = len(part.slots)
             count = pending if pending == 1 else min(pending, prompt_rows)
             self.pool.free(part.slots[count:])
             prompt_rows -= count if pending > 1 else 0
             if count:
-                kept.append(Part(part.request, part.slots[:count], part.final and count == pending))
+                kept.append(ScheduledChunk(part.request, part.slots[:count], part.final and count == pending))
         return kept
 
-    def tree_slots(self, parts: Sequence[Part], wanted: Sequence[int]) -> list[list[int]]:
+    def tree_slots(self, parts: Sequence[ScheduledChunk], wanted: Sequence[int]) -> list[list[int]]:
         """Slots for the tree rows of each part, at most `wanted[i]`, leaving one for each running request."""
         found: list[list[int]] = []
         for part, count in zip(parts, wanted, strict=True):
@@ -239,7 +239,7 @@ class Scheduler:
             request.figures.cached_prompt_tokens += found
 
     @staticmethod
-    def _spared(request: Request, parts: Sequence[Part]) -> int:
+    def _spared(request: Request, parts: Sequence[ScheduledChunk]) -> int:
         """How many more tokens of this request will be cached once these parts are computed."""
         read = len(request.slots)
         most = read

@@ -6,7 +6,7 @@ Knows numbers of rows; no device and no request.
 _LASTS = 64
 """Rounds until the bounds double."""
 _FIRST_NODES = 8
-_MOST_NODES = 512
+_MAX_NODES = 512
 """A bound on nodes of a round that binds hardly any."""
 
 
@@ -49,4 +49,4 @@ class Shortage:
             self._chunk = min(2 * self._chunk, self._largest)
             if self._nodes is not None:
                 self._nodes = max(2 * self._nodes, _FIRST_NODES)
-                self._nodes = self._nodes if self._nodes < _MOST_NODES else None
+                self._nodes = self._nodes if self._nodes < _MAX_NODES else None

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import overload
 
 
-class Text(Sequence[int]):
+class RequestText(Sequence[int]):
     """Tokens that only grow."""
 
     __slots__ = ("_length", "output", "prompt")
@@ -22,7 +22,7 @@ class Text(Sequence[int]):
         return chain(self.prompt, self.output)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Text | list | tuple):
+        if isinstance(other, RequestText | list | tuple):
             return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
         return NotImplemented
 

@@ -40,8 +40,8 @@ SHAPES: dict[str, tuple[Asked, ...]] = {
     "32 x 1 row after 1,024": (Asked(1024, 1),) * 32,
     "512 rows of a prompt": (Asked(0, 512, depth=0),),
 }
-_LEAST_LAYERS = 8
-_MOST_LAYERS = 256
+_MIN_LAYERS = 8
+_MAX_LAYERS = 256
 _KEPT_BYTES = 512 * 2**20
 """Keys and values that are read in turn on GPUs: a few times what their caches hold."""
 
@@ -211,15 +211,15 @@ def _shape(
         except Exception as error:  # whatever a foreign kernel or its compiler raises
             skipped[each.name] = in_a_line(error)
     seconds = _interleaved(backends, batch, queries, plan.repeats, layers, skipped)
-    least = least_seconds(plan, dtype, asked, batch, roof)
+    least = min_seconds(plan, dtype, asked, batch, roof)
     return [_row(name, each, size, least) for name, each in seconds.items()], skipped
 
 
 def layers_for(device: str, size: int) -> int:
     """How many layers of `size` bytes are read in turn. On CPUs products make more layers slow."""
     if device == "cpu":
-        return _LEAST_LAYERS
-    return min(max(_LEAST_LAYERS, -(-_KEPT_BYTES // size)), _MOST_LAYERS)
+        return _MIN_LAYERS
+    return min(max(_MIN_LAYERS, -(-_KEPT_BYTES // size)), _MAX_LAYERS)
 
 
 def _interleaved(
@@ -263,7 +263,7 @@ def _bytes(plan: Plan, dtype: torch.dtype, asked: Sequence[Asked]) -> int:
     return entries * 2 * plan.kv_heads * plan.head_dim * dtype.itemsize
 
 
-def least_seconds(plan: Plan, dtype: torch.dtype, asked: Sequence[Asked], batch: Batch, roof: Roof) -> float:
+def min_seconds(plan: Plan, dtype: torch.dtype, asked: Sequence[Asked], batch: Batch, roof: Roof) -> float:
     """What the device cannot beat: only entries that a row sees need products."""
     products = sum(each.rows * each.prefix for each in asked) + int(batch.ancestry_bits().sum())
     return roof.seconds(_bytes(plan, dtype, asked), 4.0 * products * plan.heads * plan.head_dim)

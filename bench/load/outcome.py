@@ -25,7 +25,7 @@ SAME = ("ar", "sd", "ssd", AUTO)
 ALL = (f"ar{ALL_DEVICES}", f"sd{ALL_DEVICES}", "ssd", f"{AUTO}{ALL_DEVICES}")
 """Modes that are compared with one another; the last is judged by the others. SSD always has both devices."""
 
-_LEAST_MEDIAN = 0.95
+_MIN_MEDIAN = 0.95
 _REACH = 0.98
 _REACH_PLAIN = 0.97
 
@@ -139,7 +139,7 @@ def _judged(found: Sequence[float], reach: float) -> dict[str, object]:
         "median": round(median, 4),
         "mean": round(interval.mean, 4),
         "interval": [round(interval.low, 4), round(interval.high, 4)],
-        "holds": interval.high >= reach and median >= _LEAST_MEDIAN,
+        "holds": interval.high >= reach and median >= _MIN_MEDIAN,
     }
 
 

@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT = 860, 404
 _TOP, _BOTTOM, _GUTTER = 44, 108, 64
 _LEGEND = 4
 _PANEL = (_WIDTH - 2 * _GUTTER - 24) / 2
-_MOST_TICKS = 6
+_MAX_TICKS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _panel(panel: Panel, left: float) -> list[str]:
     if not points:
         return []
     highest = max(value for _, value in points)
-    step = nice_step(highest / _MOST_TICKS or 1.0)
+    step = nice_step(highest / _MAX_TICKS or 1.0)
     ticks = max(1, math.ceil(highest / step))
     frame = _Frame(left, tuple(sorted({each for each, _ in points})), step * ticks)
     parts = [f'<text x="{left}" y="{_TOP - 20}" font-weight="bold">{escape(panel.title)}</text>']

@@ -13,7 +13,7 @@ from ssd_serve.bench.load.client import Answer
 _PERCENTILES = (50, 90, 99)
 _LEVEL = 0.95
 _STEPS = 2000
-_MOST_T = 64.0
+_MAX_T = 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
 
 def t_quantile(freedom: int, level: float = _LEVEL) -> float:
     """The t with `level` of Student's distribution between -t and t, by bisection; up to 64."""
-    low, high = 0.0, _MOST_T
+    low, high = 0.0, _MAX_T
     while high - low > 1e-6:
         middle = (low + high) / 2
         low, high = (middle, high) if _inside(middle, freedom) < level else (low, middle)

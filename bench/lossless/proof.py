@@ -30,7 +30,7 @@ from ssd_serve.settings import EMBEDDED, Settings
 
 NEAR_TIE = 1e-5
 """Score gap, in float64, below which a first difference is floating-point noise."""
-MOST_NEAR_TIES = 1e-5
+MAX_NEAR_TIES = 1e-5
 """Near-ties a compared token that are still called lossless. Cases that meet the same one count it once."""
 BATCHES = (1, 4, 16)
 BUDGETS = (0, 1, 4, 8, 32)
@@ -169,7 +169,7 @@ def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPU
             say(f"{name}: {len(found)} cases in {time.monotonic() - started:.0f} s; so far {totals}")
     lossless = (
         totals["divergences"] == totals["near_ties"]
-        and len(distinct) <= MOST_NEAR_TIES * max(totals["tokens"], 1 / MOST_NEAR_TIES)
+        and len(distinct) <= MAX_NEAR_TIES * max(totals["tokens"], 1 / MAX_NEAR_TIES)
         and totals["idle_cases"] == 0
     )
     bf16 = _bf16(plan, devices)

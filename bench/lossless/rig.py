@@ -45,15 +45,15 @@ from ssd_serve.seeds import mix
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Never, Steps
-from ssd_serve.verifier.scheduler import Limits
+from ssd_serve.verifier.planning.growth import FixedSteps, Never
+from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _CPUS = Devices()
 _SLOTS = 4096
 _GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
 _STEPS = 3
 _PREFILL_CHUNK = 48
-_LEAST_STEPS = 8
+_MIN_STEPS = 8
 """A drafter that is to die lives at least as many rounds, and until a node of it was accepted."""
 _RULES_HOLD = 64
 """So many outcomes are answered with nonsense that follows the rules of messages."""
@@ -134,14 +134,14 @@ class Pair:
                 cost=FixedCost(),
                 host=FixedHost(),
                 slots=_SLOTS,
-                limits=Limits(case.batch, 1024, _PREFILL_CHUNK),
+                limits=SchedulerLimits(case.batch, 1024, _PREFILL_CHUNK),
                 # The plain baseline computes every prompt: reuse is one more thing to be proven.
                 prefix_cache=case.mode != "ar",
                 context=512,
                 budget=budget,
                 draft_width=_GROWTH.width,
                 tree_nodes=_GROWTH.nodes,
-                policy=Steps(_STEPS) if budget else Never(),
+                policy=FixedSteps(_STEPS) if budget else Never(),
                 noise=self.noise,
                 native=self.native,
             )
@@ -267,7 +267,7 @@ def run_case(pair: Pair, case: Case, submits: Sequence[Submit]) -> Outputs:
                 raise SsdError(f"request {report.request} ended with {report.reason}: {report.message}")
         steps += 1
         seen = engine.totals.figures.accepted > 0 or case.budget == 0
-        if case.drafter == "killed" and isinstance(drafter, MemoryDrafter) and steps >= _LEAST_STEPS and seen:
+        if case.drafter == "killed" and isinstance(drafter, MemoryDrafter) and steps >= _MIN_STEPS and seen:
             drafter.die()
             drafter = None
     figures = engine.totals.figures

@@ -6,13 +6,13 @@ A prompt whose plain continuation is a loop is left out, since any drafter guess
 from collections.abc import Callable, Sequence
 
 from ssd_serve.bench.peers.client import Ask
-from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, held_out_prompts, repeated_share
+from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, held_out_prompts, repeated_share
 from ssd_serve.bench.rig import Rig, Way
 from ssd_serve.bench.sample import Runner
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
-_AT_ONCE, _MOST_TRIED = 16, 240
+_AT_ONCE, _MAX_TRIED = 16, 240
 
 
 def choose_prompts(
@@ -29,14 +29,14 @@ def choose_prompts(
     chosen: dict[float, list[Ask]] = {}
     for temperature in temperatures:
         tried: list[tuple[float, Prompt]] = []
-        for start in range(0, min(len(pool), _MOST_TRIED), _AT_ONCE):
+        for start in range(0, min(len(pool), _MAX_TRIED), _AT_ONCE):
             some = pool[start : start + _AT_ONCE]
             texts = runner.run_together(engine, some, temperature)
             tried += [(repeated_share(text), prompt) for text, prompt in zip(texts, some, strict=True)]
-            if sum(share <= MOST_REPEATED for share, _ in tried) >= count:
+            if sum(share <= MAX_REPEATED for share, _ in tried) >= count:
                 break
-        kept = sorted(tried, key=lambda item: max(item[0], MOST_REPEATED))[:count]
-        loops = sum(share > MOST_REPEATED for share, _ in kept)
+        kept = sorted(tried, key=lambda item: max(item[0], MAX_REPEATED))[:count]
+        loops = sum(share > MAX_REPEATED for share, _ in kept)
         say(f"temperature {temperature:g}: {len(tried)} prompts tried, {loops} of {len(kept)} kept are loops")
         chosen[temperature] = [Ask(prompt.tokens, tokens, temperature, prompt.seed) for _, prompt in kept]
     return chosen

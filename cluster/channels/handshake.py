@@ -20,11 +20,11 @@ from ssd_serve.errors import ProtocolError, SettingsError
 
 _LOOK_EVERY_S = 0.2
 _GREETING_S = 5.0
-_MOST_GREETINGS = 64
+_MAX_GREETINGS = 64
 """More strangers than that, and the oldest of the address that sends most of them leaves."""
-_MOST_NEW, _MOST_STEPS = 8, 16
+_MAX_NEW, _MAX_STEPS = 8, 16
 """In one call of `accept`, which the target's loop makes every round: a step costs it up to 0.2 ms."""
-_MOST_HELLO_BYTES = 16 * 1024
+_MAX_HELLO_BYTES = 16 * 1024
 """A handshake takes about one kilobyte."""
 _PART_BYTES = 4096
 
@@ -44,7 +44,7 @@ def tune(connection: socket.socket) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-class Greeting:
+class Handshake:
     """The listener's end: shakes hands with the peer, without ever blocking."""
 
     def __init__(self, connection: socket.socket, peer: str, sealed: Sealed, deadline: float) -> None:
@@ -63,7 +63,7 @@ class Greeting:
             while True:
                 part = self.connection.recv(_PART_BYTES)
                 self._heard += len(part)
-                if not part or self._heard > _MOST_HELLO_BYTES:
+                if not part or self._heard > _MAX_HELLO_BYTES:
                     break
                 if self.sealed.shake(part, self._send):
                     return True
@@ -73,7 +73,7 @@ class Greeting:
             raise ProtocolError("it does not know the key (SSD_CLUSTER_KEY)") from None
         except OSError as error:
             raise ProtocolError(f"it left before it proved that it knows the key: {error}") from error
-        if self._heard > _MOST_HELLO_BYTES:
+        if self._heard > _MAX_HELLO_BYTES:
             raise ProtocolError("it does not know the key (SSD_CLUSTER_KEY)")
         raise ProtocolError("it left before it proved that it knows the key")
 
@@ -87,7 +87,7 @@ class Greeting:
             raise ConnectionResetError("it takes no bytes")
 
 
-class Gate:
+class KeyGate:
     """Lets in the peers of a listening TCP socket that know the key. A peer that is silent, slow or wrong
     keeps nobody else waiting, however many of them there are."""
 
@@ -102,7 +102,7 @@ class Gate:
         self._patience_s = patience_s
         self._own = own
         self._on_refusal = on_refusal
-        self._greetings: list[Greeting] = []
+        self._greetings: list[Handshake] = []
         # One descriptor that is readable when the socket or any of the greeted peers is.
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -142,11 +142,11 @@ class Gate:
         self._greetings.clear()
 
     def _next(self) -> tuple[socket.socket, Sealed] | None:
-        ready: list[Greeting | None] = [key.data for key, _ in self._selector.select(0)]
+        ready: list[Handshake | None] = [key.data for key, _ in self._selector.select(0)]
         if None in ready:
             self._greet()
             ready = [key.data for key, _ in self._selector.select(0)]
-        for greeting in [each for each in ready if each is not None][:_MOST_STEPS]:
+        for greeting in [each for each in ready if each is not None][:_MAX_STEPS]:
             try:
                 proved = greeting.advance()
             except ProtocolError as error:
@@ -161,7 +161,7 @@ class Gate:
         return None
 
     def _greet(self) -> None:
-        for _ in range(_MOST_NEW):
+        for _ in range(_MAX_NEW):
             try:
                 connection, address = self._server.accept()
             except BlockingIOError:
@@ -175,11 +175,11 @@ class Gate:
             except OSError:
                 connection.close()
                 continue
-            if len(self._greetings) >= _MOST_GREETINGS:
+            if len(self._greetings) >= _MAX_GREETINGS:
                 self._make_room()
             sealed = Sealed(self._own, listening=True)
             deadline = time.monotonic() + self._patience_s
-            greeting = Greeting(connection, str(address[0]), sealed, deadline)
+            greeting = Handshake(connection, str(address[0]), sealed, deadline)
             self._selector.register(connection, selectors.EVENT_READ, greeting)
             self._greetings.append(greeting)
 
@@ -189,12 +189,12 @@ class Gate:
         oldest = next(greeting for greeting in self._greetings if greeting.peer == busiest)
         self._refuse(oldest, "it was silent, and others came")
 
-    def _refuse(self, greeting: Greeting, why: str) -> None:
+    def _refuse(self, greeting: Handshake, why: str) -> None:
         self._forget(greeting)
         greeting.connection.close()
         self._on_refusal(f"{greeting.peer}: {why}")
 
-    def _forget(self, greeting: Greeting) -> None:
+    def _forget(self, greeting: Handshake) -> None:
         self._greetings.remove(greeting)
         self._selector.unregister(greeting.connection)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ssd_serve.cluster.channels.channel import TRUSTED, Intake, SocketChannel
-from ssd_serve.cluster.channels.handshake import Gate, introduce, tune
+from ssd_serve.cluster.channels.handshake import KeyGate, introduce, tune
 from ssd_serve.cluster.channels.tls import identity
 from ssd_serve.cluster.scarcity import PAUSE_S, is_scarce
 from ssd_serve.errors import EngineDeadError, PermissionProblemError, SettingsError
@@ -33,7 +33,7 @@ class Listener:
     """Accepts channels, without ever blocking. Who may speak: on a unix path only this user, since the socket
     file is 0600 in a folder of its own; on TCP whoever proves that he knows the key."""
 
-    def __init__(self, server: socket.socket, address: str, gate: Gate | None = None) -> None:
+    def __init__(self, server: socket.socket, address: str, gate: KeyGate | None = None) -> None:
         server.setblocking(False)
         self._socket = server
         self._gate = gate
@@ -77,7 +77,7 @@ class Listener:
         name = f"[{host}]" if ":" in host else host
         server.setblocking(False)
         address = f"{_TCP}{name}:{server.getsockname()[1]}"
-        return cls(server, address, Gate(server, own, on_refusal))
+        return cls(server, address, KeyGate(server, own, on_refusal))
 
     @classmethod
     def at(

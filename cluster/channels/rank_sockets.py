@@ -18,7 +18,7 @@ from ssd_serve.errors import ProtocolError, RankLostError
 _LENGTH = struct.Struct("<Q")
 _JOINING = struct.Struct("<BQ")
 """Which rank, and how much memory its device has free."""
-_MOST_BYTES = 1 << 32
+_MAX_BYTES = 1 << 32
 """Of a message: no batch is larger."""
 _JOIN_S = 120.0
 """Processes start together, but importing takes a while on a busy core."""
@@ -70,7 +70,7 @@ class _Wire:
         """The next message; None when the peer is gone, or says what no rank would say."""
         header = self._exactly(_LENGTH.size)
         length = None if header is None else int(_LENGTH.unpack(header)[0])
-        return None if length is None or length > _MOST_BYTES else self._exactly(length)
+        return None if length is None or length > _MAX_BYTES else self._exactly(length)
 
     def close(self) -> None:
         """The peer hears that nothing more will come."""
@@ -92,11 +92,11 @@ class _Wire:
 
 
 class Leader:
-    """Rank 0's side of the connections to ranks 1, 2, ...; `least_free`: bytes that each of them has free."""
+    """Rank 0's side of the connections to ranks 1, 2, ...; `min_free`: bytes that each of them has free."""
 
-    def __init__(self, wires: list[_Wire], least_free: int) -> None:
+    def __init__(self, wires: list[_Wire], min_free: int) -> None:
         self._wires = wires
-        self.least_free = least_free
+        self.min_free = min_free
 
     @classmethod
     def meet(cls, listener: Listener, ranks: int, timeout_s: float = _JOIN_S) -> "Leader":

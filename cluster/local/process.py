@@ -43,7 +43,7 @@ _FAST_MEMORY = {
 }
 
 
-class Worker(Protocol):
+class StartedWorker(Protocol):
     """A started worker as its supervisor sees it, wherever it runs."""
 
     @property
@@ -184,7 +184,7 @@ class WorkerPlan:
     vital: bool = False
 
 
-Starter = Callable[[WorkerPlan, Settings], Worker]
+Starter = Callable[[WorkerPlan, Settings], StartedWorker]
 """Starts a worker where the launcher wants it."""
 
 

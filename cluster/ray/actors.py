@@ -36,7 +36,7 @@ _LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ActorSpec:
     """What an actor has to be."""
 
     name: str
@@ -62,7 +62,7 @@ class Addresses:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ActorExit:
     """How a role ended: its exit code and, for an error, what a person should read."""
 
     code: int
@@ -72,7 +72,7 @@ class End:
 class RoleActor:
     """One worker. `run` blocks until it ends; the other methods answer at once, from threads of their own."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ActorSpec) -> None:
         self._order = order
         self._settings = Settings.model_validate_json(order.settings)
         self._folder = Path(tempfile.gettempdir(), order.meeting)
@@ -104,18 +104,18 @@ class RoleActor:
         if self._order.name == "verifier" and self._settings.tensor_parallel > 1:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, addresses: Addresses | None) -> End:
+    def run(self, addresses: Addresses | None) -> ActorExit:
         """Be the worker until it ends. `addresses`: the verifier's, for a drafter."""
         try:
             if self._error is not None:
                 raise self._error
-            return End(self._run(addresses))
+            return ActorExit(self._run(addresses))
         except DeviceHangError as error:
             # Ray would end this process with its interpreter, whose driver waits for that GPU.
             threading.Timer(_LAST_WORDS_S, os._exit, (error.exit_code,)).start()
-            return End(error.exit_code, str(error))
+            return ActorExit(error.exit_code, str(error))
         except SsdError as error:
-            return End(error.exit_code, str(error))
+            return ActorExit(error.exit_code, str(error))
 
     def _run(self, addresses: Addresses | None) -> int:
         name, settings = self._order.name, self._settings

@@ -19,7 +19,7 @@ from ssd_serve.cluster.placement import resolved
 from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster
 from ssd_serve.cluster.ray.placement import STRATEGY, RayPlacement, check_gpus_are_known, ray_place
 from ssd_serve.cluster.ray.token import warn_of_strangers
-from ssd_serve.cluster.ray.workers import LONGEST_SILENCE_S, Crew, PingWatch, told
+from ssd_serve.cluster.ray.workers import LONGEST_SILENCE_S, ActorStarter, PingWatch, told
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.supervised import SupervisedEngine
 from ssd_serve.cluster.supervision.supervisor import Supervisor
@@ -52,7 +52,7 @@ class RayEngine(SupervisedEngine):
         self.settings = resolved(settings, decision.placement)
         self._cluster = cluster
         self._orders = _for_actors(self.settings)
-        self._crew = Crew(cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
+        self._crew = ActorStarter(cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
         pulses = PingWatch(cluster.ray, lambda: self._crew.workers, silence_s)
         super().__init__(
             Supervisor(

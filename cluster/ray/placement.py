@@ -33,7 +33,7 @@ class RayNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class GpuShare:
     """What one process takes of its bundle."""
 
     cpus: int = 1
@@ -62,9 +62,9 @@ class RayPlacement:
 
     placement: Placement
     ranks: int
-    rank: Share
+    rank: GpuShare
     drafters: int
-    drafter: Share
+    drafter: GpuShare
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -184,22 +184,22 @@ def _largest(settings: Settings, nodes: Sequence[RayNode]) -> Device:
     return Device("cpu")
 
 
-def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: int, kind: str) -> Share:
+def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: int, kind: str) -> GpuShare:
     """What a rank takes. Cores that nobody has named are all of the largest node's but the `spared` ones."""
     if target.kind == "cuda":
-        return Share(gpus=1, kind=kind, device=settings.target_device)
+        return GpuShare(gpus=1, kind=kind, device=settings.target_device)
     if target.indices:
         cpus = len(target.indices)
     else:
         cpus = int(max((node.cpus for node in nodes), default=0)) - spared
-    return Share(max(1, cpus // settings.tensor_parallel), device=settings.target_device)
+    return GpuShare(max(1, cpus // settings.tensor_parallel), device=settings.target_device)
 
 
-def _drafter(settings: Settings, draft: Device, drafters: int, kind: str) -> Share:
+def _drafter(settings: Settings, draft: Device, drafters: int, kind: str) -> GpuShare:
     """What a drafter takes: a GPU, the cores that are named, or a core."""
     if draft.kind == "cuda":
-        return Share(gpus=1, kind=kind, device=settings.draft_device)
-    return Share(max(1, len(draft.indices) // max(1, drafters)), device=settings.draft_device)
+        return GpuShare(gpus=1, kind=kind, device=settings.draft_device)
+    return GpuShare(max(1, len(draft.indices) // max(1, drafters)), device=settings.draft_device)
 
 
 def _kinds(device: Device, accelerator: str | None, nodes: Sequence[RayNode], setting: str) -> list[str]:

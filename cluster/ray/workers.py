@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ssd_serve.cluster.local.process import WorkerPlan, added_environment
-from ssd_serve.cluster.ray.actors import Addresses, End, Order, RoleActor, kill_actor
+from ssd_serve.cluster.ray.actors import ActorExit, ActorSpec, Addresses, RoleActor, kill_actor
 from ssd_serve.cluster.ray.cluster import RayCluster
-from ssd_serve.cluster.ray.placement import RayPlacement, Share
+from ssd_serve.cluster.ray.placement import GpuShare, RayPlacement
 from ssd_serve.cluster.role_secrets import blanked_secrets, settings_for
 from ssd_serve.errors import in_a_line
 from ssd_serve.logs import Logger
@@ -31,7 +31,7 @@ class RayWorker:
     """One actor, and the answers that it still owes."""
 
     def __init__(self, ray: Any, name: str, handle: Any, running: Any, log: Logger) -> None:
-        """`running`: Ray's promise of the role's `End`."""
+        """`running`: Ray's promise of the role's `ActorExit`."""
         self.name = name
         self.handle = handle
         self._ray = ray
@@ -120,7 +120,7 @@ class RayWorker:
 
     def _read_end(self) -> int:
         try:
-            end: End = self._ray.get(self._running)
+            end: ActorExit = self._ray.get(self._running)
         except self._ray.exceptions.RayTaskError as error:
             self._say(f"ssd: {self.name} has failed\n{error}")
             return 1
@@ -136,7 +136,7 @@ class RayWorker:
             sys.stderr.write(text + "\n" if text else "")
 
 
-class Crew:
+class ActorStarter:
     """Starts the actors of one engine in its placement group."""
 
     def __init__(
@@ -161,7 +161,9 @@ class Crew:
         share = self._placement.drafter if drafter else self._placement.rank
         named = share.of(number, self._placement.drafters if drafter else self._placement.ranks)
         told = settings_for(plan.name, settings, elsewhere=True)
-        order = Order(plan.name, told.model_dump_json(), self._meeting, named, share.cpus, self._all_here())
+        order = ActorSpec(
+            plan.name, told.model_dump_json(), self._meeting, named, share.cpus, self._all_here()
+        )
         handle = self._actor(share, 1 + number if drafter else 0).remote(order)
         # A drafter begins when the verifier has said where it listens; Ray waits for that too.
         running = handle.run.remote(self.addresses if drafter else None)
@@ -172,7 +174,7 @@ class Crew:
         self.workers[plan.name] = worker
         return worker
 
-    def _actor(self, share: Share, bundle: int) -> Any:
+    def _actor(self, share: GpuShare, bundle: int) -> Any:
         ray = self._cluster.ray
         actor = ray.remote(concurrency_groups={_CONTROL: 2})(RoleActor)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(

@@ -10,7 +10,7 @@ _LONGEST_S = 600.0
 """However busy it is: a forward does not take so long."""
 
 
-class Suspicion:
+class HangDetector:
     """About one process."""
 
     def __init__(self) -> None:

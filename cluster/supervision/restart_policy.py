@@ -13,7 +13,7 @@ USER_ERRORS = range(2, 10)
 _LONGEST_PAUSE_S = 30.0
 _LONG_LIFE_S = 10.0
 """A target that gave tokens for so long died of something new."""
-_MOST_QUICK_DEATHS = 6
+_MAX_QUICK_DEATHS = 6
 """More than a request needs that kills every target and is given up for it."""
 
 
@@ -22,7 +22,7 @@ def pause_before_restart(restarts: int) -> float:
     return 0.0 if restarts == 0 else min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** min(restarts - 1, 10))
 
 
-class Comeback:
+class RestartPolicy:
     """Counts the deaths of one target. It comes back only once it was ready: what dies at its first start is
     a mistake that somebody should see."""
 
@@ -53,6 +53,6 @@ class Comeback:
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
         # Memory of the one that died may be given back a moment later.
         mended = code not in USER_ERRORS or code == MemoryShortError.exit_code
-        if not self._worked or not mended or self._quick_deaths > _MOST_QUICK_DEATHS:
+        if not self._worked or not mended or self._quick_deaths > _MAX_QUICK_DEATHS:
             return None
         return pause_before_restart(self._quick_deaths)

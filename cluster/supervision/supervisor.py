@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.cluster.local.process import ORPHANED, Starter, Worker, WorkerPlan, start_worker
+from ssd_serve.cluster.local.process import ORPHANED, StartedWorker, Starter, WorkerPlan, start_worker
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
-from ssd_serve.cluster.supervision.hang_detector import Suspicion
+from ssd_serve.cluster.supervision.hang_detector import HangDetector
 from ssd_serve.cluster.supervision.pulse import Listening
-from ssd_serve.cluster.supervision.restart_policy import USER_ERRORS, Comeback, pause_before_restart
+from ssd_serve.cluster.supervision.restart_policy import USER_ERRORS, RestartPolicy, pause_before_restart
 from ssd_serve.errors import EngineDeadError, RankLostError, SsdError, in_a_line
 from ssd_serve.logs import Logger, Sparingly
 from ssd_serve.settings import Settings
@@ -38,7 +38,7 @@ _CAUSE_ENDS_S = 10.0
 @dataclass(slots=True)
 class _Watched:
     plan: WorkerPlan
-    process: Worker | None
+    process: StartedWorker | None
     quick_deaths: int = 0
     failed_starts: int = 0
     due: float = 0.0
@@ -78,8 +78,8 @@ class Supervisor:
         self._failure: WorkerDiedError | None = None
         self._failed = threading.Event()
         self._restarts = 0
-        self._comeback = Comeback()
-        self._suspicion = Suspicion()
+        self._comeback = RestartPolicy()
+        self._suspicion = HangDetector()
         self._told_silence_s = 0.0
         # Linux kills workers with the thread that started them: this one lives until `stop`.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -168,7 +168,7 @@ class Supervisor:
         except (OSError, MemoryError) as error:  # what has run out comes back
             self._sparingly.warning("workers cannot be watched now", why=in_a_line(error))
 
-    def _start(self, plan: WorkerPlan) -> Worker:
+    def _start(self, plan: WorkerPlan) -> StartedWorker:
         if self._pulses is not None:
             self._pulses.forget(plan.name)
         process = self._starter(plan, self._settings)
@@ -196,11 +196,11 @@ class Supervisor:
         if self._suspicion.is_stuck(time.monotonic(), silent_s, watched.process.computed_s):
             self._kill(watched, watched.process, f"has said nothing for {silent_s:.0f} s, and was killed")
 
-    def _kill(self, watched: _Watched, process: Worker, how: str) -> None:
+    def _kill(self, watched: _Watched, process: StartedWorker, how: str) -> None:
         process.kill()
         self._lose(watched, process, WorkerDiedError(watched.plan.name, process.stop(), how))
 
-    def _has_reason(self, watched: _Watched, process: Worker) -> bool:
+    def _has_reason(self, watched: _Watched, process: StartedWorker) -> bool:
         """One that loads, compiles a kernel or waits for a disk has no time for signs of life."""
         ready_at, pulses = self._comeback.ready_at, self._pulses
         settled = ready_at is not None and (
@@ -230,7 +230,7 @@ class Supervisor:
                 return
         self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code))
 
-    def _lose(self, watched: _Watched, process: Worker, error: WorkerDiedError) -> None:
+    def _lose(self, watched: _Watched, process: StartedWorker, error: WorkerDiedError) -> None:
         """A process has ended: report that, or see that it comes back."""
         process.release()
         watched.process = None
@@ -267,7 +267,7 @@ class Supervisor:
             watched.due = time.monotonic() + pause
             watched.left_behind_since = math.inf
 
-    def _never_worked(self, code: int, process: Worker) -> bool:
+    def _never_worked(self, code: int, process: StartedWorker) -> bool:
         """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
         from the speed that there is no speculation. Later the server is worth more than that."""
         first = self._restarts == 0 and (self._comeback.ready_at is None or process.age_s < _LONG_LIFE_S)

@@ -15,7 +15,7 @@ from ssd_serve.messages import SamplingParameters
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
+class NodeRequest:
     """Expand `node` of `request`: its parent chain below the root is `path` (names, root's child first, the
     node itself last; empty for the root), `tokens` are the tokens of that path."""
 
@@ -41,7 +41,7 @@ class DraftSource(Protocol):
     """`open / commit / expand / close`; re-rooting is part of `commit`."""
 
     @property
-    def prepared(self) -> bool:
+    def captured_now(self) -> bool:
         """Whether the last step was recorded first, so that its time says nothing of later ones."""
         ...
 
@@ -54,7 +54,7 @@ class DraftSource(Protocol):
         prefix of the tokens); `kept` names the expanded nodes that stay in the tree; all others are gone."""
         ...
 
-    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
         """One draft step: the children of every pick, or None for a pick that memory has no room for now.
 
         Feeds missing committed tokens and ancestors first where a pick needs them.

@@ -11,7 +11,7 @@ import torch
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.table import SlotTable
-from ssd_serve.drafter.sources.contract import Candidates, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.messages import SamplingParameters
@@ -90,7 +90,7 @@ class _TreeRows:
         new = len(self.tokens)
         return [own | earlier << new for own, earlier in self._masks]
 
-    def row_of(self, pick: Expansion) -> int:
+    def row_of(self, pick: NodeRequest) -> int:
         """The row whose logits `pick` wants; its chain is added as far as it is not there yet."""
         own, earlier = self._above
         row = self._fed - 1
@@ -125,12 +125,12 @@ class ModelSource:
         self._noise = noise
         self._fan_out = fan_out
         self._requests: OrderedDict[int, _Held] = OrderedDict()
-        self._prepared = False
+        self._captured_now = False
 
     @property
-    def prepared(self) -> bool:
-        """See `DraftSource.prepared`."""
-        return self._prepared
+    def captured_now(self) -> bool:
+        """See `DraftSource.captured_now`."""
+        return self._captured_now
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         """See `DraftSource.open`."""
@@ -158,7 +158,7 @@ class ModelSource:
         if held is not None:
             self._pool.free(held.all_slots())
 
-    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
         """See `DraftSource.expand`: one forward over the missing rows of all picks."""
         order: dict[int, list[int]] = {}
         for index, pick in enumerate(picks):
@@ -170,7 +170,7 @@ class ModelSource:
             if group is not None:
                 groups.append((self._requests[request], group, [indices[place] for place in group.order]))
         found: list[Candidates | None] = [None] * len(picks)
-        self._prepared = False
+        self._captured_now = False
         if groups:
             wanted = [index for _, _, indices in groups for index in indices]
             choices = self._choices([picks[index] for index in wanted])
@@ -197,13 +197,13 @@ class ModelSource:
             return None
         self._keep(groups)
         result.completion.wait()
-        self._prepared = result.prepared
+        self._captured_now = result.captured_now
         try:
             return within_memory(lambda: self._rank(result.logits, choices, scales))
         except DeviceMemoryError:
             return None
 
-    def _group(self, held: _Held, picks: Sequence[Expansion], busy: set[int]) -> _Group | None:
+    def _group(self, held: _Held, picks: Sequence[NodeRequest], busy: set[int]) -> _Group | None:
         """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents
         first."""
         if len(held.slots) == len(held.tokens) and not all(pick.path for pick in picks):
@@ -234,7 +234,7 @@ class ModelSource:
             held.slots.extend(group.fed)
             held.nodes.update(group.new_nodes)
 
-    def _choices(self, picks: Sequence[Expansion]) -> _Choices:
+    def _choices(self, picks: Sequence[NodeRequest]) -> _Choices:
         choices = _Choices([], [], [])
         for pick in picks:
             held = self._requests[pick.request]

@@ -55,19 +55,19 @@ class AttentionBackend(Protocol[PlanT]):
 
 
 @runtime_checkable
-class Recordable(Protocol):
-    """A backend whose part of a forward can be recorded and replayed."""
+class Capturable(Protocol):
+    """A backend whose part of a forward can be captured and replayed."""
 
-    def plan_fixed(self, batch: Batch) -> Any:
-        """As `plan`, in fixed memory: where plans are recorded as the same, the newest one is replayed.
+    def plan_to_capture(self, batch: Batch) -> Any:
+        """As `plan`, in fixed memory: where plans are captured as the same, the newest one is replayed.
 
-        None: a forward of this batch cannot be recorded. Plans are made outside the recording.
+        None: a forward of this batch cannot be captured. Plans are made outside the capture.
         """
         ...
 
-    def recorded_as(self, plan: Any) -> Hashable | None:
-        """What a recording fixes beside the number of rows: it serves every later plan of the same value.
+    def captured_as(self, plan: Any) -> Hashable | None:
+        """What a graph fixes beside the number of rows: it serves every later plan of the same value.
 
-        None: a forward of this plan cannot be recorded.
+        None: a forward of this plan cannot be captured.
         """
         ...

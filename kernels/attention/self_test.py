@@ -15,11 +15,11 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import in_a_line
-from ssd_serve.kernels.attention.contract import AttentionBackend, Recordable
+from ssd_serve.kernels.attention.contract import AttentionBackend, Capturable
 from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch, padded
-from ssd_serve.kernels.capture import recorded_rows
+from ssd_serve.kernels.capture import captured_rows
 from ssd_serve.kernels.dtypes import dtype_name
 
 Maker = Callable[[KVCache, int], AttentionBackend[Any]]
@@ -105,7 +105,7 @@ def first_failure(
 def largest_error(make: Maker, form: Heads, asked: Sequence[Asked], device: str) -> float:
     """Run one batch through a layer without a window and one with, and compare outputs and log-sum-exps.
 
-    Where forwards can be recorded, the batch is padded and planned as for a recording.
+    Where forwards can be captured, the batch is padded and planned as for a capture.
     """
     slots = 64 + sum(each.prefix + each.rows for each in asked)
     layers = (LayerKV(form.kv_heads, form.head_dim), LayerKV(form.kv_heads, form.head_dim, _WINDOW))
@@ -117,8 +117,8 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[Asked], device: str)
     obvious = entries * form.heads < _OBVIOUS
     right: Any = ReferenceAttention(theirs) if obvious else SdpaAttention(theirs, form.heads)
     tried = make(ours, form.heads)
-    rows = recorded_rows(batch.rows)
-    if isinstance(tried, Recordable) and rows is not None:
+    rows = captured_rows(batch.rows)
+    if isinstance(tried, Capturable) and rows is not None:
         batch = padded(batch, rows, slots)
     plans: tuple[Any, Any] = _plan_of(tried, batch), right.plan(batch)
     worst = 0.0
@@ -139,8 +139,8 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[Asked], device: str)
 
 
 def _plan_of(backend: AttentionBackend[Any], batch: Batch) -> Any:
-    """As it is planned to be recorded, where it can be."""
-    fixed = backend.plan_fixed(batch) if isinstance(backend, Recordable) else None
+    """As it is planned to be captured, where it can be."""
+    fixed = backend.plan_to_capture(batch) if isinstance(backend, Capturable) else None
     return backend.plan(batch) if fixed is None else fixed
 
 

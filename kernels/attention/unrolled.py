@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd_serve.kernels.attention.contract import AttentionBackend, PlanT, Recordable
+from ssd_serve.kernels.attention.contract import AttentionBackend, Capturable, PlanT
 from ssd_serve.kernels.batch import Batch, Int64Array, offsets_of
 
 
@@ -103,16 +103,16 @@ class UnrolledAttention(Generic[PlanT]):
         """Plan the unrolled batch."""
         return self._inner.plan(unrolled(batch))
 
-    def plan_fixed(self, batch: Batch) -> PlanT | None:
-        """See `Recordable`: as `inner` does it, if it does."""
+    def plan_to_capture(self, batch: Batch) -> PlanT | None:
+        """See `Capturable`: as `inner` does it, if it does."""
         plan: PlanT | None = None
-        if isinstance(self._inner, Recordable):
-            plan = self._inner.plan_fixed(unrolled(batch))
+        if isinstance(self._inner, Capturable):
+            plan = self._inner.plan_to_capture(unrolled(batch))
         return plan
 
-    def recorded_as(self, plan: PlanT) -> Hashable | None:
-        """See `Recordable`: as `inner` does it, if it does."""
-        return self._inner.recorded_as(plan) if isinstance(self._inner, Recordable) else None
+    def captured_as(self, plan: PlanT) -> Hashable | None:
+        """See `Capturable`: as `inner` does it, if it does."""
+        return self._inner.captured_as(plan) if isinstance(self._inner, Capturable) else None
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: PlanT) -> None:
         """Store keys and values of all rows."""

@@ -93,7 +93,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class FixedBuffers:
-    """Where a wrapper that can be recorded keeps its plan, on the device; int32 where nothing else is said.
+    """Where a wrapper that can be captured keeps its plan, on the device; int32 where nothing else is said.
 
     Its number of requests never changes, nor whether it has a mask.
     """
@@ -135,7 +135,7 @@ class Package:
         """
         return self.make(workspace, "NHD", backend="fa2")
 
-    def recordable_wrapper(self, workspace: torch.Tensor, buffers: FixedBuffers) -> Wrapper:
+    def capturable_wrapper(self, workspace: torch.Tensor, buffers: FixedBuffers) -> Wrapper:
         """A wrapper whose `run` reads no other indices than these buffers, which `plan` fills.
 
         Its first plan fixes the number of rows that it can have at most; all its plans must agree in heads,

@@ -21,7 +21,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Batch, Int64Array
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.flashinfer.adapter import Package, Tables, Wrapper, natural
-from ssd_serve.kernels.flashinfer.captured import MOST_ROWS, RecordedWrappers
+from ssd_serve.kernels.flashinfer.captured import MAX_CAPTURED_ROWS, CapturedWrappers
 from ssd_serve.kernels.flashinfer.tables import (
     causal_requests,
     leading_pages,
@@ -58,8 +58,8 @@ class FlashInferPlan:
     """Each row is in one of them."""
     paged: Part | None
     """Rows whose context has more, in pages; only in layers without a window."""
-    recorded_as: Hashable | None = None
-    """See `Recordable`."""
+    captured_as: Hashable | None = None
+    """See `Capturable`."""
 
 
 class FlashInferAttention:
@@ -72,8 +72,8 @@ class FlashInferAttention:
     offers it (UserError). Pages then have one slot: where a prefix lies would show in a row's result.
 
     Allocates `workspace_bytes` once (what `workspace_for` says, where none are named) and 8 MiB, and 8 MiB of
-    pinned memory, for each wrapper: up to three for each kind of layer. Forwards can be recorded, unless
-    splits are fixed: what that takes is told in `recorded.py`, where a page is one slot.
+    pinned memory, for each wrapper: up to three for each kind of layer. Forwards can be captured, unless
+    splits are fixed: what that takes is told in `captured.py`, where a page is one slot.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class FlashInferAttention:
             workspace_bytes = workspace_for(self._kinds, heads, processors_of(self._device))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self._device)
         self._wrappers: dict[_Key, Wrapper] = {}
-        self._recorded = RecordedWrappers(cache, heads, package, self._workspace)
-        self._write_slots = torch.zeros(MOST_ROWS, dtype=torch.int64, device=self._device)
+        self._captured = CapturedWrappers(cache, heads, package, self._workspace)
+        self._write_slots = torch.zeros(MAX_CAPTURED_ROWS, dtype=torch.int64, device=self._device)
         self._planned = 0
 
     @property
@@ -125,9 +125,9 @@ class FlashInferAttention:
         paged = self._plan_pages(batch, counts) if counts.any() else None
         return FlashInferPlan(self._planned, self._place(batch.write_slots), tuple(parts), paged)
 
-    def plan_fixed(self, batch: Batch) -> FlashInferPlan | None:
-        """See `Recordable`."""
-        found = None if self._split_pages is not None else self._recorded.plan(batch)
+    def plan_to_capture(self, batch: Batch) -> FlashInferPlan | None:
+        """See `Capturable`."""
+        found = None if self._split_pages is not None else self._captured.plan(batch)
         if found is None:
             return None
         self._planned += 1
@@ -135,9 +135,9 @@ class FlashInferAttention:
         part = Part(found.wrappers, None)
         return FlashInferPlan(self._planned, write_slots, (part,), None, "mask" if found.masked else "causal")
 
-    def recorded_as(self, plan: FlashInferPlan) -> Hashable | None:
-        """See `Recordable`."""
-        return plan.recorded_as
+    def captured_as(self, plan: FlashInferPlan) -> Hashable | None:
+        """See `Capturable`."""
+        return plan.captured_as
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: FlashInferPlan) -> None:
         """Store keys and values of all rows."""

@@ -1,11 +1,11 @@
-"""FlashInfer's wrappers in graph mode: what they run can be recorded once and replayed for other batches.
+"""FlashInfer's wrappers in graph mode: what they run can be captured once and replayed for other batches.
 
 Such a wrapper reads fixed buffers, has a fixed number of requests and keeps to one way of masking. So there
 is one for each number of rows and way, with as many requests as rows, of which those that a batch lacks are
 empty. Batches with a tree go through a mask wholly. A page is one slot: prefixes in longer pages would need a
 second wrapper, whose requests and whose rows to merge change from batch to batch.
 
-Not yet run on any GPU. Knows no recorder: plans fill the buffers, and must not be made while recording.
+Not yet run on any GPU. Knows no capture: plans fill the buffers, and must not be made during a capture.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, LayerKV
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.capture import recorded_rows
+from ssd_serve.kernels.capture import captured_rows
 from ssd_serve.kernels.flashinfer.adapter import FixedBuffers, Package, Wrapper
 from ssd_serve.kernels.flashinfer.tables import causal_requests, make_tables, with_empty_requests
 
-MOST_ROWS = 64
+MAX_CAPTURED_ROWS = 64
 """Work is cut into tiles for requests of one row, which serves larger ones worse and worse."""
 _SHARED = 4
 """How often a slot may be in the contexts of a batch, on average."""
@@ -46,8 +46,8 @@ class RecordedPart:
     masked: bool
 
 
-class RecordedWrappers:
-    """Makes wrappers, and plans batches of as many rows as forwards are recorded with.
+class CapturedWrappers:
+    """Makes wrappers, and plans batches of as many rows as forwards are captured with.
 
     Memory is taken at the first plan. All row counts share one set of buffers for each kind of layer, which
     every plan fills anew: 1 MiB for schedules, 16 bytes for each slot of the cache, and masks of 8 bytes for
@@ -60,26 +60,26 @@ class RecordedWrappers:
         self._heads = heads
         self._package = package
         self._workspace = workspace
-        self._most_pages = _SHARED * cache.slots
-        self._most_mask_bytes = min(_MASK_BYTES, MOST_ROWS * cache.slots // 8 + MOST_ROWS)
+        self._max_pages = _SHARED * cache.slots
+        self._max_mask_bytes = min(_MASK_BYTES, MAX_CAPTURED_ROWS * cache.slots // 8 + MAX_CAPTURED_ROWS)
         self._buffers: dict[LayerKV, FixedBuffers] = {}
         self._wrappers: dict[_Key, Wrapper] = {}
 
     def plan(self, batch: Batch) -> RecordedPart | None:
-        """Plan a forward; None, and nothing is changed, where it cannot be recorded.
+        """Plan a forward; None, and nothing is changed, where it cannot be captured.
 
-        That is so for other row counts than `recorded_rows` names, for more than 64, and where contexts or
+        That is so for other row counts than `captured_rows` names, for more than 64, and where contexts or
         masks are too large for the buffers.
         """
         rows = batch.rows
-        if rows > MOST_ROWS or recorded_rows(rows) != rows:
+        if rows > MAX_CAPTURED_ROWS or captured_rows(rows) != rows:
             return None
         masked = not causal_requests(batch).all()
         contexts = np.diff(batch.prefix_offsets) + np.diff(batch.tree_offsets)  # [requests], without windows
         entries = int(np.diff(batch.request_offsets) @ contexts)
-        if int(contexts.sum()) > self._most_pages:
+        if int(contexts.sum()) > self._max_pages:
             return None
-        if masked and entries // 8 + batch.requests > self._most_mask_bytes:
+        if masked and entries // 8 + batch.requests > self._max_mask_bytes:
             return None
         requests = np.arange(batch.requests)
         wrappers: dict[LayerKV, Wrapper] = {}
@@ -104,7 +104,7 @@ class RecordedWrappers:
             if buffers is None:
                 buffers = self._buffers[key.layer] = self._make_buffers()
             part = _part_of(buffers, key.rows, masked=key.masked)
-            found = self._wrappers[key] = self._package.recordable_wrapper(self._workspace, part)
+            found = self._wrappers[key] = self._package.capturable_wrapper(self._workspace, part)
         return found
 
     def _make_buffers(self) -> FixedBuffers:
@@ -115,13 +115,13 @@ class RecordedWrappers:
             return torch.zeros(count, dtype=dtype, device=device)
 
         return FixedBuffers(
-            query_offsets=zeros(MOST_ROWS + 1),
-            page_offsets=zeros(MOST_ROWS + 1),
-            pages=zeros(self._most_pages),
-            last_page_lengths=zeros(MOST_ROWS),
+            query_offsets=zeros(MAX_CAPTURED_ROWS + 1),
+            page_offsets=zeros(MAX_CAPTURED_ROWS + 1),
+            pages=zeros(self._max_pages),
+            last_page_lengths=zeros(MAX_CAPTURED_ROWS),
             schedule=zeros(_SCHEDULE_BYTES, torch.uint8),
-            mask=zeros(self._most_mask_bytes, torch.uint8),
-            mask_offsets=zeros(MOST_ROWS + 1),
+            mask=zeros(self._max_mask_bytes, torch.uint8),
+            mask_offsets=zeros(MAX_CAPTURED_ROWS + 1),
         )
 
 

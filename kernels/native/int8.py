@@ -12,7 +12,7 @@ from ssd_serve.kernels.products.int8 import QuantisedWeight, quantise
 
 _PANEL, _TOGETHER, _PLANE = 32, 4, 16
 """Outputs and inputs that lie together, and what a plane of bytes is a multiple of, as in `int8.c`."""
-_MOST_INPUTS = 1 << 17
+_MAX_INPUTS = 1 << 17
 
 
 class NativeInt8Matrix:
@@ -22,8 +22,8 @@ class NativeInt8Matrix:
         self, library: NativeLibrary, weight: QuantisedWeight, bias: torch.Tensor | None = None
     ) -> None:
         self._outputs, self._inputs = weight.numbers.shape
-        if self._inputs > _MOST_INPUTS:
-            raise UserError(f"int8 matrices have at most {_MOST_INPUTS} inputs; use another dtype")
+        if self._inputs > _MAX_INPUTS:
+            raise UserError(f"int8 matrices have at most {_MAX_INPUTS} inputs; use another dtype")
         self._multiply = library.function(
             "ssd_multiply_int8", POINTER, SIZE, SIZE, *[POINTER] * 5, SIZE, POINTER, POINTER, INT
         )

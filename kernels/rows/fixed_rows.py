@@ -26,7 +26,7 @@ _DISTINCT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class BlockForm:
     """In blocks of `rows`, the last one padded or not, on a single thread or all."""
 
     rows: int
@@ -56,20 +56,22 @@ def rows_of_block(device: str) -> int:
     return _CPU_ROWS if device == "cpu" else _GPU_ROWS
 
 
-def product_ways(device: str) -> list[Way]:
+def product_ways(device: str) -> list[BlockForm]:
     """How products may be run, the cheapest way first."""
     rows = rows_of_block(device)
     if device != "cpu":
-        return [Way(rows)]
-    return [Way(rows, padded=False), Way(rows), Way(rows, single=True)]
+        return [BlockForm(rows)]
+    return [BlockForm(rows, padded=False), BlockForm(rows), BlockForm(rows, single=True)]
 
 
-def operation_way(device: str) -> Way:
+def operation_way(device: str) -> BlockForm:
     """How norms, rotations and gates are run. Threads would cut rows where their number says."""
-    return Way(rows_of_block(device), single=device == "cpu")
+    return BlockForm(rows_of_block(device), single=device == "cpu")
 
 
-def settle(function: Function, samples: tuple[torch.Tensor, ...], ways: Sequence[Way], what: str) -> Way:
+def settle(
+    function: Function, samples: tuple[torch.Tensor, ...], ways: Sequence[BlockForm], what: str
+) -> BlockForm:
     """The first way in which a row's result is the same alone, at every place and with any threads.
 
     `samples` are tensors [rows of a block, ...]. Raises `UserError`, naming `what`, where there is none.
@@ -119,7 +121,7 @@ def threads(number: int) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _holds(way: Way, function: Function, samples: tuple[torch.Tensor, ...]) -> bool:
+def _holds(way: BlockForm, function: Function, samples: tuple[torch.Tensor, ...]) -> bool:
     """Whether this way gives every row the bits that it has in the full block on one thread."""
     rows = len(samples[0])
     with threads(1):

@@ -48,7 +48,7 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What launches are told beside addresses; a recorded forward repeats it for batches of this shape."""
+    """What launches are told beside addresses; a captured forward repeats it for batches of this shape."""
 
     rows: int
     tile: int
@@ -71,7 +71,7 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """`AttentionBackend` by Triton kernels, which can be recorded. `heads` is the number of query heads;
+    """`AttentionBackend` by Triton kernels, which can be captured. `heads` is the number of query heads;
     `widen` computes in float32 whatever the cache holds, as the interpreter must."""
 
     def __init__(
@@ -126,13 +126,13 @@ class TritonAttention:
             write_slots = self._write_slots[: batch.rows].copy_(write_slots)
         return TritonPlan(shape, memory, write_slots.long(), fixed and len(launches) == 1)
 
-    def plan_fixed(self, batch: Batch) -> TritonPlan | None:
-        """See `Recordable`. All plans that fit lie in fixed memory."""
+    def plan_to_capture(self, batch: Batch) -> TritonPlan | None:
+        """See `Capturable`. All plans that fit lie in fixed memory."""
         plan = self.plan(batch)
         return plan if plan.fixed else None
 
-    def recorded_as(self, plan: TritonPlan) -> Hashable | None:
-        """See `Recordable`."""
+    def captured_as(self, plan: TritonPlan) -> Hashable | None:
+        """See `Capturable`."""
         return plan.shape if plan.fixed else None
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: TritonPlan) -> None:

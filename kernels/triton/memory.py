@@ -1,6 +1,6 @@
 """Where a batch lies on a GPU: its arrays in fixed places of one block of memory, filled by a few copies.
 
-Fixed places are what a recorded forward needs: it reads the same addresses at every replay. Knows names and
+Fixed places are what a captured forward needs: it reads the same addresses at every replay. Knows names and
 sizes of arrays, not what kernels do with them.
 """
 

@@ -15,16 +15,16 @@ from lab.ablate.rejection import DrawingSource, Drawn, RejectionRounds
 from lab.virtual.clock import Clock, Core, VirtualChannel
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, Pair, decode
 from ssd_serve.bench.machine import hardware, versions
-from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, repeated_share
+from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Outlook, Steps, WhenItPays
+from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, Outlook, WhenItPays
 from ssd_serve.verifier.planning.ranking import RankedNode
-from ssd_serve.verifier.scheduler import Part
+from ssd_serve.verifier.scheduler import ScheduledChunk
 
 BEST_FIRST, UNIFORM_TREE, UNIFORM_TABLE, GEOMETRIC_TABLE = (
     "best-first",
@@ -141,7 +141,7 @@ class Run:
         if self._way.growth == BEST_FIRST:
             return WhenItPays(concurrent=True)
         if self._way.growth == UNIFORM_TREE:
-            return Steps(self._way.levels)
+            return FixedSteps(self._way.levels)
         return AfterMiss(self._way.fallback)
 
     def _core(self, pair: Pair, drawn: Drawn, ends: tuple[int, ...]) -> Core:
@@ -162,7 +162,7 @@ class Run:
         shape = TableShape(way.length, way.fallback, way.growth == GEOMETRIC_TABLE)
         return TableCore(source, plan.width, plan.candidates, shape)
 
-    def _begin_round(self, parts: Sequence[Part]) -> None:
+    def _begin_round(self, parts: Sequence[ScheduledChunk]) -> None:
         """Note what has been drafted below the root when the round begins."""
         for part in parts:
             replica = part.request.replica
@@ -171,7 +171,7 @@ class Run:
                     replica.tree = SpeculationTree(replica.tree.root.name, TREE_NODES)
                 self.ready.append(replica.tree.ready_depth())
 
-    def _chain(self, parts: Sequence[Part]) -> list[RankedNode]:
+    def _chain(self, parts: Sequence[ScheduledChunk]) -> list[RankedNode]:
         """What a table verifies: the chain of first guesses."""
         found: list[RankedNode] = []
         for index, part in enumerate(parts):
@@ -265,11 +265,11 @@ def _choose(
     for number, prompt in enumerate(prompts):
         share = repeated_share(decode(plain, clock, number, prompt, parameters).tokens)
         tried.append((share, prompt))
-        fine += share <= MOST_REPEATED
+        fine += share <= MAX_REPEATED
         if fine >= plan.prompts:
             break
-    kept = sorted(tried, key=lambda item: max(item[0], MOST_REPEATED))[: plan.prompts]
-    return [prompt for _, prompt in kept], sum(share > MOST_REPEATED for share, _ in kept)
+    kept = sorted(tried, key=lambda item: max(item[0], MAX_REPEATED))[: plan.prompts]
+    return [prompt for _, prompt in kept], sum(share > MAX_REPEATED for share, _ in kept)
 
 
 def _ways(

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lab.virtual.rig import TREE_NODES
-from ssd_serve.cache.expansions import ROOT_STEP, pack
-from ssd_serve.cache.expansions import Expansion as Expanded
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
-from ssd_serve.drafter.sources.contract import DraftSource, Expansion
+from ssd_serve.drafter.sources.contract import DraftSource, NodeRequest
 from ssd_serve.errors import SsdError
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, SamplingParameters
 
-_LEAST_RATE, _MOST_RATE = 0.05, 0.98
+_MIN_RATE, _MAX_RATE = 0.05, 0.98
 
 
 class OneRequest:
@@ -72,20 +71,20 @@ class OneRequest:
         """One draft step over these nodes, with `fan_out` candidates each."""
         if self._request is None or not nodes:
             return []
-        picks: list[Expansion] = []
+        picks: list[NodeRequest] = []
         for node in nodes:
             path = self.tree.path(node)
             names, tokens = tuple(each.name for each in path), tuple(each.token for each in path)
-            picks.append(Expansion(self._request, node.name, names, tokens))
+            picks.append(NodeRequest(self._request, node.name, names, tokens))
         scale = self._calibration.scale(self._parameters.temperature)
-        grown: list[Expanded] = []
+        grown: list[Expansion] = []
         for node, found in zip(nodes, self._source.expand(picks, [scale] * len(picks)), strict=True):
             if found is None:
                 raise SsdError("the benchmark's drafter has no memory left")
             tokens_, values = found.tokens[:fan_out].tolist(), found.log_probabilities[:fan_out].tolist()
             self.tree.expand(node, tokens_, values)
             parent, step = (node.name, ROOT_STEP) if node.parent is None else (node.parent.name, node.token)
-            grown.append(Expanded(parent, step, tokens_, values))
+            grown.append(Expansion(parent, step, tokens_, values))
         growth = pack(self._request, self._epoch, self._sequence, grown, self._name, snapshot=False)
         self._sequence += 1
         return [growth]
@@ -159,7 +158,7 @@ class FanOut:
     @property
     def acceptance(self) -> float:
         """a"""
-        return min(_MOST_RATE, max(_LEAST_RATE, self._accepted / self._tried))
+        return min(_MAX_RATE, max(_MIN_RATE, self._accepted / self._tried))
 
     @property
     def exponent(self) -> float:

@@ -17,7 +17,7 @@ import torch
 from lab.virtual.clock import Clock
 from lab.virtual.rig import VirtualRounds
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter.sources.contract import Candidates, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.emulated import DeviceTable
@@ -25,7 +25,7 @@ from ssd_serve.models.interface import Model
 from ssd_serve.sampling.choice import draft_scores
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.seeds import mix
-from ssd_serve.verifier.round import Flight, Walk, Work
+from ssd_serve.verifier.round import InFlight, RequestStep, Walk
 
 Floats = npt.NDArray[np.float64]
 _DRAFTER, _VERIFIER = 1, 2
@@ -100,7 +100,7 @@ class DrawingSource(ModelSource):
         self._drawn.distributions = {name: known[name] for name in kept if name in known}
         super().commit(request, tokens, path, kept)
 
-    def expand(self, picks: Sequence[Expansion], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
         """See `DraftSource.expand`."""
         self._latest.clear()
         found = super().expand(picks, scales)
@@ -171,7 +171,7 @@ class RejectionRounds(VirtualRounds):
         super().__init__(model, noise, eos, clock, table)
         self._drawn = drawn
 
-    def finish(self, flight: Flight) -> list[Walk]:
+    def finish(self, flight: InFlight) -> list[Walk]:
         """See `Rounds.finish`."""
         flight.wait()
         walks: list[Walk] = []
@@ -181,7 +181,7 @@ class RejectionRounds(VirtualRounds):
             start += each.wanted
         return walks
 
-    def _walked(self, work: Work, logits: torch.Tensor) -> Walk:
+    def _walked(self, work: RequestStep, logits: torch.Tensor) -> Walk:
         request = work.part.request
         if not work.part.final:
             return Walk(work, (), (), "", ())

@@ -14,7 +14,7 @@ from lab.calibration.figures import Reliability, reliability
 from lab.virtual.clock import Clock, TimedModel, VirtualChannel
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, decode
 from ssd_serve.bench.machine import hardware, versions
-from ssd_serve.bench.prompts import MOST_REPEATED, Prompt, repeated_share
+from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
 from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
 from ssd_serve.drafter.core import DrafterCore
@@ -24,7 +24,7 @@ from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import WhenItPays
 from ssd_serve.verifier.planning.ranking import RankedNode
-from ssd_serve.verifier.scheduler import Part
+from ssd_serve.verifier.scheduler import ScheduledChunk
 
 CANDIDATES = 64
 """Best candidates of a round that are written down."""
@@ -131,7 +131,7 @@ class _Watched:
         text = decode(self._engine, self._clock, self._number, prompt, parameters).tokens
         return text, self._guesses
 
-    def _write_down(self, parts: Sequence[Part], chosen: Sequence[RankedNode]) -> None:
+    def _write_down(self, parts: Sequence[ScheduledChunk], chosen: Sequence[RankedNode]) -> None:
         for index, part in enumerate(parts):
             request = part.request
             if not request.decoding or request.replica is None:
@@ -188,7 +188,7 @@ def _temperature(
         if warm < plan.warm_up:
             warm += len(text)
             continue
-        if repeated_share(text) > MOST_REPEATED:
+        if repeated_share(text) > MAX_REPEATED:
             loops += 1
             continue
         tokens, texts = tokens + len(text), texts + 1

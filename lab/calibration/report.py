@@ -24,7 +24,7 @@ _NODES = {
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """Told apart without colour vision too (after Okabe and Ito), one for each source."""
 _SIDE, _GUTTER, _TOP, _BOTTOM = 220, 52, 40, 76
-_LEAST_SHOWN = 20
+_MIN_SHOWN = 20
 """A bin of fewer guesses is left out of the diagram: its share is chance."""
 
 
@@ -124,7 +124,7 @@ def _points(left: float, bins: Sequence[tuple[float, float, int]], colour: str) 
     """A dot for each bin; its bar spans two standard errors of the share, as if guesses were independent."""
     parts: list[str] = []
     for reach, share, count in bins:
-        if count < _LEAST_SHOWN:
+        if count < _MIN_SHOWN:
             continue
         spread = 2 * math.sqrt(max(share * (1 - share), 1e-4) / count)
         x, y = _place(left, reach, share)

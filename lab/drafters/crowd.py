@@ -27,7 +27,7 @@ class Plan:
     depth: int = 16
 
 
-class Crowd:
+class DrafterCrowd:
     """Submits requests, and steps the engine with `step`."""
 
     def __init__(self, engine: Engine, step: Callable[[], Sequence[VerifierReport]]) -> None:

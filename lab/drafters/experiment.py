@@ -8,7 +8,7 @@ processor time of this machine. Knows engines and figures; not how drafters shar
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from lab.drafters.crowd import Crowd, Plan
+from lab.drafters.crowd import DrafterCrowd, Plan
 from lab.drafters.rig import DraftedEngine
 from lab.virtual.rig import Pair
 from ssd_serve.bench.machine import hardware, versions
@@ -73,7 +73,7 @@ def _run(
 ) -> tuple[dict[str, object], dict[int, tuple[int, ...]]]:
     rig = DraftedEngine(pair, drafts, plan.requests, plan.width, plan.candidates, plan.depth)
     rig.engine.drain()
-    crowd = Crowd(rig.engine, rig.step)
+    crowd = DrafterCrowd(rig.engine, rig.step)
     crowd.submit(prompts, plan)
     crowd.run_until(lambda: crowd.decoding)
     first = _seen(rig)

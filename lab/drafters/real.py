@@ -8,7 +8,7 @@ the table. Knows engines and figures; not how drafters share requests.
 import time
 from collections.abc import Callable, Sequence
 
-from lab.drafters.crowd import Crowd, Plan
+from lab.drafters.crowd import DrafterCrowd, Plan
 from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.bench.rig import Rig, Way, remote_drafter
 from ssd_serve.cluster.placement import place
@@ -45,7 +45,7 @@ def run_real_drafters(
 
 
 def _run(rig: Rig, engine: Engine, plan: Plan) -> dict[str, object]:
-    crowd = Crowd(engine, engine.step)
+    crowd = DrafterCrowd(engine, engine.step)
     crowd.submit(held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer), plan)
     crowd.run_until(lambda: crowd.decoding)
     started, expansions = time.perf_counter(), engine.drafters.expansions

@@ -14,7 +14,7 @@ from ssd_serve.plan.simulation import Costs, Guesses, Simulated, Way, simulate
 from ssd_serve.verifier.planning.cost import Reading
 from ssd_serve.verifier.planning.governor import Governor
 
-_ROUNDS, _FEWEST_ROUNDS = 240, 40
+_ROUNDS, _MIN_ROUNDS = 240, 40
 _GOVERNED, _COUNTED = 8000, 2000
 """Rounds until a governor has settled, and those at the end that are counted."""
 
@@ -80,11 +80,11 @@ def govern(
 
 def _decide(pair: MeasuredPair, acceptance: float, requests: int, context: int) -> Decision:
     reading = Reading(requests * context, requests * context)
-    plain_s = pair.costs[Way.PLAIN].first_seconds(requests, reading)
-    count = max(_FEWEST_ROUNDS, _ROUNDS // requests)
+    plain_s = pair.costs[Way.OFF].first_seconds(requests, reading)
+    count = max(_MIN_ROUNDS, _ROUNDS // requests)
     expected: dict[Way, Simulated] = {}
     for way in pair.ways:
-        draft_s = 0.0 if way is Way.PLAIN else pair.draft_s(way)
+        draft_s = 0.0 if way is Way.OFF else pair.draft_s(way)
         costs = Costs(pair.costs[way], pair.host, draft_s, pair.limits, context)
         expected[way] = simulate(way, Guesses(acceptance), costs, requests, count)
     gains = {way: each.tokens_per_s * plain_s / requests for way, each in expected.items()}

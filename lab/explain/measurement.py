@@ -45,7 +45,7 @@ class MeasuredPair:
     @property
     def ways(self) -> tuple[Way, ...]:
         """The layouts in the governor's order: the set-up's first one first, plain decoding last."""
-        return tuple(way for way in (Way.BESIDE, Way.INLINE, Way.PLAIN) if way in self.costs)
+        return tuple(way for way in (Way.ASYNC, Way.SYNC, Way.OFF) if way in self.costs)
 
 
 def measure_pair(settings: Settings, say: Callable[[str], None]) -> MeasuredPair:
@@ -63,20 +63,20 @@ def measure_pair(settings: Settings, say: Callable[[str], None]) -> MeasuredPair
     rig = Rig(settings.model_copy(update={"mode": placement.mode}))
     say("measuring steps")
     table = measure_cost(rig.target)
-    costs = {Way.PLAIN: table, Way.INLINE: table}
-    forwards = {Way.INLINE: _draft_forwards(rig.draft, settings.draft_width)}
-    width = choose_width(forwards[Way.INLINE])
+    costs = {Way.OFF: table, Way.SYNC: table}
+    forwards = {Way.SYNC: _draft_forwards(rig.draft, settings.draft_width)}
+    width = choose_width(forwards[Way.SYNC])
     say("measuring the host's share")
     host, inline_step_s = _host(rig, width)
-    draft_host_s = max(0.0, inline_step_s - forwards[Way.INLINE][width])
-    cores = {Way.PLAIN: str(alone), Way.INLINE: str(alone)}
+    draft_host_s = max(0.0, inline_step_s - forwards[Way.SYNC][width])
+    cores = {Way.OFF: str(alone), Way.SYNC: str(alone)}
     if placement.mode is Mode.SSD:
         say("measuring steps on the cores that each has beside the other")
-        costs[Way.BESIDE], forwards[Way.BESIDE] = _beside(rig, placement, settings.draft_width)
-        width = choose_width(forwards[Way.BESIDE])
-        cores[Way.BESIDE] = f"{placement.target} and {placement.draft}"
+        costs[Way.ASYNC], forwards[Way.ASYNC] = _beside(rig, placement, settings.draft_width)
+        width = choose_width(forwards[Way.ASYNC])
+        cores[Way.ASYNC] = f"{placement.target} and {placement.draft}"
         if placement.alone is None:  # the set-up has no inline layout, as in the verifier
-            del costs[Way.INLINE], forwards[Way.INLINE], cores[Way.INLINE]
+            del costs[Way.SYNC], forwards[Way.SYNC], cores[Way.SYNC]
     limits = GrowthLimits(width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes)
     names = rig.target.facts.name, rig.draft.facts.name
     return MeasuredPair(*names, cores, costs, forwards, draft_host_s, host, limits)

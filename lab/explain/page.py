@@ -11,7 +11,7 @@ from ssd_serve.verifier.planning.cost import Reading
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _HARDLY = 0.05
-_NAMES = {Way.BESIDE: "beside", Way.INLINE: "inline", Way.PLAIN: "plain"}
+_NAMES = {Way.ASYNC: "beside", Way.SYNC: "inline", Way.OFF: "plain"}
 
 
 def page(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> str:
@@ -98,9 +98,9 @@ def _target(pair: MeasuredPair) -> list[str]:
         "|" + "---|" * (3 + len(_ROWS)),
     ]
     for way in pair.ways:
-        if way is Way.PLAIN and Way.INLINE in pair.costs:
+        if way is Way.OFF and Way.SYNC in pair.costs:
             continue
-        name = "inline, plain" if way is Way.INLINE else _NAMES[way]
+        name = "inline, plain" if way is Way.SYNC else _NAMES[way]
         for context in (SHORT_CONTEXT, LONG_CONTEXT):
             cells = (f"{1e3 * _target_s(pair, way, rows, context):.2f}" for rows in _ROWS)
             lines.append(f"| {name} | {pair.cores[way]} | {context} | {' | '.join(cells)} |")
@@ -147,7 +147,7 @@ def _decisions(pair: MeasuredPair, question: Question, decisions: Sequence[Decis
                 f"{each.nodes_per_round:.1f} | {each.node_price:.2f} | {each.waited_steps:.1f} "
                 f"| {each.step_price:.2f} | {each.tokens_per_round:.2f} | {each.hit_rate:.2f}"
             )
-            cells = "0 |  |  |  | 1.00 | " if way is Way.PLAIN else drafting
+            cells = "0 |  |  |  | 1.00 | " if way is Way.OFF else drafting
             name = f"**{_NAMES[way]}**" if way is decision.taken else _NAMES[way]
             lines.append(
                 f"| {decision.acceptance:g} | {decision.requests} | {name} | {cells} "
@@ -163,12 +163,12 @@ def _why(decision: Decision) -> str:
         (way for way in decision.gains if way is not decision.taken), key=lambda way: -decision.gains[way]
     )
     against = ", ".join(f"{_NAMES[way]} {decision.gains[way]:.2f}" for way in others)
-    drafting = [way for way in decision.expected if way is not Way.PLAIN]
+    drafting = [way for way in decision.expected if way is not Way.OFF]
     text = (
         f"acceptance {decision.acceptance:g}, {decision.requests} request(s): the governor takes "
         f"{_NAMES[decision.taken]}, which gives {decision.gains[decision.taken]:.2f} against {against}"
     )
-    if decision.taken is Way.PLAIN:
+    if decision.taken is Way.OFF:
         nodes = max(decision.expected[way].nodes_per_round for way in drafting)
         return f"{text}; drafting costs more than the {nodes:.1f} nodes that are worth verifying bring"
     taken = decision.expected[decision.taken]

@@ -102,7 +102,7 @@ def _messages(rates: FaultRates) -> Callable[[Site, MessageFaults | None], Heal]
     return strike
 
 
-_UNEVEN = FaultRates(delay=0.6, most_ticks=10)
+_UNEVEN = FaultRates(delay=0.6, max_ticks=10)
 _PROCESSES = (
     Fault("nothing", lambda _site, _proxy: _nothing),
     Fault("kill -9 of the verifier", _signal("verifier", signal.SIGKILL), _unhealthy),

@@ -82,7 +82,7 @@ def distances(
         if roof is None:
             continue
         verified = 1 + row.nodes_per_round
-        least_s = roof.seconds(weight_bytes, verified * flops_per_row)
+        min_s = roof.seconds(weight_bytes, verified * flops_per_row)
         round_s = row.tokens_per_round / row.tokens_per_s
         found.append(
             Distance(
@@ -93,13 +93,13 @@ def distances(
                 tokens_per_s=row.tokens_per_s,
                 tokens_per_round=row.tokens_per_round,
                 rows_per_round=verified,
-                roof_tokens_per_s=row.tokens_per_round / least_s,
-                reached=least_s / round_s,
-                forward_reached=least_s / (row.forward_share * round_s),
+                roof_tokens_per_s=row.tokens_per_round / min_s,
+                reached=min_s / round_s,
+                forward_reached=min_s / (row.forward_share * round_s),
                 forward_share=row.forward_share,
                 wait_share=row.wait_share,
                 host_share=row.host_share,
-                bound_by="memory" if least_s <= weight_bytes / roof.bandwidth else "computing",
+                bound_by="memory" if min_s <= weight_bytes / roof.bandwidth else "computing",
             )
         )
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 _SLOW_READ_S = 0.05
-_MOST_FAILURES = 20
+_MAX_FAILURES = 20
 _SILENCE_S = 120.0
 _WORDS = (
     "def ",
@@ -69,11 +69,11 @@ class Counted:
     def fail(self, text: str) -> None:
         """Something came that should not have."""
         self.failed += 1
-        if len(self.failures) < _MOST_FAILURES:
+        if len(self.failures) < _MAX_FAILURES:
             self.failures.append(text[:300])
 
 
-class Crowd:
+class SoakClients:
     """`clients` of them that ask until `stop` is set; `kinds`: how often each kind comes."""
 
     def __init__(

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from lab.soak.clients import KINDS, Counted, Crowd, can_chat, client, probe
+from lab.soak.clients import KINDS, Counted, SoakClients, can_chat, client, probe
 from lab.soak.processes import Disturber, Family
 from lab.soak.report import judge, process_figures
 from ssd_serve.bench.load.servers import Server, served
@@ -128,7 +128,7 @@ async def _session(
     async with client(server.url) as http:
         await probe(http, counted)
         kinds = KINDS if await can_chat(http) else {name: KINDS[name] for name in KINDS if name != "chat"}
-        crowd = Crowd(http, kinds, plan.clients, plan.seed, server.context, counted)
+        crowd = SoakClients(http, kinds, plan.clients, plan.seed, server.context, counted)
         running = asyncio.create_task(crowd.run())
         beside = [
             asyncio.create_task(_every(_SAMPLE_S, lambda: asyncio.to_thread(family.sample))),

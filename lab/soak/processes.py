@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]
 
 _KILLED: Mapping[str, float] = {"drafter": 0.5, "verifier": 0.2}
 """How often one that is disturbed is killed, else it is stalled. A verifier takes longer to come back."""
-_LEAST_STALL_S, _MOST_STALL_S = 0.2, 1.5
+_MIN_STALL_S, _MAX_STALL_S = 0.2, 1.5
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Disturber:
             if kill:
                 process.kill()
             else:
-                _stall(process, self._source.uniform(_LEAST_STALL_S, _MOST_STALL_S), sleep)
+                _stall(process, self._source.uniform(_MIN_STALL_S, _MAX_STALL_S), sleep)
         if owed:
             self._owed.remove(role)
         what = f"{'killed' if kill else 'stalled'} {role}"

@@ -8,11 +8,11 @@ import msgspec
 from lab.soak.processes import Series
 from lab.soak.statistics import Slope, after_warm_up, slope
 
-MOST_MIB_AN_HOUR = 32.0
+MAX_MIB_AN_HOUR = 32.0
 """A process leaks when it surely grows faster than this: when the lower end of the interval is above it."""
-LEAST_HOURS = 0.1
+MIN_HOURS = 0.1
 """Of samples after the warm-up: a slope over less is shown, but judges nobody."""
-MOST_DESCRIPTORS_MORE = 8
+MAX_DESCRIPTORS_MORE = 8
 """Than after the warm-up: clients that are just connected are no leak."""
 _POINTS = 120
 
@@ -26,7 +26,7 @@ class ProcessFigures:
     seconds: float
     first_mib: float
     last_mib: float
-    most_mib: float
+    max_mib: float
     slope: Slope | None
     descriptors: tuple[int, int]
     """After the warm-up, and last."""
@@ -103,13 +103,13 @@ def judge(result: Mapping[str, object]) -> list[str]:
 def _process_problems(each: ProcessFigures) -> list[str]:
     problems: list[str] = []
     grown = each.slope
-    if grown is not None and grown.hours >= LEAST_HOURS and grown.low > MOST_MIB_AN_HOUR:
+    if grown is not None and grown.hours >= MIN_HOURS and grown.low > MAX_MIB_AN_HOUR:
         problems.append(
             f"{each.name} {each.pid} grows by {grown.value:.0f} MiB an hour "
             f"({grown.low:.0f} to {grown.high:.0f})"
         )
     before, after = each.descriptors
-    if after > before + MOST_DESCRIPTORS_MORE:
+    if after > before + MAX_DESCRIPTORS_MORE:
         problems.append(f"{each.name} {each.pid} has {after} descriptors open, {before} after the warm-up")
     return problems
 
@@ -143,7 +143,7 @@ def soak_table(result: Mapping[str, object]) -> str:
 def _line(each: ProcessFigures) -> str:
     return (
         f"| {each.name} ({each.pid}) | {each.seconds:.0f} "
-        f"| {each.first_mib:.1f}, {each.last_mib:.1f}, {each.most_mib:.1f} | {_slope(each.slope)} "
+        f"| {each.first_mib:.1f}, {each.last_mib:.1f}, {each.max_mib:.1f} | {_slope(each.slope)} "
         f"| {each.descriptors[0]}, {each.descriptors[1]} | {each.threads[0]}, {each.threads[1]} |"
     )
 
@@ -151,5 +151,5 @@ def _line(each: ProcessFigures) -> str:
 def _slope(grown: Slope | None) -> str:
     if grown is None:
         return "too short"
-    short = "" if grown.hours >= LEAST_HOURS else ", too short to judge"
+    short = "" if grown.hours >= MIN_HOURS else ", too short to judge"
     return f"{grown.value:+.1f} ({grown.low:+.1f} to {grown.high:+.1f}{short})"

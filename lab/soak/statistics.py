@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 STRETCHES = 40
-_LEAST_SAMPLES = 12
+_MIN_SAMPLES = 12
 _DRAWS = 1000
 _LEVEL = 0.95
 
@@ -32,7 +32,7 @@ class Slope:
 
 def slope(seconds: Sequence[float], values: Sequence[float], seed: int = 1) -> Slope | None:
     """The slope of samples in the order of time; None where there are too few to say anything."""
-    if len(seconds) < _LEAST_SAMPLES or seconds[-1] <= seconds[0]:
+    if len(seconds) < _MIN_SAMPLES or seconds[-1] <= seconds[0]:
         return None
     hours = (np.asarray(seconds, dtype=np.float64) - seconds[0]) / 3600
     times, levels = _stretches(hours, np.asarray(values, dtype=np.float64))

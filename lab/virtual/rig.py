@@ -32,10 +32,10 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.growth import GrowPolicy
-from ssd_serve.verifier.planning.planner import Decider
+from ssd_serve.verifier.planning.planner import RoundPlanner
 from ssd_serve.verifier.planning.ranking import RankedNode
-from ssd_serve.verifier.round import Flight, Rounds, Work
-from ssd_serve.verifier.scheduler import Limits, Part
+from ssd_serve.verifier.round import InFlight, RequestStep, Rounds
+from ssd_serve.verifier.scheduler import ScheduledChunk, SchedulerLimits
 
 SLOTS = 4096
 DRAFT_SLOTS = 16384
@@ -70,7 +70,7 @@ class VirtualRounds(Rounds):
         self._virtual = clock
         self._table = table
 
-    def launch(self, work: Sequence[Work]) -> Flight:
+    def launch(self, work: Sequence[RequestStep]) -> InFlight:
         """See `Rounds.launch`."""
         flight = super().launch(work)
         started = self._virtual.now
@@ -79,16 +79,18 @@ class VirtualRounds(Rounds):
         return replace(flight, started=started, result=result)
 
 
-class ObservedDecider(Decider):
+class ObservedDecider(RoundPlanner):
     """A decider that others may look at: `before` sees the work of a round before it waits for growth,
     `after` sees it with the chosen nodes; `pick` may choose other nodes."""
 
-    before: Callable[[Sequence[Part]], None] | None = None
-    after: Callable[[Sequence[Part], Sequence[RankedNode]], None] | None = None
-    pick: Callable[[Sequence[Part]], list[RankedNode]] | None = None
+    before: Callable[[Sequence[ScheduledChunk]], None] | None = None
+    after: Callable[[Sequence[ScheduledChunk], Sequence[RankedNode]], None] | None = None
+    pick: Callable[[Sequence[ScheduledChunk]], list[RankedNode]] | None = None
 
-    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], Decision]:
-        """See `Decider.choose`."""
+    def choose(
+        self, parts: Sequence[ScheduledChunk], drain: Callable[[], object]
+    ) -> tuple[list[RankedNode], Decision]:
+        """See `RoundPlanner.choose`."""
         if self.before is not None:
             self.before(parts)
         nodes, decision = super().choose(parts, drain)
@@ -153,7 +155,7 @@ class Pair:
                 cost=self.cost(),
                 host=HostCost(0.0),
                 slots=self.target.slots,
-                limits=Limits(together, 1024, 1024),
+                limits=SchedulerLimits(together, 1024, 1024),
                 prefix_cache=False,
                 budget=self.table.flat_rows - together,
                 draft_width=width,

@@ -13,7 +13,7 @@ import torch
 from ssd_serve.errors import UserError
 from ssd_serve.models.config import DecoderConfig
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Group(Protocol):
         ...
 
     def quiesce(self) -> None:
-        """Return when nobody looks at what earlier calls have put into a GPU's queue. While work is recorded
+        """Return when nobody looks at what earlier calls have put into a GPU's queue. While work is captured
         nobody may: ROCm then ends the process."""
         ...
 
@@ -125,7 +125,7 @@ def rank_config(config: DecoderConfig, parallel: Parallel) -> DecoderConfig:
 
 def possible_ranks(config: DecoderConfig) -> tuple[int, ...]:
     """How many ranks can share a model."""
-    return tuple(size for size in range(1, MOST_RANKS + 1) if _fits(config, size))
+    return tuple(size for size in range(1, MAX_RANKS + 1) if _fits(config, size))
 
 
 def _fits(config: DecoderConfig, size: int) -> bool:

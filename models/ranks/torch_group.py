@@ -87,7 +87,7 @@ class TorchGroup:
         self._store.wait(names, _LOADING)
 
     def quiesce(self) -> None:
-        """See `Group`. NCCL's watchdog asks for the end of every sum that was not recorded."""
+        """See `Group`. NCCL's watchdog asks for the end of every sum that was not captured."""
         if self._device != "cpu":
             self._processes._wait_for_pending_works()
 

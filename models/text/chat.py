@@ -17,10 +17,10 @@ from ssd_serve.errors import CheckpointError, RequestError
 from ssd_serve.models.config import Json, read_json
 from ssd_serve.models.text.sandbox import BoundedEnvironment
 
-_MOST_SECONDS = 5.0
-_MOST_CHARACTERS = 16 * 2**20
+_MAX_SECONDS = 5.0
+_MAX_CHARACTERS = 16 * 2**20
 """Twice what a request may hold."""
-_MOST_SAID = 500
+_MAX_SAID = 500
 
 
 class _Generation(Extension):
@@ -40,8 +40,8 @@ class ChatTemplate:
         self,
         source: str,
         variables: Mapping[str, str],
-        seconds: float = _MOST_SECONDS,
-        characters: int = _MOST_CHARACTERS,
+        seconds: float = _MAX_SECONDS,
+        characters: int = _MAX_CHARACTERS,
     ) -> None:
         self._environment = BoundedEnvironment(
             seconds,
@@ -71,7 +71,7 @@ class ChatTemplate:
             return self._environment.rendered(self._code, values)
         except Exception as error:  # whatever the model's author wrote, with whatever a client sent
             said = str(error) or type(error).__name__
-            message = f"the model's chat template does not accept these messages: {said[:_MOST_SAID]}"
+            message = f"the model's chat template does not accept these messages: {said[:_MAX_SAID]}"
             raise RequestError(message, "messages") from error
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MOST_PIECES = 3
+_MAX_PIECES = 3
 """Tokens that may be waiting for the last byte of a character."""
-_MOST_HELD = 16
+_MAX_HELD = 16
 """A character has at most four bytes; more tokens than this are not waiting for the rest of one."""
 
 
@@ -32,7 +32,7 @@ class DetokenizeStream:
         self._before = list(context)
         """Tokens whose text was returned; only as many as the next text may depend on."""
         self._held: list[int] = []
-        while self._before and len(self._held) < _MOST_PIECES and decode(self._before).endswith(_BROKEN):
+        while self._before and len(self._held) < _MAX_PIECES and decode(self._before).endswith(_BROKEN):
             self._held.insert(0, self._before.pop())
 
     def push(self, token: int) -> str:
@@ -44,7 +44,7 @@ class DetokenizeStream:
         if len(text) > known and not text.endswith(_BROKEN):
             self._before, self._held = self._held, []
             return text[known:]
-        return self._relieve(text, known) if len(self._held) > _MOST_HELD else ""
+        return self._relieve(text, known) if len(self._held) > _MAX_HELD else ""
 
     def _relieve(self, text: str, known: int) -> str:
         """Return what no further token can change, or else forget a newest token that has no text."""

@@ -17,10 +17,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-_MOST_BITS = 4096
-_MOST_NUMBER = 100_000
+_MAX_BITS = 4096
+_MAX_NUMBER = 100_000
 """The largest number that a function may be given, such as a width."""
-_MOST_INDENT = 256
+_MAX_INDENT = 256
 _WIDE = re.compile(r"[0-9]{5}|\*")
 """In a format: a width that takes no measure, or takes it from elsewhere."""
 
@@ -52,13 +52,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, seconds: float, characters: int, **options: Any) -> None:
         super().__init__(**options)
         self._seconds = seconds
-        self._most_characters = characters
+        self._max_characters = characters
         self._plain_filters = self.filters
         self._allow()
 
     def _allow(self) -> None:
         """A fresh budget; some constants are computed when a template is compiled."""
-        self.budget = Budget(self._seconds, self._most_characters)
+        self.budget = Budget(self._seconds, self._max_characters)
         self.filters = {name: self._bounded(name, work) for name, work in self._plain_filters.items()}
 
     def add_filter(self, name: str, work: Callable[..., Any]) -> None:
@@ -117,7 +117,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Raise where a method of a text, or a filter, would take or make too much."""
         given = [*args, *kwargs.values()]
         numbers = [abs(each) for each in given if isinstance(each, int)]
-        most = _MOST_INDENT if name in ("indent", "expandtabs", "tojson") else _MOST_NUMBER
+        most = _MAX_INDENT if name in ("indent", "expandtabs", "tojson") else _MAX_NUMBER
         self.budget.weigh(0)
         if any(number > most for number in numbers):
             raise TemplateRuntimeError(f"{name} is asked for too much")
@@ -161,7 +161,7 @@ def _product(operator: str, left: Any, right: Any) -> int:
     """How long the result of an operation is; numbers of very many digits raise."""
     if isinstance(left, int) and isinstance(right, int):
         bits = {"**": left.bit_length() * abs(right), "*": left.bit_length() + right.bit_length()}
-        if bits.get(operator, 0) > _MOST_BITS:
+        if bits.get(operator, 0) > _MAX_BITS:
             raise TemplateRuntimeError("its numbers grow too large")
         return 0
     if operator == "*":

@@ -47,7 +47,7 @@ class DenseLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MatrixShare:
     """A part of a fused matrix: its name without `.weight`, and its outputs."""
 
     name: str
@@ -127,7 +127,7 @@ class LinearFactory:
         rows = self.parallel.nearly_even(shape[0])
         return self._matrices.plain(name, shape, rows).to(self._device, self._dtype)
 
-    def by_outputs(self, parts: Sequence[Part], inputs: int, *, bias: bool) -> Linear:
+    def by_outputs(self, parts: Sequence[MatrixShare], inputs: int, *, bias: bool) -> Linear:
         """Matrices that share their input, fused; every rank computes its share of each one's outputs."""
         shares = [part.own or self.parallel.part(part.outputs) for part in parts]
         biases: list[torch.Tensor] = []
@@ -137,7 +137,7 @@ class LinearFactory:
         stored = (self._read(part, inputs, share) for part, share in zip(parts, shares, strict=True))
         return self._fuse(stored, sum(share.stop - share.start for share in shares), inputs, biases)
 
-    def by_inputs(self, part: Part, inputs: int, *, bias: bool) -> Linear:
+    def by_inputs(self, part: MatrixShare, inputs: int, *, bias: bool) -> Linear:
         """A matrix whose inputs are split over the ranks; the results of all ranks are summed."""
         shape = (part.outputs, inputs)
         columns = self.parallel.part(inputs)
@@ -149,7 +149,7 @@ class LinearFactory:
             offsets.append(self._checkpoint.read(f"{part.name}.bias", (part.outputs,)))
         return self._fuse([stored], part.outputs, columns.stop - columns.start, offsets)
 
-    def _read(self, part: Part, inputs: int, share: slice) -> StoredMatrix:
+    def _read(self, part: MatrixShare, inputs: int, share: slice) -> StoredMatrix:
         stored = self._matrices.read(part.name, (part.outputs, inputs), rows=share)
         return stored if part.order is None else stored.reordered(part.order)
 

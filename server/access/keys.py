@@ -21,9 +21,9 @@ from ssd_serve.errors import PermissionProblemError, SettingsError, SsdError
 
 logger = logging.getLogger(__name__)
 
-LEAST_KEY_CHARACTERS = 16
+MIN_KEY_CHARACTERS = 16
 """Shorter keys are warned of: they can be guessed."""
-MOST_KEYS = 1000
+MAX_KEYS = 1000
 """All of them are compared with each key that is given."""
 OPERATOR = "default"
 """Name of whoever holds SSD_API_KEY; nobody else's."""
@@ -83,8 +83,8 @@ def parse_keys(text: str, known: Sequence[Entry] = ()) -> list[Entry]:
         except ValueError as error:
             raise SettingsError(f"line {number}: {error}") from None
         entries.append(entry)
-        if len(entries) > MOST_KEYS:
-            raise SettingsError(f"line {number}: more than {MOST_KEYS} keys")
+        if len(entries) > MAX_KEYS:
+            raise SettingsError(f"line {number}: more than {MAX_KEYS} keys")
     if len(entries) == len(known):
         raise SettingsError("there is no key in it; a line is: name key")
     return entries
@@ -137,11 +137,11 @@ def read_keys(path: Path, known: Sequence[Entry] = ()) -> list[Entry]:
 
 def warn_of_weak(entries: Sequence[Entry], path: Path | None) -> None:
     """Log what an operator should mend; never a key."""
-    for name in dict.fromkeys(each.holder.name for each in entries if len(each.key) < LEAST_KEY_CHARACTERS):
+    for name in dict.fromkeys(each.holder.name for each in entries if len(each.key) < MIN_KEY_CHARACTERS):
         logger.warning(
             "the key of %s is shorter than %d characters and can be guessed; openssl rand -hex 32 makes one",
             name,
-            LEAST_KEY_CHARACTERS,
+            MIN_KEY_CHARACTERS,
         )
     if path is not None and path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
         logger.warning("every user of this machine may read or write %s; chmod 600 it", path)

@@ -86,9 +86,9 @@ def _between_quotes(raw: Raw, size: int) -> Iterator[tuple[list[bytes], int]]:
 class Reader:
     """Decodes the values of one body. Raises `ApiError` for what is no JSON, or has too much text."""
 
-    def __init__(self, size: int = SLICE, most_text: int = MAX_TEXT_BYTES) -> None:
+    def __init__(self, size: int = SLICE, max_text: int = MAX_TEXT_BYTES) -> None:
         self._size = size
-        self._most_text = most_text
+        self._max_text = max_text
         self._text = 0
 
     def read(self, raw: Raw, depth: int = 0) -> object:
@@ -131,16 +131,16 @@ class Reader:
             place += taken
             length += len(piece)
             widest = max(widest, _width(piece))
-            if self._text + length * widest > self._most_text:
+            if self._text + length * widest > self._max_text:
                 break
         self._keep(length * widest)
         return "".join(pieces)
 
     def _keep(self, size: int) -> None:
         self._text += size
-        if self._text > self._most_text:
+        if self._text > self._max_text:
             message = (
-                f"the texts of the body take more than {self._most_text} bytes; where a text has characters "
+                f"the texts of the body take more than {self._max_text} bytes; where a text has characters "
                 "beyond U+00FF each of its characters takes two, with an emoji four"
             )
             raise ApiError(413, message, code="body_too_large")

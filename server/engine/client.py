@@ -28,9 +28,9 @@ from ssd_serve.messages import (
     Status,
     Submit,
 )
-from ssd_serve.server.engine.event_channel import Line, MessageChannel, NoChannel
-from ssd_serve.server.engine.quarantine import Trial, interrupt_all
-from ssd_serve.server.engine.submitted import MOST_TOKENS, Deliver, Interrupted, Submitted, Wanted, together
+from ssd_serve.server.engine.event_channel import EngineLine, MessageChannel, NoChannel
+from ssd_serve.server.engine.quarantine import Quarantine, interrupt_all
+from ssd_serve.server.engine.submitted import MAX_TOKENS, Deliver, Interrupted, Submitted, Wanted, together
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EngineClient:
         before the engine was ever ready. `on_ready` is called whenever an engine can generate, `on_silence`
         every second while one that could has said nothing for longer than it may, with the seconds,
         `on_explained` when a request was found of which engines died."""
-        self._line = Line(channel or NoChannel(), self._hear, self._lose)
+        self._line = EngineLine(channel or NoChannel(), self._hear, self._lose)
         self._reconnect = reconnect
         self._on_ready = on_ready
         self._on_silence = on_silence
@@ -70,7 +70,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._running: dict[int, Submitted] = {}
-        self._trial = Trial(self._running)
+        self._trial = Quarantine(self._running)
         self._trial.admitted()  # nobody is suspect
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
@@ -112,7 +112,7 @@ class EngineClient:
             return
         self._line.close()
         self._heard_at = time.monotonic()
-        self._line = Line(channel, self._hear, self._lose)
+        self._line = EngineLine(channel, self._hear, self._lose)
         self._line.start(self._loop)
 
     def stop(self) -> None:
@@ -143,8 +143,8 @@ class EngineClient:
             self._line.drain()
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        if any(len(each.prompt) + len(each.output) > MOST_TOKENS for each in wanted):
-            raise RequestError(f"a prompt and its output have more than {MOST_TOKENS} tokens", "prompt")
+        if any(len(each.prompt) + len(each.output) > MAX_TOKENS for each in wanted):
+            raise RequestError(f"a prompt and its output have more than {MAX_TOKENS} tokens", "prompt")
         made: list[Submitted] = []
         for each in wanted:
             number = next(self._numbers)
@@ -304,10 +304,10 @@ class EngineClient:
         if self.dead is not None or self._loop is None:
             found.close()
             return
-        self._line = Line(found, self._hear, self._lose)
+        self._line = EngineLine(found, self._hear, self._lose)
         for submitted in self._running.values():
             submitted.sent = False  # also what an engine was given that died before it could read
-        self._trial = Trial(self._running)
+        self._trial = Quarantine(self._running)
         self._admit()
         self._line.start(self._loop)
 

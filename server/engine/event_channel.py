@@ -75,7 +75,7 @@ class NoChannel:
         """Nothing is open."""
 
 
-class Line:
+class EngineLine:
     """One channel, from `start` on the event loop to `close`. `ended` is called once with the reason when the
     peer is gone, after everything that it had said; not after `close`."""
 

@@ -25,12 +25,12 @@ _LONGEST_END_S = 5.0
 
 _DECODED_AT_ONCE = 32
 _READ_AT_ONCE = 16
-MOST_UNREAD = 1 << 18
+MAX_UNREAD = 1 << 18
 """Numbers in reports that wait to be read, over all choices of a request: some ten megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChoicePlan:
     """One choice: what the engine is asked for, and what is done with its tokens."""
 
     prompt: tuple[int, ...]
@@ -54,7 +54,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoicePiece:
     """More output of one choice. `offsets` are where each token begins in the choice's text."""
 
     choice: int
@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Output:
+class ChoiceOutput:
     """Everything of one choice, added up."""
 
     texts: list[str] = field(default_factory=list[str])
@@ -84,7 +84,7 @@ class Output:
         """All of it."""
         return "".join(self.texts)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChoicePiece) -> None:
         """Append one piece."""
         self.texts.append(piece.text)
         self.tokens.extend(piece.tokens)
@@ -97,7 +97,7 @@ class Output:
 class _Choice:
     """One choice while it runs."""
 
-    def __init__(self, service: Service, index: int, plan: Plan) -> None:
+    def __init__(self, service: Service, index: int, plan: ChoicePlan) -> None:
         detokenizer = service.tokenizer.detokenizer(plan.prompt, plan.skip_special_tokens)
         self.index = index
         self.request = 0
@@ -126,7 +126,7 @@ class _Choice:
         self.shown += sum(len(self.assembler.push(token)) for token in tokens)
         self._before = self.assembler.tokens
 
-    def absorb(self, report: Committed) -> Piece:
+    def absorb(self, report: Committed) -> ChoicePiece:
         """Take tokens one by one, up to the one that completes a stop string."""
         assembler = self.assembler
         self._reports += bool(report.tokens)  # the others only tell of the prompt
@@ -141,7 +141,7 @@ class _Choice:
                 break
         counted = len(offsets)
         self.watch.tokens(counted)
-        return Piece(
+        return ChoicePiece(
             choice=self.index,
             text=text,
             tokens=report.tokens[:counted],
@@ -151,7 +151,7 @@ class _Choice:
             prompt_logprobs=report.prompt_logprobs,
         )
 
-    def end(self, report: Finished) -> Piece:
+    def end(self, report: Finished) -> ChoicePiece:
         """The engine ended the choice; held back text may still complete a stop string."""
         text = self.assembler.finish(report.stop_token if report.reason == "stop" else None)
         reason = "stop" if self.stopped else report.reason
@@ -159,7 +159,7 @@ class _Choice:
         figures = self._seen() if self.interrupted else report.figures
         self.close(reason)
         ending = Ending(reason, cause, figures, complete=not self.interrupted)
-        return Piece(self.index, text, (), (), (), ending)
+        return ChoicePiece(self.index, text, (), (), (), ending)
 
     def close(self, reason: str) -> None:
         """Count the end, once."""
@@ -167,11 +167,11 @@ class _Choice:
             self.running = False
             self.watch.end(reason, self._tokens)
 
-    def end_alone(self) -> Piece:
+    def end_alone(self) -> ChoicePiece:
         """The text is complete but the engine did not say so: only what was seen here is known."""
         self.close("stop")
         ending = Ending("stop", self.assembler.stopped_by, self._seen(), complete=False)
-        return Piece(self.index, "", (), (), (), ending)
+        return ChoicePiece(self.index, "", (), (), (), ending)
 
     def _seen(self) -> Figures:
         """What can be counted here."""
@@ -183,7 +183,7 @@ class _Choice:
 class Run:
     """The choices of one HTTP request: `async with Run(...) as run: async for piece in run.pieces()`."""
 
-    def __init__(self, service: Service, plans: Sequence[Plan], salt: bytes = b"") -> None:
+    def __init__(self, service: Service, plans: Sequence[ChoicePlan], salt: bytes = b"") -> None:
         self._service = service
         self._plans = plans
         self._salt = salt
@@ -248,7 +248,7 @@ class Run:
         self._unread += weight
         self._largest = max(self._largest, weight)
         # One report alone, however large, is no backlog.
-        if self._unread > MOST_UNREAD + self._largest:
+        if self._unread > MAX_UNREAD + self._largest:
             self._behind = True
             while not self._reports.empty():
                 self._reports.get_nowait()
@@ -262,7 +262,7 @@ class Run:
                 self._service.engine.abort(choice.request)
                 choice.close(reason)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[ChoicePiece]:
         """Pieces of all choices as they come; ends when every choice has ended."""
         read = 0
         while any(choice.running for choice in self._choices):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ssd_serve.server.engine.submitted import Submitted
 
 
-class Trial:
+class Quarantine:
     """Of the running requests that another engine is to go on with. `running` is read, never changed."""
 
     def __init__(self, running: Mapping[int, Submitted]) -> None:

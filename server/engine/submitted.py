@@ -20,12 +20,12 @@ from ssd_serve.messages import (
     SubmitChoices,
 )
 
-MOST_LOSSES = 3
+MAX_LOSSES = 3
 """A request that was there at so many deaths in a row, at the last one alone, and was given no token between
 them, is their cause."""
 
 
-MOST_TOKENS = 1 << 21
+MAX_TOKENS = 1 << 21
 """Most of one message: at five bytes each it stays well below the largest frame."""
 
 
@@ -73,12 +73,12 @@ class Submitted:
     @property
     def suspect(self) -> bool:
         """It may be what the engines died of: the next one is given it first."""
-        return self.losses == MOST_LOSSES - 1
+        return self.losses == MAX_LOSSES - 1
 
     @property
     def guilty(self) -> bool:
         """Engines die of it."""
-        return self.losses >= MOST_LOSSES
+        return self.losses >= MAX_LOSSES
 
     def take(self, report: Committed) -> None:
         """More of it has come."""
@@ -111,7 +111,7 @@ def together(submits: Iterable[Submit]) -> list[Submit | SubmitChoices]:
             groups[-1].append(each)
         else:
             groups.append([each])
-            room = MOST_TOKENS - len(each.prompt)
+            room = MAX_TOKENS - len(each.prompt)
         room -= len(each.output)
     return [_message(group) for group in groups]
 

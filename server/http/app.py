@@ -19,7 +19,7 @@ from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
 from ssd_serve.server.http.off_loop import OffLoop
-from ssd_serve.server.http.request_ids import HEADER, NamedRequests
+from ssd_serve.server.http.request_ids import HEADER, RequestIds
 from ssd_serve.server.http.root_path import RootPath, path_within
 from ssd_serve.server.http.smuggling import OneMeaning
 from ssd_serve.server.http.streaming import ClientGoneError
@@ -30,7 +30,7 @@ from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
 from ssd_serve.server.openai.openapi import Doors, describe
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
-from ssd_serve.server.service import Gate, OtherPages, Service
+from ssd_serve.server.service import OtherPages, Service, StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.settings import Settings
 
@@ -47,7 +47,7 @@ def create_app(
     engine_client: EngineClient,
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
-    gate: Gate | None = None,
+    gate: StopGate | None = None,
     others: OtherPages | None = None,
     guards: Sequence[Middleware] = (),
 ) -> FastAPI:
@@ -69,7 +69,7 @@ def create_app(
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         rendering=OffLoop(-1, limits.tokenising_at_once),
         aside=OffLoop(-1, at_once=1),
-        gate=gate or Gate(),
+        gate=gate or StopGate(),
         tenants=tenants,
         others=others,
     )
@@ -99,7 +99,7 @@ def create_app(
     app.add_middleware(OneMeaning)
     for guard in guards:
         app.add_middleware(guard.cls, *guard.args, **guard.kwargs)
-    app.add_middleware(NamedRequests)
+    app.add_middleware(RequestIds)
     if settings.cors_origins:
         # Outside of the key: browsers ask for permission without one.
         app.add_middleware(

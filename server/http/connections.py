@@ -218,7 +218,7 @@ class Connection(H11Protocol):
     def _judge_reader(self, before: int | None = None) -> None:
         """Again and again while something is unread: whether enough of it was taken since."""
         left = self.transport.get_write_buffer_size()
-        if before is not None and before - left < self._limits.least_read_bytes:
+        if before is not None and before - left < self._limits.min_read_bytes:
             self.leave()
             return
         self._stop_judging()

@@ -23,7 +23,7 @@ _OTHERS = 160
 """Descriptors for everything else, and for those accepted at once."""
 
 
-def most_connections(settings: Settings, descriptors: int) -> int:
+def max_connections(settings: Settings, descriptors: int) -> int:
     """As set, or far more than requests can run and wait; never more than leave descriptors for the rest."""
     capacity = settings.max_running + settings.max_waiting
     wanted = settings.max_connections or 4 * capacity + 64

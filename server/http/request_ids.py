@@ -17,7 +17,7 @@ NAME = r"[\x21-\x7e]{1,128}"
 """What a client may call a request."""
 
 
-class NamedRequests:
+class RequestIds:
     """ASGI middleware: names requests, and answers 500 where an error would leave without one of our answers.
 
     Inside of it every error has an answer that other middleware can still add headers to.

@@ -21,10 +21,10 @@ from ssd_serve.server.access.hosts import AllowedHosts
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.http.connections import Crowd, CrowdControl
-from ssd_serve.server.http.door import Door, most_connections, open_door
+from ssd_serve.server.http.door import Door, max_connections, open_door
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.service import Gate
+from ssd_serve.server.service import StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
 
@@ -40,7 +40,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn, except that a handled signal is not raised again: the caller still has to tidy up."""
 
     def __init__(
-        self, config: uvicorn.Config, gate: Gate, end: Callable[[], None], drain_s: float, door: Door
+        self, config: uvicorn.Config, gate: StopGate, end: Callable[[], None], drain_s: float, door: Door
     ) -> None:
         """`end` ends all requests with an error; it is called when they had `drain_s` to end well."""
         super().__init__(config)
@@ -172,8 +172,8 @@ def build_server(
     """The server, not yet running; its `stop` may be called from any thread. `hosts`: the only names that it
     may be called by, beside loopback's."""
     limits = limits or Limits()
-    gate = Gate()
-    crowd = Crowd(most_connections(settings, descriptor_limit()))
+    gate = StopGate()
+    crowd = Crowd(max_connections(settings, descriptor_limit()))
     guards = [Middleware(CrowdControl, crowd=crowd)]
     if hosts is not None:
         guards.append(Middleware(AllowedHosts, allowed=hosts))

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
-_LEAST_SIZE = 512
+_MIN_SIZE = 512
 """Bytes: room for what a round usually brings, and the rest of a chunk."""
 PING = b": ping\n\n"
 """A comment: readers of event streams skip it."""
@@ -40,12 +40,12 @@ def event(value: dict[str, object]) -> bytes:
 
 
 def obfuscated(value: dict[str, object]) -> bytes:
-    """One event whose length tells nearly nothing of its text: `_LEAST_SIZE` bytes, or the next power of two.
+    """One event whose length tells nearly nothing of its text: `_MIN_SIZE` bytes, or the next power of two.
 
     Whoever listens to encrypted traffic sees lengths. The padding is random, so that nothing on the way can
     compress it.
     """
-    missing = _LEAST_SIZE
+    missing = _MIN_SIZE
     plain = len(event({**value, "obfuscation": ""}))
     while missing < plain:
         missing *= 2

@@ -78,7 +78,7 @@ class RoundPrice(TypedDict):
 class RoundDecision(TypedDict):
     """What the last round decided about drafts, and why."""
 
-    layout: Annotated[Literal["beside", "inline", "plain"], Field(description="who drafts; plain: nobody")]
+    layout: Annotated[Literal["async", "sync", "off"], Field(description="how it speculates")]
     why: Why
     nodes: Annotated[int, Field(ge=0, description="drafted tokens that were verified")]
     waited_s: Annotated[float, Field(ge=0, description="how long the round waited for drafts")]

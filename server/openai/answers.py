@@ -1,6 +1,6 @@
 """Turns a run into a response, whole or streamed, the same way for completions and chat.
 
-What differs between the two is a `Shape`. Knows neither request bodies nor the engine.
+What differs between the two is a `AnswerShape`. Knows neither request bodies nor the engine.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -12,18 +12,18 @@ from fastapi import Request, Response
 
 from ssd_serve.server.access.auth import tenant_of
 from ssd_serve.server.access.tenants import Tenant
-from ssd_serve.server.engine.generation import Ending, Output, Piece, Plan, Run
+from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending, Run
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import HEADER
 from ssd_serve.server.http.streaming import DONE, EventStream, event, obfuscated, while_connected
-from ssd_serve.server.openai.replies import Head, speculation, usage
+from ssd_serve.server.openai.replies import ResponseHead, speculation, usage
 from ssd_serve.server.service import Service
 
 _SCORED_UNITS = 32
 """Writing a token with its log-probabilities takes as long as some other work for so many tokens."""
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """How one API writes its choices."""
 
     @property
@@ -40,11 +40,11 @@ class Shape(Protocol):
         """What a choice says before its first token, in a stream."""
         ...
 
-    def part(self, piece: Piece) -> dict[str, object] | None:
+    def part(self, piece: ChoicePiece) -> dict[str, object] | None:
         """A piece of a choice in a stream; None when there is nothing to tell."""
         ...
 
-    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
+    def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """A whole choice."""
         ...
 
@@ -65,10 +65,10 @@ class Privacy:
 class Job:
     """A checked request, ready to run. `choices` is n: that many plans in a row share a prompt."""
 
-    head: Head
-    plans: Sequence[Plan]
+    head: ResponseHead
+    plans: Sequence[ChoicePlan]
     choices: int
-    shape: Shape
+    shape: AnswerShape
     stream: bool
     told_usage: Literal["never", "last", "always"]
     """Which chunks of a stream tell the usage."""
@@ -128,7 +128,7 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
 
 async def _whole(visit: Visit) -> dict[str, object]:
     job = visit.job
-    outputs = [Output() for _ in job.plans]
+    outputs = [ChoiceOutput() for _ in job.plans]
     async with visit.run() as run:
         async for piece in run.pieces():
             outputs[piece.choice].add(piece)

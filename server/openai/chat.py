@@ -7,7 +7,7 @@ from fastapi import Request, Response
 from ssd_serve.messages import Ready
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.continuation import generated_tokens
-from ssd_serve.server.engine.generation import Ending, Output, Piece, Plan
+from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import request_name
@@ -15,7 +15,7 @@ from ssd_serve.server.openai.answers import Job, answer
 from ssd_serve.server.openai.completions import check_stream_options, privacy, usage_wanted
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.openai.protocol import ChatRequest
-from ssd_serve.server.openai.replies import Head, chat_logprobs, written_in_steps
+from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, written_in_steps
 from ssd_serve.server.openai.sampling import (
     bad_word_tokens,
     given,
@@ -42,7 +42,7 @@ class ChatShape:
         """The role comes first."""
         return self._delta(choice, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, piece: Piece) -> dict[str, object] | None:
+    def part(self, piece: ChoicePiece) -> dict[str, object] | None:
         """One piece."""
         if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
             return None
@@ -52,7 +52,7 @@ class ChatShape:
         entry = self._delta(piece.choice, delta, details, piece.ending)
         return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
 
-    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
+    def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """A whole choice."""
         details = (yield from self._all_logprobs(output)) if self.logprobs else None
         entry: dict[str, object] = {
@@ -78,7 +78,7 @@ class ChatShape:
             "stop_reason": ending.cause if ending else None,
         }
 
-    def _all_logprobs(self, output: Output) -> Steps[dict[str, object]]:
+    def _all_logprobs(self, output: ChoiceOutput) -> Steps[dict[str, object]]:
         return written_in_steps(
             len(output.tokens),
             lambda some: chat_logprobs(self.texts, output.tokens[some], output.logprobs[some]),
@@ -132,11 +132,11 @@ class ChatEndpoint:
         skip_special = given(body.skip_special_tokens, True)
         had = await generated_tokens(service, ready, body, [parameters.max_tokens] * choices)
         plans = [
-            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
+            ChoicePlan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
             for i in range(choices)
         ]
         shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))
-        head = Head.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
+        head = ResponseHead.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
         return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
 
 

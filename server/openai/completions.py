@@ -9,14 +9,14 @@ from fastapi import Request, Response
 
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.continuation import generated_tokens
-from ssd_serve.server.engine.generation import Ending, Output, Piece, Plan
+from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import request_name
 from ssd_serve.server.openai.answers import Job, Privacy, answer
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
 from ssd_serve.server.openai.protocol import CompletionRequest, GenerationRequest
-from ssd_serve.server.openai.replies import Head, completion_logprobs, written_in_steps
+from ssd_serve.server.openai.replies import ResponseHead, completion_logprobs, written_in_steps
 from ssd_serve.server.openai.sampling import (
     bad_word_tokens,
     given,
@@ -62,7 +62,7 @@ class CompletionShape:
             return None
         return {**self._entry(choice, text, None, None), **self._prompt_ids(prompt)}
 
-    def part(self, piece: Piece) -> dict[str, object] | None:
+    def part(self, piece: ChoicePiece) -> dict[str, object] | None:
         """One piece."""
         if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
             return None
@@ -70,7 +70,7 @@ class CompletionShape:
         entry = self._entry(piece.choice, piece.text, details, piece.ending)
         return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
 
-    def whole(self, choice: int, output: Output) -> Steps[dict[str, object]]:
+    def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """A whole choice."""
         prompt = choice // self.choices
         details = (yield from self._all_logprobs(prompt, output)) if self.logprobs else None
@@ -96,12 +96,12 @@ class CompletionShape:
             "stop_reason": ending.cause if ending else None,
         }
 
-    def _logprobs(self, choice: int, piece: Piece) -> dict[str, object]:
+    def _logprobs(self, choice: int, piece: ChoicePiece) -> dict[str, object]:
         before = len(self.echoes[choice // self.choices].text)
         offsets = [before + offset for offset in piece.offsets]
         return completion_logprobs(self.texts, piece.tokens, piece.logprobs, offsets)
 
-    def _all_logprobs(self, prompt: int, output: Output) -> Steps[dict[str, object]]:
+    def _all_logprobs(self, prompt: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """Of the output, and before it of the prompt where that is told."""
         echo = self.echoes[prompt]
         told = bool(echo.offsets)
@@ -176,7 +176,7 @@ class CompletionsEndpoint:
             await generated_tokens(service, ready, body, [each for each in limits for _ in range(choices)])
         )
         plans = [
-            Plan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, next(had))
+            ChoicePlan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, next(had))
             for prompt, parameters in zip(prompts, asked, strict=True)
             for i in range(choices)
         ]
@@ -190,7 +190,7 @@ class CompletionsEndpoint:
             logprobs=body.logprobs is not None,
             token_ids=given(body.return_token_ids, False),
         )
-        head = Head.now("cmpl", name, service.model, service.fingerprint(ready), seed)
+        head = ResponseHead.now("cmpl", name, service.model, service.fingerprint(ready), seed)
         return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
 
     async def _echoes(self, prompts: Sequence[TokenPrompt], skip_special: bool, scored: bool) -> list[Echo]:

@@ -21,7 +21,6 @@ from pydantic_core import PydanticCustomError
 
 from ssd_serve.server.http.request_ids import NAME
 from ssd_serve.server.limits import (
-    LEAST_TEMPERATURE,
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -36,6 +35,7 @@ from ssd_serve.server.limits import (
     MAX_STOPS,
     MAX_TOKEN_ID,
     MAX_TOKEN_IDS,
+    MIN_TEMPERATURE,
 )
 
 
@@ -127,19 +127,19 @@ Stop = Annotated[
 
 
 def _temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:
+    if 0 < value < MIN_TEMPERATURE:
         raise PydanticCustomError(
-            "temperature", "Input should be 0 or at least {least}", {"least": LEAST_TEMPERATURE}
+            "temperature", "Input should be 0 or at least {least}", {"least": MIN_TEMPERATURE}
         )
     return value
 
 
 Temperature = Annotated[
     float,
-    Field(ge=0, le=100, json_schema_extra={"anyOf": [{"const": 0}, {"minimum": LEAST_TEMPERATURE}]}),
+    Field(ge=0, le=100, json_schema_extra={"anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}),
     AfterValidator(_temperature),
 ]
-"""Between 0 and `LEAST_TEMPERATURE` a division by it would overflow."""
+"""Between 0 and `MIN_TEMPERATURE` a division by it would overflow."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 

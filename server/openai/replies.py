@@ -13,14 +13,14 @@ from ssd_serve.messages import Figures, TokenLogprobs
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.text.tokenizer import TokenTexts
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry; vLLM does the same."""
 
 _WRITTEN_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHead:
     """What every object of one response begins with. `name` is the request's, told in a header."""
 
     name: str
@@ -31,7 +31,7 @@ class Head:
     seed: int
 
     @classmethod
-    def now(cls, kind: str, name: str, model: str, fingerprint: str, seed: int) -> "Head":
+    def now(cls, kind: str, name: str, model: str, fingerprint: str, seed: int) -> "ResponseHead":
         """The head of a response that begins now; `kind` begins its id."""
         return cls(name, f"{kind}-{name}", int(time.time()), model, fingerprint, seed)
 
@@ -155,4 +155,4 @@ def _chat_token(texts: TokenTexts, token: int, logprob: float) -> dict[str, obje
 
 def finite(logprob: float) -> float:
     """The value, kept inside what JSON can carry."""
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)

@@ -261,7 +261,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     wait_s: float
     host_s: float
     layout: str = ""
-    """Who drafts now: `beside`, `inline` or `plain`; empty where that cannot change."""
+    """How it speculates now: `async`, `sync` or `off`; empty where that cannot change."""
     layout_gains: dict[int, dict[str, float]] = msgspec.field(default_factory=dict[int, dict[str, float]])
     """By the middle number of requests of a level of load: what each layout gave, plain decoding being 1."""
     decision: Decided | None = None

@@ -62,7 +62,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     from the `SSD_` variables of the machine that a replica runs on. Wrong ones raise `SettingsError`."""
     options = deployment_options(replica_settings(arguments))
     # Serve adds to the class what mypy cannot know.
-    replica: Any = serve.ingress()(Replica)
+    replica: Any = serve.ingress()(ServerReplica)
     deployment: Any = cast(Any, serve).deployment(**options)(replica)
     application: serve.Application = deployment.bind(arguments)
     return application
@@ -137,7 +137,7 @@ def check_doors(settings: Settings, log: Logger) -> None:
         log.warning(warning)
 
 
-class Replica:
+class ServerReplica:
     """A front end and its engine in one process of Ray. It is ready when it has been constructed."""
 
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]

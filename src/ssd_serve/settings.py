@@ -28,7 +28,7 @@ KEY_SETTINGS = (
 )
 """Who may ask for what: a benchmark, which asks itself, has none of them."""
 STRONG_KEY = "16 characters or more that nobody can guess, such as `openssl rand -hex 32` prints"
-_SHORTEST_KEY, _FEWEST_SIGNS = 16, 8
+_SHORTEST_KEY, _MIN_SIGNS = 16, 8
 
 
 class Mode(str, Enum):
@@ -78,7 +78,7 @@ def _key(value: str) -> str:
 
 def is_weak(key: str) -> bool:
     """Whether a key that processes prove to know was surely not drawn by chance."""
-    return len(key) < _SHORTEST_KEY or len(set(key)) < _FEWEST_SIGNS
+    return len(key) < _SHORTEST_KEY or len(set(key)) < _MIN_SIGNS
 
 
 def _cluster_key(value: str) -> str:
@@ -269,7 +269,7 @@ class Settings(BaseSettings):
     )
     graphs: bool = Field(
         default=True,
-        description="on GPUs record forwards as CUDA or HIP graphs and replay them; "
+        description="on GPUs capture forwards as CUDA or HIP graphs and replay them; "
         "with flashinfer or triton attention",
     )
     tpot_target_ms: float | None = Field(

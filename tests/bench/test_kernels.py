@@ -151,11 +151,11 @@ def test_the_roof_is_reading_once_or_computing() -> None:
     asked = (Asked(100, 4, depth=0), Asked(28, 4, depth=0))
     batch = random_batch(random.Random(0), 200, asked)
     size = 136 * 2 * 8 * 128 * 4
-    assert timing.least_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)
+    assert timing.min_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)
     computing = Roof(1, "float32", {1: 1e-15}, 1e9)
     products = 4 * 100 + 4 * 28 + 2 * (1 + 2 + 3 + 4)
     expected = 4 * products * 32 * 128 / 1e9
-    assert timing.least_seconds(plan, torch.float32, asked, batch, computing) == pytest.approx(expected)
+    assert timing.min_seconds(plan, torch.float32, asked, batch, computing) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

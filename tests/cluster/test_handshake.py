@@ -17,7 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ssd_serve.cluster.channels.channel import SocketChannel
-from ssd_serve.cluster.channels.handshake import Gate
+from ssd_serve.cluster.channels.handshake import KeyGate
 from ssd_serve.cluster.channels.listener import Listener, connect
 from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.cluster.channels.tls import Sealed, identity
@@ -210,7 +210,7 @@ def test_a_stranger_who_stays_silent_is_sent_away() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         refused: list[str] = []
         server.setblocking(False)
-        gate = Gate(server, identity(KEY), refused.append, patience_s=0.2)
+        gate = KeyGate(server, identity(KEY), refused.append, patience_s=0.2)
         with closing(gate), closing(socket.create_connection(server.getsockname())) as stranger:
             deadline = time.monotonic() + 5.0
             while not refused and time.monotonic() < deadline:
@@ -221,23 +221,23 @@ def test_a_stranger_who_stays_silent_is_sent_away() -> None:
 
 
 @pytest.fixture
-def crowded() -> Iterator[tuple[Gate, tuple[str, int], list[str]]]:
+def crowded() -> Iterator[tuple[KeyGate, tuple[str, int], list[str]]]:
     """A gate on all of loopback, where it listens, and whom it has refused."""
     refused: list[str] = []
     with closing(socket.create_server(("0.0.0.0", 0), backlog=200)) as server:
         server.setblocking(False)
-        with closing(Gate(server, identity(KEY), refused.append, patience_s=60.0)) as gate:
+        with closing(KeyGate(server, identity(KEY), refused.append, patience_s=60.0)) as gate:
             yield gate, ("127.0.0.1", server.getsockname()[1]), refused
 
 
-def wake(gate: Gate) -> None:
+def wake(gate: KeyGate) -> None:
     """Let it greet until it has nothing more to do."""
     while select.select([gate], [], [], 0.05)[0]:
         assert gate.accept() is None
 
 
 def test_silent_strangers_make_room_for_those_who_come_and_wake_nobody_up(
-    crowded: tuple[Gate, tuple[str, int], list[str]],
+    crowded: tuple[KeyGate, tuple[str, int], list[str]],
 ) -> None:
     gate, address, refused = crowded
     with ExitStack() as stack:
@@ -251,7 +251,7 @@ def test_silent_strangers_make_room_for_those_who_come_and_wake_nobody_up(
 
 
 def test_a_crowd_from_one_address_crowds_out_itself(
-    crowded: tuple[Gate, tuple[str, int], list[str]],
+    crowded: tuple[KeyGate, tuple[str, int], list[str]],
 ) -> None:
     gate, address, refused = crowded
     with ExitStack() as stack:
@@ -268,7 +268,7 @@ def test_a_crowd_from_one_address_crowds_out_itself(
             honest.recv(1)
 
 
-def test_a_crowd_takes_little_of_a_round(crowded: tuple[Gate, tuple[str, int], list[str]]) -> None:
+def test_a_crowd_takes_little_of_a_round(crowded: tuple[KeyGate, tuple[str, int], list[str]]) -> None:
     gate, address, _ = crowded
     with ExitStack() as stack:
         hello = Recorded()

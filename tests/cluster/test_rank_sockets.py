@@ -50,7 +50,7 @@ def test_every_rank_hears_every_message_whole_and_in_order(tmp_path: Path) -> No
 
 def test_rank_0_knows_how_much_memory_the_poorest_has(tmp_path: Path) -> None:
     with met(tmp_path, 4) as (leader, _):
-        assert leader.least_free == 1000
+        assert leader.min_free == 1000
 
 
 def test_rank_0_waits_until_all_are_ready(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.cluster.supervision.restart_policy import Comeback, pause_before_restart
+from ssd_serve.cluster.supervision.restart_policy import RestartPolicy, pause_before_restart
 from ssd_serve.errors import CheckpointError, MemoryShortError
 from tests.fakes import FakeClock
 
@@ -15,12 +15,12 @@ def test_pauses_grow_to_a_limit() -> None:
 
 
 def test_what_was_never_ready_does_not_come_back() -> None:
-    assert Comeback(FakeClock()).pause(KILLED) is None
+    assert RestartPolicy(FakeClock()).pause(KILLED) is None
 
 
 def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
     clock = FakeClock()
-    comeback = Comeback(clock)
+    comeback = RestartPolicy(clock)
     for _ in range(100):
         comeback.ready()
         clock.now += 60
@@ -31,7 +31,7 @@ def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
 @pytest.mark.parametrize("loads", [True, False])
 def test_what_dies_quickly_comes_back_later_and_later_and_then_no_more(loads: bool) -> None:
     clock = FakeClock()
-    comeback = Comeback(clock)
+    comeback = RestartPolicy(clock)
     comeback.ready()
     clock.now += 60
     pauses: list[float | None] = []
@@ -44,7 +44,7 @@ def test_what_dies_quickly_comes_back_later_and_later_and_then_no_more(loads: bo
 
 
 def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back() -> None:
-    comeback = Comeback(FakeClock())
+    comeback = RestartPolicy(FakeClock())
     comeback.ready()
     assert comeback.pause(MemoryShortError.exit_code) == 0.5
     assert comeback.pause(CheckpointError.exit_code) is None
@@ -52,7 +52,7 @@ def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back()
 
 def test_deaths_whose_cause_is_gone_do_not_count() -> None:
     clock = FakeClock()
-    comeback = Comeback(clock)
+    comeback = RestartPolicy(clock)
     for death in range(40):
         comeback.ready()
         clock.now += 2

@@ -63,12 +63,12 @@ def test_a_step_that_was_recorded_first_teaches_nothing_about_time() -> None:
     source, widths = ScriptedSource(), Watched({1: 0.1, 3: 0.1})
     core = build_core(CoreParts(guesses=source, limits=LIMITS, ends=(EOS,), name="d0", widths=widths))
     core.handle(opening())
-    source.prepared = True
+    source.captured_now = True
     core.step()
-    assert (core.prepared, widths.learnt) == (True, 0)
-    source.prepared = False
+    assert (core.captured_now, widths.learnt) == (True, 0)
+    source.captured_now = False
     core.step()
-    assert (core.prepared, widths.learnt) == (False, 1)
+    assert (core.captured_now, widths.learnt) == (False, 1)
 
 
 def test_an_outcome_of_the_wrong_position_asks_for_a_new_beginning() -> None:

@@ -10,7 +10,7 @@ import pytest
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter import assembly
 from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.drafter.sources.contract import Candidates, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels.attention import backends
@@ -43,9 +43,11 @@ def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder
         source = ModelSource(model, SlotPool(128), NoiseRows(model.facts.vocabulary, 64, device), 4)
         for request, temperature in enumerate(temperatures):
             source.open(request, PROMPT, SamplingParameters(temperature=temperature), 11)
-        roots = [Expansion(request, 100 + request, (), ()) for request in range(len(temperatures))]
+        roots = [NodeRequest(request, 100 + request, (), ()) for request in range(len(temperatures))]
         source.expand(roots, [1.0, 0.7])
-        return source.expand([Expansion(0, 7, (7,), (50,)), Expansion(1, 9, (8, 9), (51, 52))], [1.0, 0.7])
+        return source.expand(
+            [NodeRequest(0, 7, (7,), (50,)), NodeRequest(1, 9, (8, 9), (51, 52))], [1.0, 0.7]
+        )
 
     expected = candidates("cpu")
     with pretended_device():

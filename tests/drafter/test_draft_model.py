@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node, SpeculationTree
-from ssd_serve.drafter.sources.contract import Candidates, Expansion
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import SamplingParameters
@@ -37,9 +37,9 @@ class Drafted:
             return [self.tree.root]
         return [node for node in self.tree.best(30, 6) if not node.expanded]
 
-    def pick(self, node: Node) -> Expansion:
+    def pick(self, node: Node) -> NodeRequest:
         path = self.tree.path(node)
-        return Expansion(
+        return NodeRequest(
             self.request, node.name, tuple(each.name for each in path), tuple(each.token for each in path)
         )
 
@@ -53,11 +53,11 @@ def make_source(slots: int) -> tuple[ModelSource, SlotPool]:
     return ModelSource(FakeModel(slots), pool, NoiseRows(VOCABULARY, 64), FAN_OUT), pool
 
 
-def from_scratch(drafted: Drafted, pick: Expansion) -> Candidates:
+def from_scratch(drafted: Drafted, pick: NodeRequest) -> Candidates:
     """The same expansion by a source that has nothing to remember."""
     source, _ = make_source(200)
     source.open(0, [*drafted.tokens, *pick.tokens], drafted.parameters, 5)
-    root = Expansion(0, 1, (), ())
+    root = NodeRequest(0, 1, (), ())
     found = source.expand([root], [1.0])[0]
     assert found is not None
     return found
@@ -106,7 +106,7 @@ class Source(RuleBasedStateMachine):
             else:
                 assert self.slots < 2000
 
-    def check(self, drafted: Drafted, pick: Expansion, candidates: Candidates) -> None:
+    def check(self, drafted: Drafted, pick: NodeRequest, candidates: Candidates) -> None:
         expected = from_scratch(drafted, pick)
         assert candidates.tokens.tolist() == expected.tokens.tolist()
         assert np.allclose(candidates.log_probabilities, expected.log_probabilities, atol=1e-6)

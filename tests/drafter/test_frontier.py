@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 
-LIMITS = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, least_reach=1e-6)
+LIMITS = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, min_reach=1e-6)
 ENDS = frozenset({9})
 VALUES = st.lists(st.sampled_from([-3.0, -1.0, -0.7, -0.4, -0.1]), min_size=3, max_size=3)
 
@@ -84,7 +84,7 @@ def test_the_last_position_is_known_after_a_miss_too() -> None:
 
 
 def test_improbable_nodes_are_not_worth_a_step() -> None:
-    limits = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, least_reach=0.1)
+    limits = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, min_reach=0.1)
     tree, frontier = make(limits=limits)
     grow(tree, frontier, frontier.pop(), [-0.5, math.log(0.09), math.log(0.01)])
     assert frontier.pop().token == 4

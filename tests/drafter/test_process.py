@@ -12,8 +12,8 @@ from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.process import Loop
-from ssd_serve.drafter.verifier_connection import Target
+from ssd_serve.drafter.process import DrafterLoop
+from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.errors import EngineDeadError, PairMismatchError
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
@@ -36,10 +36,15 @@ LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
 OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 
 
-def make() -> tuple[Loop, DrafterCore, MemoryChannel, MemoryChannel]:
+def make() -> tuple[DrafterLoop, DrafterCore, MemoryChannel, MemoryChannel]:
     mine, verifiers = memory_pair()
     core = core_of(ScriptedSource(), LIMITS)
-    return Loop([Target(core, HELLO, QUIET, channel=mine)], core, 0.001), core, mine, verifiers
+    return (
+        DrafterLoop([VerifierConnection(core, HELLO, QUIET, channel=mine)], core, 0.001),
+        core,
+        mine,
+        verifiers,
+    )
 
 
 def test_it_publishes_growth_then_sleeps_on_its_socket_until_the_verifier_leaves() -> None:
@@ -97,8 +102,10 @@ def test_a_patient_one_that_is_refused_asks_again_and_joins_who_comes_after() ->
         return mine
 
     core = core_of(ScriptedSource(), LIMITS)
-    target = Target(core, HELLO, QUIET, dial=Dial("tcp://a:1", QUIET, reach, longest_pause_s=0.01))
-    loop = Loop([target], core, 0.001, patient=True)
+    target = VerifierConnection(
+        core, HELLO, QUIET, dial=Dial("tcp://a:1", QUIET, reach, longest_pause_s=0.01)
+    )
+    loop = DrafterLoop([target], core, 0.001, patient=True)
     deadline = time.monotonic() + 10.0
     while len(reached) < 2 or target.refused:
         assert time.monotonic() < deadline
@@ -114,9 +121,10 @@ class Shared:
         pairs = [memory_pair() for _ in range(2)]
         self.verifiers = [pair[1] for pair in pairs]
         targets = [
-            Target(self.core, HELLO, QUIET, (place, 2), channel=pair[0]) for place, pair in enumerate(pairs)
+            VerifierConnection(self.core, HELLO, QUIET, (place, 2), channel=pair[0])
+            for place, pair in enumerate(pairs)
         ]
-        self.loop = Loop(targets, self.core, 0.001)
+        self.loop = DrafterLoop(targets, self.core, 0.001)
 
     def turn(self, times: int = 1) -> list[list[Growth]]:
         """What each verifier hears of growth."""
@@ -188,7 +196,7 @@ def test_a_verifier_that_comes_back_is_greeted_again() -> None:
         return mine
 
     core = core_of(ScriptedSource(), LIMITS)
-    loop = Loop([Target(core, HELLO, QUIET, dial=Dial("here", QUIET, reach))], core, 0.001)
+    loop = DrafterLoop([VerifierConnection(core, HELLO, QUIET, dial=Dial("here", QUIET, reach))], core, 0.001)
     until(loop, lambda: len(ends) == 1)
     ends[0].send(HELLO)
     ends[0].send(OPEN)
@@ -199,7 +207,7 @@ def test_a_verifier_that_comes_back_is_greeted_again() -> None:
     until(loop, lambda: any(isinstance(each, Hello) for each in ends[1].receive()))
 
 
-def until(loop: Loop, condition: Callable[[], bool]) -> None:
+def until(loop: DrafterLoop, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < deadline
@@ -212,7 +220,13 @@ def test_the_file_of_its_life_is_touched_while_a_verifier_takes_drafts(tmp_path:
     def touched(*said: Message) -> bool:
         mine, verifiers = memory_pair()
         core = core_of(ScriptedSource(), LIMITS)
-        loop = Loop([Target(core, HELLO, QUIET, channel=mine)], core, 0.001, patient=True, alive_file=alive)
+        loop = DrafterLoop(
+            [VerifierConnection(core, HELLO, QUIET, channel=mine)],
+            core,
+            0.001,
+            patient=True,
+            alive_file=alive,
+        )
         alive.unlink(missing_ok=True)
         for message in said:
             verifiers.send(message)
@@ -268,8 +282,8 @@ def test_who_was_welcome_once_and_is_refused_later_tries_again() -> None:
     """The reason may pass: a process that is no patient one does not end for it."""
     mine, verifiers = memory_pair()
     core = core_of(ScriptedSource(), LIMITS)
-    target = Target(core, HELLO, QUIET, dial=Dial("here", QUIET, lambda _address: mine))
-    loop = Loop([target], core, 0.001)
+    target = VerifierConnection(core, HELLO, QUIET, dial=Dial("here", QUIET, lambda _address: mine))
+    loop = DrafterLoop([target], core, 0.001)
     deadline = time.monotonic() + 10.0
     while target.channel is None:
         assert time.monotonic() < deadline

@@ -36,7 +36,7 @@ class Device(Protocol):
     """What a wrapper launches its work on."""
 
     @property
-    def recording(self) -> bool:
+    def capturing(self) -> bool:
         """Whether launches are recorded just now."""
         ...
 
@@ -48,7 +48,7 @@ class Device(Protocol):
 class NoRecorder:
     """`Device` that records nothing."""
 
-    recording = False
+    capturing = False
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Run it."""
@@ -114,8 +114,8 @@ class WrapperDouble:
 
     def plan(self, *positional: Any, **named: Any) -> None:
         """Keep a copy of all buffers, or fill those that are fixed."""
-        if self._launches.recording:
-            raise RuntimeError("planning waits for the device and cannot be recorded")
+        if self._launches.capturing:
+            raise RuntimeError("planning waits for the device and cannot be captured")
         bound = signature(self._recorded.plan).bind(self, *positional, **named)
         for name in self._recorded.refused:
             if name in bound.arguments:
@@ -132,7 +132,7 @@ class WrapperDouble:
 
     def run(self, *positional: Any, **named: Any) -> Any:
         """Attend as planned."""
-        if self._launches.recording and self.fixed is None:
+        if self._launches.capturing and self.fixed is None:
             raise RuntimeError("only a wrapper in graph mode can be recorded")
         bound = signature(self._recorded.run).bind(self, *positional, **named)
         bound.apply_defaults()

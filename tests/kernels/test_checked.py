@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_attention import filled_cache, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.checked import CheckedAttention, Difference, DifferenceLog
@@ -12,6 +11,7 @@ from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.logs import Logger
+from tests.kernels.test_attention import filled_cache, rows_of
 
 HEADS, HEAD_DIM = 4, 16
 

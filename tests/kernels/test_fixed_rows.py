@@ -14,7 +14,14 @@ from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.products.int8 import quantise
-from ssd_serve.kernels.rows.fixed_rows import Way, operation_way, product_ways, settle, threads, trial_product
+from ssd_serve.kernels.rows.fixed_rows import (
+    BlockForm,
+    operation_way,
+    product_ways,
+    settle,
+    threads,
+    trial_product,
+)
 
 WAYS = product_ways("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +40,7 @@ def test_every_row_is_computed_once_and_in_order(count: int, padded: bool, singl
         return rows * 2 + more
 
     rows, more = torch.arange(3.0 * count).view(count, 3), torch.ones(count, 1)
-    assert torch.equal(Way(16, padded, single).run(function, rows, more), rows * 2 + 1)
+    assert torch.equal(BlockForm(16, padded, single).run(function, rows, more), rows * 2 + 1)
     blocks = math.ceil(count / 16)
     assert seen == ([16] * blocks if padded else [16] * (blocks - 1) + [count - 16 * (blocks - 1)])
 
@@ -58,7 +65,7 @@ def test_a_function_that_adds_up_by_the_number_of_rows_is_padded() -> None:
             torch.zeros(()),
         ).to(x.dtype)
 
-    assert settle(product, (rows,), [Way(16, padded=False), Way(16)], "it").padded
+    assert settle(product, (rows,), [BlockForm(16, padded=False), BlockForm(16)], "it").padded
 
 
 def test_a_function_whose_rows_depend_on_their_place_is_refused() -> None:
@@ -104,13 +111,13 @@ def test_compiled_products_need_no_blocks(native: NativeLibrary, shape: tuple[in
     if not can_multiply_bf16(native):
         pytest.skip("this processor has no AVX-512 BF16: its bf16 products are torch's")
     weight, rows = trial_product(40, *shape, torch.bfloat16)
-    unpadded = [Way(40, padded=False)]
+    unpadded = [BlockForm(40, padded=False)]
     settle(NativeMatrix(native, weight), (rows,), unpadded, "it")
     if native_multiplies_int8(native):
         settle(NativeInt8Matrix(native, quantise(weight)), (rows,), unpadded, "it")
 
 
 def test_on_gpus_blocks_are_always_whole() -> None:
-    assert product_ways("cuda") == [Way(64)]
-    assert operation_way("cuda") == Way(64)
+    assert product_ways("cuda") == [BlockForm(64)]
+    assert operation_way("cuda") == BlockForm(64)
     assert operation_way("cpu").single

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.test_attention import SLOTS, largest_difference, random_request, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
@@ -21,6 +20,7 @@ from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded
+from tests.kernels.test_attention import SLOTS, largest_difference, random_request, rows_of
 from tests.pretended_device import DEVICE, pretended_device
 
 PACKAGES = pytest.mark.parametrize("recorded", ALL, ids=str)

@@ -124,11 +124,11 @@ def test_other_backends_are_not_doubled() -> None:
         Doubles(UPSTREAM)(torch.zeros(1), "NHD", backend="auto")
 
 
-class Recording:
+class Capturing:
     """A device that keeps what was launched."""
 
     def __init__(self) -> None:
-        self.recording = False
+        self.capturing = False
         self.launched: list[Callable[[], object]] = []
 
     def launch(self, kernel: Callable[[], object]) -> None:
@@ -149,7 +149,7 @@ def fixed(requests: int, *, masked: bool, **changed: torch.Tensor | None) -> dic
     return buffers | changed
 
 
-def recordable(recorded: Recorded, requests: int, device: Recording, *, masked: bool) -> WrapperDouble:
+def capturable(recorded: Recorded, requests: int, device: Capturing, *, masked: bool) -> WrapperDouble:
     double = Doubles(recorded, device)(
         torch.zeros(8, dtype=torch.uint8),
         "NHD",
@@ -164,16 +164,16 @@ def recordable(recorded: Recorded, requests: int, device: Recording, *, masked: 
 @pytest.mark.parametrize("recorded", ALL, ids=str)
 def test_what_is_launched_in_graph_mode_reads_what_the_buffers_hold_then(recorded: Recorded) -> None:
     """Two rows of one request and an empty one; then a row each. Keys of 0, values that name their slot."""
-    mask, device = [True, False, False, False, False, False, True, True, False, True], Recording()
-    double = recordable(recorded, 2, device, masked=True)
+    mask, device = [True, False, False, False, False, False, True, True, False, True], Capturing()
+    double = capturable(recorded, 2, device, masked=True)
     numbers = ([0, 2, 2], [0, 3, 3], [4, 0, 2], [1, 2])
     indices = {
         name: torch.tensor(each, dtype=torch.int32) for name, each in zip(INDICES, numbers, strict=True)
     }
     double.plan(**(arguments(mask) | indices))
-    device.recording = True
+    device.capturing = True
     out, _ = attend(double)
-    device.recording = False
+    device.capturing = False
     assert out[:, 0, 0].tolist() == pytest.approx([8.0, (9 + 0 + 4) / 3])
     [kernel] = device.launched
     numbers = ([0, 1, 2], [0, 1, 3], [3, 1, 4], [2, 1])
@@ -186,8 +186,8 @@ def test_what_is_launched_in_graph_mode_reads_what_the_buffers_hold_then(recorde
 
 
 def test_what_graph_mode_demands() -> None:
-    device = Recording()
-    double, eager = recordable(UPSTREAM, 1, device, masked=True), wrapper(UPSTREAM)
+    device = Capturing()
+    double, eager = capturable(UPSTREAM, 1, device, masked=True), wrapper(UPSTREAM)
     mask = [True] * 10
     double.plan(**arguments(mask))
     for text, changed in (
@@ -202,10 +202,10 @@ def test_what_graph_mode_demands() -> None:
         with pytest.raises((ValueError, RuntimeError), match=text):
             double.plan(**(arguments(mask) | changed))
     with pytest.raises(ValueError, match="custom_mask_buf must be given"):
-        recordable(UPSTREAM, 1, device, masked=False).plan(**arguments(mask))
+        capturable(UPSTREAM, 1, device, masked=False).plan(**arguments(mask))
     eager.plan(**arguments(mask))
-    device.recording = True
-    with pytest.raises(RuntimeError, match="cannot be recorded"):
+    device.capturing = True
+    with pytest.raises(RuntimeError, match="cannot be captured"):
         double.plan(**arguments(mask))
     eager = Doubles(UPSTREAM, device)(torch.zeros(8), "NHD", backend="fa2")
     with pytest.raises(RuntimeError, match="only a wrapper in graph mode"):
@@ -214,7 +214,7 @@ def test_what_graph_mode_demands() -> None:
 
 def test_a_schedule_of_other_requests_is_found_out() -> None:
     """Wrappers that share buffers must be planned before each run."""
-    double = recordable(UPSTREAM, 1, Recording(), masked=False)
+    double = capturable(UPSTREAM, 1, Capturing(), masked=False)
     double.plan(**arguments(None))
     attend(double)
     assert double.fixed is not None

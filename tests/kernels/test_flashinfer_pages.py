@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.test_attention import SLOTS, largest_difference, random_paths, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.batch import RequestRows, build_batch
@@ -16,6 +15,7 @@ from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
 from ssd_serve.kernels.flashinfer.tables import leading_pages
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, UPSTREAM, Recorded
+from tests.kernels.test_attention import SLOTS, largest_difference, random_paths, rows_of
 from tests.kernels.test_flashinfer import chunk, fork, shown
 
 PACKAGES = pytest.mark.parametrize("recorded", ALL, ids=str)

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernels.test_attention import SLOTS, random_request
-from tests.kernels.test_attention import rows_of as rows_in
 
 from ssd_serve.kernels.attention.reference import visible_slots
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.tables import causal_requests, make_tables, rows_of
+from tests.kernels.test_attention import SLOTS, random_request
+from tests.kernels.test_attention import rows_of as rows_in
 
 
 def random_batch(seed: int, requests: int) -> Batch:

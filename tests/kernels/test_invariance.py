@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, random_request, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
@@ -24,6 +23,7 @@ from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.kernels.triton.attention import SPLIT, TritonAttention
+from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, random_request, rows_of
 
 SMALL = Heads(4, 2, 16, torch.float32)
 

@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.triton.attention import SPLIT, TILES, TritonAttention, tile_of
+from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def test_what_does_not_fit_into_scratch_memory_is_attended_in_several_launches(s
     whole, parted = interpreted(cache, 4), TritonAttention(cache, 4, widen=True, scratch_bytes=scratch_bytes)
     plan = parted.plan(batch)
     assert len(plan.shape.launches) > 1
-    assert parted.recorded_as(plan) is None
+    assert parted.captured_as(plan) is None
     for part, expected in zip(
         parted.run_with_lse(0, queries, plan),
         whole.run_with_lse(0, queries, whole.plan(batch)),
@@ -87,10 +87,10 @@ def test_a_batch_that_is_too_large_for_fixed_memory_gets_its_own() -> None:
     attention = interpreted(cache, 1)
     rows = rows_of(range(300), [], slots[:300], list(range(300)), None)
     plan, again = attention.plan(build_batch([rows])), attention.plan(build_batch([rows]))
-    assert attention.recorded_as(plan) is None
+    assert attention.captured_as(plan) is None
     assert plan.memory is not again.memory
     small = attention.plan(build_batch([rows_of(range(2), slots[:9], slots[9:11], [9, 10], None)]))
-    assert attention.recorded_as(small) is not None
+    assert attention.captured_as(small) is not None
 
 
 def test_tiles_hold_whole_rows_of_a_group() -> None:

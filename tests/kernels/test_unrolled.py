@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernels.test_attention import SLOTS, filled_cache, random_request, rows_of
 
 from ssd_serve.cache.kv import LayerKV
 from ssd_serve.kernels.attention.reference import visible_slots
@@ -18,6 +17,7 @@ from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.triton.attention import TritonAttention
+from tests.kernels.test_attention import SLOTS, filled_cache, random_request, rows_of
 
 
 def some_batch(seed: int, requests: int = 4) -> Batch:
@@ -87,10 +87,10 @@ def test_the_compiled_kernel_needs_no_unrolling(native: NativeLibrary, seed: int
         assert torch.equal(rolled, attention.run(layer, queries, attention.plan(unrolled(batch))))
 
 
-def test_what_can_be_recorded_stays_so() -> None:
+def test_what_can_be_captured_stays_so() -> None:
     cache = filled_cache([LayerKV(2, 16)], torch.float32, torch.Generator().manual_seed(3))
     triton = UnrolledAttention(TritonAttention(cache, 4, widen=True))
     two, same = (triton.plan(some_batch(1, requests)) for requests in (1, 1))
-    assert triton.recorded_as(two) == triton.recorded_as(same) is not None
+    assert triton.captured_as(two) == triton.captured_as(same) is not None
     plain = UnrolledAttention(SdpaRows(cache, 4))
-    assert plain.recorded_as(plain.plan(some_batch(1, 1))) is None
+    assert plain.captured_as(plain.plan(some_batch(1, 1))) is None

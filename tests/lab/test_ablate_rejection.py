@@ -5,7 +5,7 @@ import pytest
 
 from lab.ablate.rejection import DrawingSource, Drawn, reject
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter.sources.contract import Expansion
+from ssd_serve.drafter.sources.contract import NodeRequest
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.fakes import VOCABULARY, FakeModel
@@ -67,7 +67,7 @@ def first_draws(draws: int, seeds: range) -> list[list[int]]:
     for seed in seeds:
         each = source(draws, Drawn())
         each.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), seed)
-        (candidates,) = each.expand([Expansion(1, 99, (), ())], [1.0])
+        (candidates,) = each.expand([NodeRequest(1, 99, (), ())], [1.0])
         assert candidates is not None
         found.append([int(token) for token in candidates.tokens])
     return found
@@ -77,7 +77,7 @@ def test_children_are_draws_from_the_distribution_that_is_told() -> None:
     drawn = Drawn()
     one = source(1, drawn)
     one.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), 3)
-    one.expand([Expansion(1, 99, (), ())], [1.0])
+    one.expand([NodeRequest(1, 99, (), ())], [1.0])
     q = drawn.distributions[99]
     assert q.sum() == pytest.approx(1.0)
     trials = 600
@@ -90,7 +90,7 @@ def test_after_the_draws_come_the_most_probable_ones() -> None:
     drawn = Drawn()
     one = source(1, drawn)
     one.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), 3)
-    (candidates,) = one.expand([Expansion(1, 99, (), ())], [1.0])
+    (candidates,) = one.expand([NodeRequest(1, 99, (), ())], [1.0])
     assert candidates is not None
     tokens = [int(token) for token in candidates.tokens]
     likely = [int(token) for token in np.argsort(-drawn.distributions[99], kind="stable")]
@@ -102,7 +102,7 @@ def test_what_is_told_of_nodes_ends_with_them() -> None:
     drawn = Drawn()
     one = source(2, drawn)
     one.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), 3)
-    one.expand([Expansion(1, 99, (), ()), Expansion(1, 100, (100,), (8,))], [1.0, 1.0])
+    one.expand([NodeRequest(1, 99, (), ()), NodeRequest(1, 100, (100,), (8,))], [1.0, 1.0])
     assert set(drawn.distributions) == {99, 100}
     one.commit(1, [8], [100], [100])
     assert set(drawn.distributions) == {100}

@@ -17,7 +17,7 @@ from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
 
 pytestmark = pytest.mark.slow
 
-WAYS = (Way.BESIDE, Way.INLINE, Way.PLAIN)
+WAYS = (Way.ASYNC, Way.SYNC, Way.OFF)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -28,12 +28,12 @@ def table(first_s: float, row_s: float) -> CostTable:
 def pair(row_s: float, draft_s: float = 2e-3) -> MeasuredPair:
     """A target of 20 ms; beside a drafter it has fewer cores and takes 25 ms."""
     alone, beside = table(20e-3, row_s), table(25e-3, row_s)
-    forwards = {Way.INLINE: {4: draft_s, 16: draft_s}, Way.BESIDE: {4: draft_s, 16: draft_s}}
+    forwards = {Way.SYNC: {4: draft_s, 16: draft_s}, Way.ASYNC: {4: draft_s, 16: draft_s}}
     return MeasuredPair(
         target="large",
         draft="small",
-        cores={Way.PLAIN: "cpu:0-1", Way.INLINE: "cpu:0-1", Way.BESIDE: "cpu:0 and cpu:1"},
-        costs={Way.PLAIN: alone, Way.INLINE: alone, Way.BESIDE: beside},
+        cores={Way.OFF: "cpu:0-1", Way.SYNC: "cpu:0-1", Way.ASYNC: "cpu:0 and cpu:1"},
+        costs={Way.OFF: alone, Way.SYNC: alone, Way.ASYNC: beside},
         draft_forwards_s=forwards,
         draft_host_s=0.5e-3,
         host=HostCost(),
@@ -52,38 +52,38 @@ def decide(measured: MeasuredPair, acceptance: float, requests: int = 1) -> Deci
 def test_a_governor_keeps_the_layout_that_gives_most() -> None:
     """In 10 ms, plain rounds give one token, inline ones two, those beside three and a half."""
     rounds = {way: [(tokens, 0.010)] for way, tokens in zip(WAYS, (3, 2, 1), strict=True)}
-    assert govern(WAYS, rounds, 1, plain_s=0.010)[0] is Way.BESIDE
-    rounds[Way.BESIDE] = [(1, 0.020)]
+    assert govern(WAYS, rounds, 1, plain_s=0.010)[0] is Way.ASYNC
+    rounds[Way.ASYNC] = [(1, 0.020)]
     taken, share = govern(WAYS, rounds, 1, plain_s=0.010)
-    assert taken is Way.INLINE
+    assert taken is Way.SYNC
     assert share > 0.8
 
 
 def test_good_and_quick_drafts_are_drafted_and_useless_ones_are_not() -> None:
     good = decide(CHEAP, 0.9)
-    assert good.taken is not Way.PLAIN
+    assert good.taken is not Way.OFF
     assert good.gains[good.taken] > 3
-    assert good.gains[Way.PLAIN] == pytest.approx(1.0, abs=0.05)
+    assert good.gains[Way.OFF] == pytest.approx(1.0, abs=0.05)
     slow = decide(pair(row_s=20e-3, draft_s=15e-3), 0.3)
-    assert slow.taken is not Way.BESIDE
+    assert slow.taken is not Way.ASYNC
     assert slow.expected[slow.taken].nodes_per_round < 0.1  # inline without drafts is plain decoding
 
 
 def test_dearer_rows_raise_the_price_of_a_node_and_fewer_are_verified() -> None:
-    cheap, dear = (decide(each, 0.76).expected[Way.BESIDE] for each in (CHEAP, pair(row_s=3e-3)))
+    cheap, dear = (decide(each, 0.76).expected[Way.ASYNC] for each in (CHEAP, pair(row_s=3e-3)))
     assert dear.node_price > 3 * cheap.node_price
     assert dear.nodes_per_round < cheap.nodes_per_round / 2
 
 
 def test_under_load_each_request_gets_fewer_nodes() -> None:
     measured = pair(row_s=1e-3)
-    one, sixteen = (decide(measured, 0.76, requests).expected[Way.BESIDE] for requests in (1, 16))
+    one, sixteen = (decide(measured, 0.76, requests).expected[Way.ASYNC] for requests in (1, 16))
     assert sixteen.nodes_per_round / 16 < one.nodes_per_round / 2
     assert sixteen.tokens_per_s > one.tokens_per_s
 
 
 def test_growth_is_not_awaited_where_a_step_is_dear() -> None:
-    quick, slow = (decide(each, 0.76).expected[Way.INLINE] for each in (CHEAP, pair(1e-4, draft_s=40e-3)))
+    quick, slow = (decide(each, 0.76).expected[Way.SYNC] for each in (CHEAP, pair(1e-4, draft_s=40e-3)))
     assert quick.waited_steps > 2
     assert slow.waited_steps < 0.2
 
@@ -106,16 +106,16 @@ def test_the_json_holds_what_the_page_says() -> None:
     question = Question((0.9,), (1,), 128)
     found = explain(CHEAP, question)
     read = json.loads(json.dumps(as_json(CHEAP, question, found)))
-    assert read["target_s"]["beside"]["1@128"] == pytest.approx(25e-3)
+    assert read["target_s"]["async"]["1@128"] == pytest.approx(25e-3)
     assert read["decisions"][0]["takes"] == found[0].taken.value
-    assert set(read["decisions"][0]["layouts"]) == {"beside", "inline", "plain"}
+    assert set(read["decisions"][0]["layouts"]) == {"async", "sync", "off"}
 
 
 def test_an_inline_set_up_has_two_layouts() -> None:
-    costs = {way: CHEAP.costs[way] for way in (Way.INLINE, Way.PLAIN)}
+    costs = {way: CHEAP.costs[way] for way in (Way.SYNC, Way.OFF)}
     measured = replace(CHEAP, costs=costs)
-    assert measured.ways == (Way.INLINE, Way.PLAIN)
-    assert set(decide(measured, 0.9).expected) == {Way.INLINE, Way.PLAIN}
+    assert measured.ways == (Way.SYNC, Way.OFF)
+    assert set(decide(measured, 0.9).expected) == {Way.SYNC, Way.OFF}
 
 
 @pytest.mark.parametrize(

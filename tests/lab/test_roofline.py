@@ -62,7 +62,7 @@ def test_settings_without_a_roof_are_left_out() -> None:
 def test_a_roof_is_measured_and_threads_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.plan.roof._SIDE", 64)
     monkeypatch.setattr("ssd_serve.plan.roof._SQUARE", {"cpu": 64})
-    monkeypatch.setattr("ssd_serve.plan.roof._LEAST_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("ssd_serve.plan.roof._MIN_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr("ssd_serve.plan.roof.last_level_cache", lambda: 0)
     before = torch.get_num_threads()
     roof = measure_roof("cpu", "float32", (0,), Effort((1, 4), 2))

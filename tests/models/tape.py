@@ -1,5 +1,5 @@
-"""A recorder for machines without a GPU that keeps to a graph's rules: a replay runs the operators and
-kernels that ran at the recording, on the same tensors, and no Python in between."""
+"""A capture for machines without a GPU that keeps to a graph's rules: a replay runs the operators and
+kernels that ran at the capture, on the same tensors, and no Python in between."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from ssd_serve.errors import CaptureError
-from ssd_serve.kernels.capture import Recording
+from ssd_serve.kernels.capture import CapturedGraph
 
 T = TypeVar("T")
 Step = Callable[[], object]
@@ -50,7 +50,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Tape:
-    """`Recorder`. `runs`: how often work was run to be recorded; `replays`: how often tapes were played."""
+    """`GraphCapture`. `runs`: how often work was run to be captured; `replays`: how often tapes
+    were played."""
 
     refuses: str = ""
     runs: int = 0
@@ -58,16 +59,16 @@ class Tape:
     _steps: list[Step] | None = field(default=None, repr=False)
 
     @property
-    def recording(self) -> bool:
-        """Whether what is started just now is recorded."""
+    def capturing(self) -> bool:
+        """Whether what is started just now is captured."""
         return self._steps is not None
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """See `Recorder.warm_up`."""
+        """See `GraphCapture.warm_up`."""
         work()
 
-    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
-        """See `Recorder.record`."""
+    def capture(self, work: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        """See `GraphCapture.capture`."""
         if self.refuses:
             raise CaptureError(self.refuses)
         self.runs += 1
@@ -84,7 +85,7 @@ class Tape:
             for step in steps:
                 step()
 
-        return Recording(replay, len(steps)), result
+        return CapturedGraph(replay, len(steps)), result
 
     def launch(self, kernel: Step) -> None:
         """Run a kernel: one step, whatever operators it consists of here."""

@@ -1,4 +1,4 @@
-"""Recorded forwards give what the decoder gives, for batches that share a recording and nothing else."""
+"""Recorded forwards give what the decoder gives, for batches that share a captured graph and nothing else."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ import torch
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import Batch, build_batch
-from ssd_serve.kernels.capture import MOST_ROWS, Recording, recorded_rows
+from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows
 from ssd_serve.kernels.rows.operations import TorchRows
 from ssd_serve.kernels.triton.attention import TritonAttention
-from ssd_serve.models.captured import RecordedDecoder
+from ssd_serve.models.captured import CapturedDecoder
 from ssd_serve.models.config import load_config
 from ssd_serve.models.decoder import Decoder, kv_layout, read_weights
 from ssd_serve.models.interface import ModelFacts
@@ -68,7 +68,7 @@ def decoder(
 
 
 class Pair:
-    """The same model twice: plain and recorded."""
+    """The same model twice: plain and captured."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Pair:
         self.tape = tape
         self.plain, _ = decoder(folder, plain)
         second, attention = decoder(folder, make_attention, order)
-        self.recorded = RecordedDecoder(second, attention, self.tape, padding_slot=SLOTS)
+        self.captured = CapturedDecoder(second, attention, self.tape, padding_slot=SLOTS)
 
     def compare(self, batch: Batch) -> None:
         """Forward both."""
-        expected, found = self.plain.forward(batch), self.recorded.forward(batch)
+        expected, found = self.plain.forward(batch), self.captured.forward(batch)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
         assert found.features.keys() == expected.features.keys() == {"layer.1"}
         for name, values in expected.features.items():
@@ -94,7 +94,7 @@ class Pair:
 
 @pytest.fixture
 def make_attention() -> Callable[[KVCache, int], Any]:
-    """What is recorded."""
+    """What is captured."""
     return triton_attention
 
 
@@ -125,16 +125,16 @@ def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
 
 @pytest.mark.parametrize("make_attention", [triton_attention, unrolled_attention])
 def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
-    """Other requests, trees, slots, prefixes, counts of requests: one is recorded, all are replayed."""
+    """Other requests, trees, slots, prefixes, counts of requests: one is captured, all are replayed."""
     pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
     pair.compare(batch_of(2, (14, 1), (30, 1), (3, 4)))
     pair.compare(batch_of(3, (1, 4), (0, 1)))
     assert (pair.tape.runs, pair.tape.replays) == (1, 3)
-    assert (pair.recorded.recordings, pair.recorded.recorded_bytes > 0) == (1, True)
+    assert (pair.captured.graphs, pair.captured.captured_bytes > 0) == (1, True)
 
 
 class Diary(Tape, Alone):
-    """A recorder and a group that write down what happens."""
+    """A capture and a group that write down what happens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,9 +147,9 @@ class Diary(Tape, Alone):
     def quiesce(self) -> None:
         self.happened.append("quiet")
 
-    def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
-        self.happened.append("recording")
-        return super().record(work)
+    def capture(self, work: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        self.happened.append("graph")
+        return super().capture(work)
 
     def agree(self, yes: bool) -> bool:
         self.happened.append("vote")
@@ -162,10 +162,10 @@ def test_nobody_looks_at_earlier_sums_while_ranks_record(
     second, attention = decoder(folder, triton_attention)
     diary = Diary()
     with recording_kernels(diary, monkeypatch):
-        RecordedDecoder(second, attention, diary, padding_slot=SLOTS, group=diary).forward(
+        CapturedDecoder(second, attention, diary, padding_slot=SLOTS, group=diary).forward(
             batch_of(1, (9, 3))
         )
-    assert diary.happened == ["warm-up", "quiet", "recording", "vote"]
+    assert diary.happened == ["warm-up", "quiet", "graph", "vote"]
 
 
 class OfTwo(Diary):
@@ -187,18 +187,18 @@ def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> N
     """The others are in the middle of that forward: a vote would be added to their sums."""
     second, attention = decoder(folder, triton_attention)
     diary = OfTwo()
-    recorded = RecordedDecoder(second, attention, Failing(), padding_slot=SLOTS, group=diary)
+    captured = CapturedDecoder(second, attention, Failing(), padding_slot=SLOTS, group=diary)
     with pytest.raises(torch.OutOfMemoryError):
-        recorded.forward(batch_of(1, (9, 3)))
+        captured.forward(batch_of(1, (9, 3)))
     assert diary.happened == []
 
 
 def test_a_forward_that_fails_when_padded_runs_unpadded_where_nobody_else_waits(folder: Path) -> None:
     plain, _ = decoder(folder, triton_attention)
     second, attention = decoder(folder, triton_attention)
-    recorded = RecordedDecoder(second, attention, Failing(), padding_slot=SLOTS)
+    captured = CapturedDecoder(second, attention, Failing(), padding_slot=SLOTS)
     batch = batch_of(1, (9, 3))
-    torch.testing.assert_close(recorded.forward(batch).logits, plain.forward(batch).logits)
+    torch.testing.assert_close(captured.forward(batch).logits, plain.forward(batch).logits)
 
 
 class Contradicted(Alone):
@@ -213,18 +213,18 @@ def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> N
     plain, _ = decoder(folder, triton_attention)
     second, attention = decoder(folder, triton_attention)
     tape = Tape()
-    recorded = RecordedDecoder(second, attention, tape, padding_slot=SLOTS, group=Contradicted())
+    captured = CapturedDecoder(second, attention, tape, padding_slot=SLOTS, group=Contradicted())
     for seed in (1, 2):
         batch = batch_of(seed, (9, 3))
-        torch.testing.assert_close(recorded.forward(batch).logits, plain.forward(batch).logits)
-    assert (tape.runs, tape.replays, recorded.recordings) == (1, 0, 0)
+        torch.testing.assert_close(captured.forward(batch).logits, plain.forward(batch).logits)
+    assert (tape.runs, tape.replays, captured.graphs) == (1, 0, 0)
 
 
 def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
-    said = [pair.recorded.forward(batch_of(seed, (9, 3))).prepared for seed in (1, 2, 3)]
+    said = [pair.captured.forward(batch_of(seed, (9, 3))).captured_now for seed in (1, 2, 3)]
     assert said == [True, False, False]
     pair.tape.refuses = "no"
-    said = [pair.recorded.forward(batch_of(seed, (9, 9))).prepared for seed in (4, 5)]
+    said = [pair.captured.forward(batch_of(seed, (9, 9))).captured_now for seed in (4, 5)]
     assert said == [True, False]
 
 
@@ -239,7 +239,7 @@ def test_every_shape_has_its_own_recording(pair: Pair) -> None:
 def test_rows_whose_logits_are_not_wanted(pair: Pair) -> None:
     whole = batch_of(8, (5, 4), (2, 3))
     pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[0, 2, 3, 6]]))
-    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[6]]))  # a prompt: not recorded
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[6]]))  # a prompt: not captured
     pair.compare(replace(whole, rows_wanted=whole.rows_wanted[:0]))
     assert (pair.tape.runs, pair.tape.replays) == (1, 1)
 
@@ -249,15 +249,15 @@ def test_what_cannot_be_recorded_runs_as_it_is(pair: Pair) -> None:
     pair.compare(batch_of(9, (9, 3)))
     pair.tape.refuses = ""
     pair.compare(batch_of(10, (9, 3)))
-    assert (pair.tape.runs, pair.recorded.recordings) == (0, 0)
+    assert (pair.tape.runs, pair.captured.graphs) == (0, 0)
 
 
 def test_row_counts_that_are_recorded() -> None:
-    sizes = [recorded_rows(rows) for rows in range(1, MOST_ROWS + 1)]
+    sizes = [captured_rows(rows) for rows in range(1, MAX_CAPTURED_ROWS + 1)]
     assert sorted({size for size in sizes if size is not None})[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
     for rows, size in enumerate(sizes, 1):
         assert size is not None
-        assert rows <= size <= MOST_ROWS
+        assert rows <= size <= MAX_CAPTURED_ROWS
         assert rows <= 32 or size - rows <= size / 5
-        assert recorded_rows(size) == size
-    assert recorded_rows(MOST_ROWS + 1) is None
+        assert captured_rows(size) == size
+    assert captured_rows(MAX_CAPTURED_ROWS + 1) is None

@@ -29,13 +29,13 @@ def attention(doubles: Doubles, cache: KVCache, heads: int) -> FlashInferAttenti
 
 @pytest.fixture(params=ALL, ids=str)
 def pair(folder: Path, request: pytest.FixtureRequest) -> Pair:
-    recorded: Recorded = request.param
+    captured: Recorded = request.param
     tape = Tape()
-    return Pair(folder, tape, partial(attention, Doubles(recorded, tape)), "slots", SdpaAttention)
+    return Pair(folder, tape, partial(attention, Doubles(captured, tape)), "slots", SdpaAttention)
 
 
 def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
-    """Other requests, trees, slots, prefixes, counts of requests: one is recorded, all are replayed."""
+    """Other requests, trees, slots, prefixes, counts of requests: one is captured, all are replayed."""
     pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
     pair.compare(batch_of(2, (14, 4), (30, 3)))
     pair.compare(batch_of(3, (1, 8)))
@@ -51,7 +51,7 @@ def test_rows_without_a_tree_have_a_recording_of_their_own(pair: Pair) -> None:
 
 
 def test_what_is_not_recorded_runs_between(pair: Pair) -> None:
-    """More rows than are recorded, and rows whose logits are not wanted, use other wrappers."""
+    """More rows than are captured, and rows whose logits are not wanted, use other wrappers."""
     whole = batch_of(8, (5, 4), (2, 3))
     pair.compare(whole)
     pair.compare(batch_of(9, (5, 60), (2, 6)))

@@ -14,7 +14,7 @@ from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_model
 from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.linear import LinearFactory, Part
+from ssd_serve.models.weights.linear import LinearFactory, MatrixShare
 from tests.models import checkpoints
 
 WEIGHT = torch.arange(24.0).view(6, 4)
@@ -91,7 +91,7 @@ def test_fused_matrix(tmp_path: Path) -> None:
     with Checkpoint(write(tmp_path, "model.safetensors")) as checkpoint:
         make = LinearFactory(checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False)
         order = torch.tensor([5, 4, 3, 2, 1, 0])
-        fused = make.by_outputs([Part("a", 6), Part("a", 6, order)], 4, bias=False)
+        fused = make.by_outputs([MatrixShare("a", 6), MatrixShare("a", 6, order)], 4, bias=False)
         assert torch.equal(fused(torch.eye(4)).T, torch.cat((WEIGHT, WEIGHT.flip(0))))
 
 

@@ -16,7 +16,7 @@ from ssd_serve.models.interface import Model
 from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.weights import linear
 from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.linear import DenseLinear, Linear, LinearFactory, Part
+from ssd_serve.models.weights.linear import DenseLinear, Linear, LinearFactory, MatrixShare
 from ssd_serve.models.weights.matrices import MatrixReader
 from ssd_serve.models.weights.quantization import parse_quantization
 from tests.models import checkpoints
@@ -69,7 +69,7 @@ def test_every_matrix_is_the_dequantised_one(form: Form, tmp_path: Path) -> None
         for name, weight in model.state_dict().items():
             if not is_quantised(name, form):
                 continue
-            part = Part(name.removesuffix(".weight"), weight.shape[0])
+            part = MatrixShare(name.removesuffix(".weight"), weight.shape[0])
             assert torch.equal(
                 matrix(make.by_outputs([part], weight.shape[1], bias=False), len(weight.T)), weight
             )
@@ -84,7 +84,7 @@ def test_fused_parts_keep_their_own_scales(form: Form, tmp_path: Path) -> None:
     weights = write(form, tmp_path).state_dict()
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     orders = [torch.randperm(len(weights[f"{name}.weight"])) for name in names]
-    parts = [Part(name, len(order), order) for name, order in zip(names, orders, strict=True)]
+    parts = [MatrixShare(name, len(order), order) for name, order in zip(names, orders, strict=True)]
     with Checkpoint(tmp_path) as checkpoint:
         fused = factory(tmp_path, checkpoint).by_outputs(parts, 64, bias=False)
     expected = [weights[f"{name}.weight"][order] for name, order in zip(names, orders, strict=True)]
@@ -94,7 +94,9 @@ def test_fused_parts_keep_their_own_scales(form: Form, tmp_path: Path) -> None:
 def test_weights_are_rounded_once_to_the_computing_dtype(form: Form, tmp_path: Path) -> None:
     weight = write(form, tmp_path).state_dict()[f"{UP}.weight"]
     with Checkpoint(tmp_path) as checkpoint:
-        layer = factory(tmp_path, checkpoint, torch.bfloat16).by_outputs([Part(UP, 112)], 64, bias=False)
+        layer = factory(tmp_path, checkpoint, torch.bfloat16).by_outputs(
+            [MatrixShare(UP, 112)], 64, bias=False
+        )
     assert isinstance(layer, DenseLinear)
     assert torch.equal(layer.weight, weight.bfloat16())
 
@@ -162,10 +164,13 @@ def test_devices_that_multiply_fp8(
     kept = not blocks and (form.form is native or native is FNUZ)
     with Checkpoint(tmp_path) as checkpoint:
         make = factory(tmp_path, checkpoint)
-        for parts in ([Part(UP, 112)], [Part(UP, 112), Part(UP.replace("up", "gate"), 112)]):
+        for parts in (
+            [MatrixShare(UP, 112)],
+            [MatrixShare(UP, 112), MatrixShare(UP.replace("up", "gate"), 112)],
+        ):
             layer = make.by_outputs(parts, 64, bias=True)
             assert isinstance(layer, fp8.Fp8Matrix if kept else DenseLinear)
-        unbiased = make.by_outputs([Part(UP, 112)], 64, bias=False)
+        unbiased = make.by_outputs([MatrixShare(UP, 112)], 64, bias=False)
     torch.testing.assert_close(matrix(unbiased, 64), model.state_dict()[f"{UP}.weight"], rtol=1e-6, atol=0)
     if kept:
         round_inputs(model, form, native)
@@ -199,7 +204,9 @@ def test_a_part_that_is_not_quantised(tmp_path: Path, monkeypatch: pytest.Monkey
     assert distance(logits(load_model(tmp_path)), reference) < 1e-5
     monkeypatch.setattr(linear, "multiplied_format", lambda *_: FN)
     with Checkpoint(tmp_path) as checkpoint:
-        layer = factory(tmp_path, checkpoint).by_outputs([Part(gate, 112), Part(UP, 112)], 64, bias=False)
+        layer = factory(tmp_path, checkpoint).by_outputs(
+            [MatrixShare(gate, 112), MatrixShare(UP, 112)], 64, bias=False
+        )
     assert isinstance(layer, DenseLinear)
     weights = model.state_dict()
     assert torch.equal(layer.weight, torch.cat((weights[f"{gate}.weight"], weights[f"{UP}.weight"])))

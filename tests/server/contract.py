@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 CLIENT_GONE = 499
 WITHOUT_OPERATION = {404, 405}
 """Nothing is at this path, or not for this method."""
-MOST_EVENTS = 100
+MAX_EVENTS = 100
 """Of one stream are looked at: its first and its last ones."""
 
 
@@ -100,8 +100,8 @@ def _check_body(document: dict[str, Any], content: dict[str, Any], body: bytearr
     if "itemSchema" in content:
         schema = content["itemSchema"]["properties"]["data"]["anyOf"][1]["contentSchema"]
         events = [event[6:] for event in body.decode().split("\n\n") if event.startswith("data: {")]
-        if len(events) > MOST_EVENTS:  # a long stream repeats itself
-            events = [*events[: MOST_EVENTS // 2], *events[-MOST_EVENTS // 2 :]]
+        if len(events) > MAX_EVENTS:  # a long stream repeats itself
+            events = [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]
         yield from _errors(
             document, {"type": "array", "items": schema}, [json.loads(event) for event in events]
         )

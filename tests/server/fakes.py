@@ -51,11 +51,11 @@ READY = Ready(
     protocol=PROTOCOL_VERSION,
 )
 STATUS = Status(
-    layout="beside",
+    layout="async",
     attention="triton",
     attention_differences=2,
     health=Health.COLLAPSED,
-    layout_gains={1: {"beside": 1.5, "plain": 1.0}},
+    layout_gains={1: {"async": 1.5, "off": 1.0}},
     running=1,
     waiting=2,
     slots_used=1024,

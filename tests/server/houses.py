@@ -18,7 +18,7 @@ from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.http.serving import build_server
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.service import Gate
+from ssd_serve.server.service import StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer
 from ssd_serve.settings import Settings
 from tests.server.contract import Contract
@@ -33,7 +33,7 @@ class House:
     engine: FakeEngine
     client: EngineClient
     app: FastAPI
-    gate: Gate
+    gate: StopGate
     contract: Contract
 
 
@@ -53,7 +53,7 @@ async def open_house(
     if ready:
         engine.tell(READY)
     engine.start()
-    client, gate = EngineClient(ours), Gate()
+    client, gate = EngineClient(ours), StopGate()
     settings = settings or Settings()
     app = create_app(settings, client, tokenizer or ByteTokenizer(), limits, gate, guards=guards)
     contract = Contract(app, app.openapi(), settings.root_path)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.messages import Abort
 from ssd_serve.server.http.connections import Crowd
-from ssd_serve.server.http.door import most_connections
+from ssd_serve.server.http.door import max_connections
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
 from tests.server.fakes import PATIENCE_S, say
@@ -230,7 +230,7 @@ def test_who_reads_a_little_now_and_then_is_left_and_the_request_freed(bytes_a_t
 
 
 def test_who_reads_slowly_but_steadily_gets_everything() -> None:
-    limits = Limits(unread_s=1.0, least_read_bytes=2048)
+    limits = Limits(unread_s=1.0, min_read_bytes=2048)
     with (
         open_server(lambda _: say("x" * 200, group=1), limits=limits) as address,
         reading_little(address, 32, 200) as client,
@@ -371,4 +371,4 @@ def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
 def test_the_limit_follows_from_capacity_and_descriptors(
     fields: dict[str, int], descriptors: int, most: int
 ) -> None:
-    assert most_connections(Settings.model_validate(fields), descriptors) == most
+    assert max_connections(Settings.model_validate(fields), descriptors) == most

@@ -23,7 +23,7 @@ from ssd_serve.messages import (
     SubmitChoices,
 )
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.engine.submitted import MOST_TOKENS, Report, Wanted, together
+from ssd_serve.server.engine.submitted import MAX_TOKENS, Report, Wanted, together
 from tests.server.fakes import READY, channel_pair
 
 pytestmark = pytest.mark.anyio
@@ -127,7 +127,7 @@ async def test_what_is_begun_is_sent_whole_and_what_cannot_be_sent_is_no_overloa
     with pytest.raises(OverloadedError):
         client.submit((1,), PARAMETERS, 7, lambda _: None)
     with pytest.raises(RequestError, match="tokens"):
-        client.submit((1,) * (MOST_TOKENS + 1), PARAMETERS, 7, lambda _: None)
+        client.submit((1,) * (MAX_TOKENS + 1), PARAMETERS, 7, lambda _: None)
     arrived: list[Message] = []
     for _ in range(500):
         arrived += theirs.receive()
@@ -139,9 +139,7 @@ async def test_what_is_begun_is_sent_whole_and_what_cannot_be_sent_is_no_overloa
     theirs.close()
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, MOST_TOKENS // 2)), max_size=9)
-)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, MAX_TOKENS // 2)), max_size=9))
 def test_messages_hold_the_same_requests_and_are_never_too_large(asked: list[tuple[int, int, int]]) -> None:
     prompts, kinds = ((1,) * 1000, (2,) * 1000), (PARAMETERS, SamplingParameters(top_k=3))
     outputs = {length: (0,) * length for _, _, length in asked}
@@ -159,7 +157,7 @@ def test_messages_hold_the_same_requests_and_are_never_too_large(asked: list[tup
     for message in messages:
         if isinstance(message, SubmitChoices):
             outputs_size = sum(len(each.output) for each in message.choices)
-            assert len(message.prompt) + outputs_size <= MOST_TOKENS
+            assert len(message.prompt) + outputs_size <= MAX_TOKENS
 
 
 async def test_nonsense_ends_the_engine_and_tells_everyone() -> None:

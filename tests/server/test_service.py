@@ -135,14 +135,14 @@ def test_the_model_is_named_after_its_target(target: str, name: str) -> None:
 
 
 async def test_load_tells_why_it_speculates_or_not_once_a_round_has_run() -> None:
-    decided = Decided("plain", Why.SLOWER, 0, 0.0, Price(0, 3.0, 0.02), Price(None, 3.0, 0.024))
+    decided = Decided("off", Why.SLOWER, 0, 0.0, Price(0, 3.0, 0.02), Price(None, 3.0, 0.024))
     async with open_house(lambda _: say("x")) as house:
         await until_told(house, replace(STATUS, decision=decided))
         load = (await house.http.get("/load")).json()
     assert load == {
         "server_load": 0,
         "speculation": {
-            "layout": "plain",
+            "layout": "off",
             "why": "drafting gives less than plain decoding at this load",
             "nodes": 0,
             "waited_s": 0.0,
@@ -177,8 +177,8 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
         "ssd_engine_forward_seconds_total 9.0",
         "ssd_drafters_alive 1.0",
         'ssd_mode{mode="ssd"} 1.0',
-        'ssd_layout{layout="beside"} 1.0',
-        'ssd_layout_gain{layout="beside",requests="1"} 1.5',
+        'ssd_layout{layout="async"} 1.0',
+        'ssd_layout_gain{layout="async",requests="1"} 1.5',
         'ssd_tree_decode_backend{backend="triton"} 1.0',
         "ssd_tree_decode_differences_total 2.0",
         'ssd_speculation_unhealthy{reason="acceptance collapsed"} 1.0',

@@ -52,7 +52,7 @@ def scope() -> dict[str, Any]:
 
 
 async def test_a_choice_whose_reader_is_too_far_behind_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd_serve.server.engine.generation.MOST_UNREAD", 100)
+    monkeypatch.setattr("ssd_serve.server.engine.generation.MAX_UNREAD", 100)
     async with open_house(lambda _: say("x" * 400, group=2)) as house:
         reader = StoppedReader({"prompt": "a", "n": 3, "max_tokens": 400, "stream": True})
         reading = asyncio.ensure_future(house.app(scope(), reader.receive, reader.send))
@@ -67,7 +67,7 @@ async def test_a_choice_whose_reader_is_too_far_behind_is_ended(monkeypatch: pyt
 
 
 async def test_one_report_however_large_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd_serve.server.engine.generation.MOST_UNREAD", 100)
+    monkeypatch.setattr("ssd_serve.server.engine.generation.MAX_UNREAD", 100)
     async with open_house(lambda _: say("x" * 400, group=400)) as house:
         answered = await asyncio.wait_for(post(house, PATH, prompt="a", max_tokens=400), 10.0)
     assert answered["choices"][0]["text"] == "x" * 400

@@ -40,9 +40,9 @@ def test_a_latency_target_comes_before_the_rate() -> None:
     reaches = np.array([0.9, 0.5, 0.4])
     seconds = np.array([0.020, 0.030, 0.050, 0.051])
     assert choose(reaches, 1, seconds, 10.0).nodes == 3
-    assert choose(reaches, 1, seconds, 10.0, most_tpot_s=0.018).nodes == 1  # 15.8 ms a token
-    assert choose(reaches, 1, seconds, 10.0, most_tpot_s=0.001).nodes == 1  # none fits: the shortest
-    assert choose(reaches, 1, seconds, 10.0, most_tpot_s=0.019).nodes == 3  # 18.2 ms a token
+    assert choose(reaches, 1, seconds, 10.0, max_tpot_s=0.018).nodes == 1  # 15.8 ms a token
+    assert choose(reaches, 1, seconds, 10.0, max_tpot_s=0.001).nodes == 1  # none fits: the shortest
+    assert choose(reaches, 1, seconds, 10.0, max_tpot_s=0.019).nodes == 3  # 18.2 ms a token
 
 
 def test_nothing_to_choose_from() -> None:

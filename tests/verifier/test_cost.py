@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.planning.cost import MOST_ROWS, CostTable, HostCost, Reading, Timing
+from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Reading, Timing
 
 OBSERVATIONS = st.lists(
     st.tuples(st.integers(-2, 2000), st.floats(-1.0, 10.0), st.integers(0, 100_000), st.integers(0, 10**7)),
@@ -24,8 +24,8 @@ def test_more_rows_never_cost_less_whatever_was_seen(
     for rows, seconds, context, row_context in observations:
         table.observe(rows, seconds, Reading(context, row_context))
     for reading in (Reading(), Reading(500, 4000)):
-        curve = table.span(0, MOST_ROWS + 500, reading, each=300.0)
-        assert len(curve) == MOST_ROWS + 501
+        curve = table.span(0, MAX_ROWS + 500, reading, each=300.0)
+        assert len(curve) == MAX_ROWS + 501
         assert curve[0] == 0.0
         assert (np.diff(curve) >= 0).all()
         assert np.isfinite(curve).all()

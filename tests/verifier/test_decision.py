@@ -17,13 +17,13 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Steps
+from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never
 from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.planner import Decider, Governing, Round
-from ssd_serve.verifier.scheduler import Limits
+from ssd_serve.verifier.planning.planner import Governing, Round, RoundPlanner
+from ssd_serve.verifier.scheduler import SchedulerLimits
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests
 
-WAYS: tuple[Layout, ...] = (Layout.INLINE, Layout.PLAIN)
+WAYS: tuple[Layout, ...] = (Layout.SYNC, Layout.OFF)
 SPECULATING = {Why.PAYS, Why.TRYING}
 
 
@@ -53,7 +53,7 @@ class Fixed(Governor[Layout]):
         return self._way
 
 
-class Unlearning(Decider):
+class Unlearning(RoundPlanner):
     """Keeps what it knows."""
 
     def learn(self, round_: Round) -> None:
@@ -76,7 +76,7 @@ def silent(engine: Engine) -> Engine:
 
 
 def engine_of(
-    policy: Callable[[], GrowPolicy] = lambda: Steps(3),
+    policy: Callable[[], GrowPolicy] = lambda: FixedSteps(3),
     slots: int = 4096,
     budget: int | None = None,
     prefill_chunk: int = 32,
@@ -86,7 +86,7 @@ def engine_of(
 
 def governing_by(governor: Governor[Layout]) -> Governing:
     costs = dict.fromkeys(WAYS, CostTable())
-    return Governing(governor, Cores(Device("cpu"), None), costs, {WAYS[0]: Steps(2), WAYS[1]: Never()})
+    return Governing(governor, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: Never()})
 
 
 def governed(governor: Governor[Layout]) -> Engine:
@@ -95,21 +95,21 @@ def governed(governor: Governor[Layout]) -> Engine:
     return engine
 
 
-def dear(most_tpot_s: float = math.inf, rate: float = 0.0) -> Engine:
+def dear(max_tpot_s: float = math.inf, rate: float = 0.0) -> Engine:
     """Where nodes are dear, and rounds gave so many tokens a second until now."""
     parts = EngineParts(
         model=FakeModel(4096),
         drafters=Drafters(HELLO, clock=lambda: 0.0),
         cost=DearRows(),
         slots=4096,
-        limits=Limits(16, 1000, 32),
-        most_tpot_s=most_tpot_s,
-        policy=Steps(2),
+        limits=SchedulerLimits(16, 1000, 32),
+        max_tpot_s=max_tpot_s,
+        policy=FixedSteps(2),
         decider_kind=Unlearning,
     )
     engine = inline(build_engine(parts))
     if rate:
-        Decider.learn(engine.decider, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate))
+        RoundPlanner.learn(engine.decider, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate))
     return engine
 
 
@@ -131,7 +131,7 @@ def decisions(engine: Engine, *submits: Submit) -> Iterator[Decision]:
 def best(gain: float) -> Governor[Layout]:
     """A governor that knows what drafting gives with one request."""
     governor = Governor(WAYS)
-    governor.recall({1: {Layout.INLINE: gain, Layout.PLAIN: 1.0}})
+    governor.recall({1: {Layout.SYNC: gain, Layout.OFF: 1.0}})
     return governor
 
 
@@ -157,7 +157,7 @@ def beside_a_long_prompt() -> Iterator[Decision]:
 
 SCENARIOS: dict[Why, Callable[[], Iterator[Decision]]] = {
     Why.PAYS: lambda: decisions(inline(engine_of())),
-    Why.TRYING: lambda: decisions(governed(Fixed(Layout.PLAIN, trying=True))),
+    Why.TRYING: lambda: decisions(governed(Fixed(Layout.OFF, trying=True))),
     Why.OFF: lambda: decisions(inline(engine_of(budget=0))),
     Why.NO_DRAFTER: lambda: decisions(engine_of()),
     Why.SLOWER: lambda: decisions(governed(best(0.5))),
@@ -165,7 +165,7 @@ SCENARIOS: dict[Why, Callable[[], Iterator[Decision]]] = {
     Why.ENDING: lambda: decisions(inline(engine_of()), submit(1, 3, 2)),
     Why.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(Never))),
     Why.FULL: beside_a_long_prompt,
-    Why.LATE: lambda: decisions(dear(most_tpot_s=0.0105, rate=0.1)),
+    Why.LATE: lambda: decisions(dear(max_tpot_s=0.0105, rate=0.1)),
     Why.NOT_WORTH: lambda: decisions(dear()),
     Why.MEMORY: lambda: decisions(short_of_memory()),
     Why.SLOTS: lambda: decisions(inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))),
@@ -190,15 +190,15 @@ def test_a_drafter_that_was_silent_for_too_long_is_none() -> None:
 
 
 def test_a_layout_that_is_tried_may_draft() -> None:
-    found = [each for each in decisions(governed(Fixed(Layout.INLINE, trying=True))) if each.nodes]
+    found = [each for each in decisions(governed(Fixed(Layout.SYNC, trying=True))) if each.nodes]
     assert {each.why for each in found} == {Why.TRYING}
 
 
 def test_layouts_are_told_with_and_without_a_governor() -> None:
-    assert {each.layout for each in SCENARIOS[Why.PAYS]()} == {Layout.INLINE}
-    assert {each.layout for each in SCENARIOS[Why.NOTHING_DRAFTED]()} == {Layout.BESIDE}
-    assert {each.layout for each in SCENARIOS[Why.NO_DRAFTER]()} == {Layout.PLAIN}
-    assert {each.layout for each in SCENARIOS[Why.SLOWER]()} == {Layout.PLAIN}
+    assert {each.layout for each in SCENARIOS[Why.PAYS]()} == {Layout.SYNC}
+    assert {each.layout for each in SCENARIOS[Why.NOTHING_DRAFTED]()} == {Layout.ASYNC}
+    assert {each.layout for each in SCENARIOS[Why.NO_DRAFTER]()} == {Layout.OFF}
+    assert {each.layout for each in SCENARIOS[Why.SLOWER]()} == {Layout.OFF}
 
 
 def test_a_round_with_nodes_is_priced_beside_the_one_without() -> None:
@@ -254,7 +254,7 @@ class Restless(Governor[Layout]):
 def test_what_is_told_is_what_was_launched(
     ways: list[Layout], budget: int | None, slots: int, shortages: set[int]
 ) -> None:
-    case = Case(slots=slots, budget=budget, policy=lambda: Steps(2), blur=0.3)
+    case = Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3)
     engine, model = make_engine(case)
     governor = Restless(ways)
     engine.decider.governing = governing_by(governor)
@@ -273,15 +273,15 @@ def test_what_is_told_is_what_was_launched(
         assert decision.nodes == engine.totals.figures.drafted - drafted
         assert decision.layout is governor.chosen[-1]
         assert decision.waited_s == pytest.approx(engine.clocked.wait_s - waited_s)
-        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.layout is not Layout.PLAIN)
+        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.layout is not Layout.OFF)
         assert decision.chosen is None or decision.nodes <= (decision.chosen.nodes or 0)
     assert model.forwards == engine.clocked.rounds
 
 
 def test_a_decision_travels() -> None:
-    decision = Decision(Layout.BESIDE, Why.PAYS, 4, 0.001, Price(4, 3.5, 0.02), Price(0, 1.0, 0.018))
+    decision = Decision(Layout.ASYNC, Why.PAYS, 4, 0.001, Price(4, 3.5, 0.02), Price(0, 1.0, 0.018))
     told = decision.told()
-    assert (told.layout, told.why, told.nodes, told.waited_s) == ("beside", Why.PAYS, 4, 0.001)
+    assert (told.layout, told.why, told.nodes, told.waited_s) == ("async", Why.PAYS, 4, 0.001)
     assert (told.chosen, told.other) == (decision.chosen, decision.other)
     assert decision.launched(4, Why.MEMORY) is decision
     assert decision.launched(2, Why.MEMORY).why is Why.PAYS

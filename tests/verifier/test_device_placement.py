@@ -19,9 +19,9 @@ from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.request import Request
-from ssd_serve.verifier.round import Rounds, Work
-from ssd_serve.verifier.scheduler import Part
-from ssd_serve.verifier.text import Text
+from ssd_serve.verifier.round import RequestStep, Rounds
+from ssd_serve.verifier.scheduler import ScheduledChunk
+from ssd_serve.verifier.text import RequestText
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import EOS, VOCABULARY, FakeModel, Output, run
 from tests.models.tape import Tape, recording_kernels
@@ -145,8 +145,12 @@ class Watched(NoiseRows):
 
 
 def test_a_device_gets_its_noise_with_its_forward_whatever_the_cpu_has(native: NativeLibrary) -> None:
-    request = Request(0, SamplingParameters(), 9, 3, Text((1, 2, 3)), frozenset(), None, 64, VOCABULARY)
+    request = Request(
+        0, SamplingParameters(), 9, 3, RequestText((1, 2, 3)), frozenset(), None, 64, VOCABULARY
+    )
     noise = Watched()
-    flight = Rounds(OnDevice(8), noise, (EOS,), native).launch([Work(Part(request, (0, 1, 2), final=True))])
+    flight = Rounds(OnDevice(8), noise, (EOS,), native).launch(
+        [RequestStep(ScheduledChunk(request, (0, 1, 2), final=True))]
+    )
     assert noise.asked == [(9, 3, 1)]
     assert flight.rows == 3

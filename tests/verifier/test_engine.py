@@ -22,7 +22,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.growth import FixedSteps
 from tests import fakes
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
@@ -30,7 +30,7 @@ GREEDY = SamplingParameters(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
 def speculating(case: Case | None = None) -> tuple[Engine, FakeModel]:
-    case = case or Case(slots=4096, policy=lambda: Steps(3), blur=0.0)
+    case = case or Case(slots=4096, policy=lambda: FixedSteps(3), blur=0.0)
     engine, model = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     return engine, model
@@ -48,7 +48,7 @@ class Preparing(FakeModel):
     """Every forward is recorded first."""
 
     def forward(self, batch: Batch) -> ForwardResult:
-        return dataclasses.replace(super().forward(batch), prepared=True)
+        return dataclasses.replace(super().forward(batch), captured_now=True)
 
 
 @pytest.mark.parametrize(("kind", "learns"), [(FakeModel, True), (Preparing, False)])
@@ -101,7 +101,7 @@ def test_a_number_in_use_and_a_full_queue_are_refused() -> None:
 
 @pytest.mark.parametrize("steps", range(12))
 def test_an_abort_frees_everything_at_once(steps: int) -> None:
-    engine, _ = speculating(Case(slots=4096, prefix=False, policy=lambda: Steps(3)))
+    engine, _ = speculating(Case(slots=4096, prefix=False, policy=lambda: FixedSteps(3)))
     for submit in mixed_requests(3):
         engine.submit(submit)
     for _ in range(steps):
@@ -134,7 +134,7 @@ def test_no_row_beyond_max_tokens(max_tokens: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_a_drafter_that_knows_no_bounds_does_not_move_them(max_tokens: int) -> None:
-    case = Case(slots=4096, policy=lambda: Steps(6), blur=0.0)
+    case = Case(slots=4096, policy=lambda: FixedSteps(6), blur=0.0)
     engine, model = make_engine(case)
     core = make_core(case)
     mine, its = memory_pair()
@@ -159,7 +159,7 @@ def test_a_drafter_that_knows_no_bounds_does_not_move_them(max_tokens: int) -> N
 
 
 def test_no_row_beyond_the_context() -> None:
-    engine, model = speculating(Case(slots=30, policy=lambda: Steps(3), blur=0.0))
+    engine, model = speculating(Case(slots=30, policy=lambda: FixedSteps(3), blur=0.0))
     output = run(engine, [Submit(1, (3, 4), SamplingParameters(max_tokens=27, ignore_eos=True), 0)])[1]
     assert len(output.tokens) == 27
     assert max(model.positions) < 30
@@ -227,7 +227,9 @@ def test_chunks_and_reused_prefixes_give_the_same_tokens(chunk: int) -> None:
         for number in range(5)
     ]
     expected = run(make_engine(Case(drafter="none", prefix=False, slots=4096, prefill_chunk=64))[0], submits)
-    engine, _ = speculating(Case(slots=4096, prefill_chunk=chunk, max_running=2, policy=lambda: Steps(2)))
+    engine, _ = speculating(
+        Case(slots=4096, prefill_chunk=chunk, max_running=2, policy=lambda: FixedSteps(2))
+    )
     outputs = run(engine, submits)
     assert {n: o.tokens for n, o in outputs.items()} == {n: o.tokens for n, o in expected.items()}
     assert sum(output.figures.cached_prompt_tokens for output in outputs.values()) >= 2 * len(start)
@@ -235,7 +237,7 @@ def test_chunks_and_reused_prefixes_give_the_same_tokens(chunk: int) -> None:
 
 def test_hits_and_readiness_are_counted() -> None:
     engine, _ = speculating(
-        Case(slots=4096, policy=lambda: Steps(4), blur=0.0, growth=GrowthLimits(4, 3, 8, 96))
+        Case(slots=4096, policy=lambda: FixedSteps(4), blur=0.0, growth=GrowthLimits(4, 3, 8, 96))
     )
     figures = run(engine, [Submit(1, (3, 4), GREEDY, 0)])[1].figures
     assert figures.hits + figures.misses == figures.rounds

@@ -8,7 +8,7 @@ from ssd_serve.logs import Logger
 from ssd_serve.messages import Finished, Price, SamplingParameters, Submit, Why
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.layout import Layout
-from ssd_serve.verifier.process import Loop, _status  # pyright: ignore[reportPrivateUsage]
+from ssd_serve.verifier.process import VerifierLoop, _status  # pyright: ignore[reportPrivateUsage]
 from tests.fakes import Case, make_engine
 
 PROMPT = tuple(range(1, 21))
@@ -43,26 +43,26 @@ def test_the_last_round_decides_what_is_told() -> None:
     engine.step()
     told = _status(engine).decision
     assert told is not None
-    assert (told.layout, told.why, told.nodes) == ("plain", Why.NO_DRAFTER, 0)
+    assert (told.layout, told.why, told.nodes) == ("off", Why.NO_DRAFTER, 0)
 
 
 def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     log = io.StringIO()
     mine, _ = memory_pair()
-    loop = Loop(
+    loop = VerifierLoop(
         mine, [], engine, lambda: _status(engine), lambda: None, Logger("verifier", "debug", stream=log)
     )
 
     def lines(now: float, why: Why) -> list[str]:
         log.seek(0)
         log.truncate()
-        engine.decision = Decision(Layout.BESIDE, why, 2 * (why is Why.PAYS), 0.0, Price(2, 3.0, 0.02), None)
+        engine.decision = Decision(Layout.ASYNC, why, 2 * (why is Why.PAYS), 0.0, Price(2, 3.0, 0.02), None)
         loop._tell_decision(now)  # pyright: ignore[reportPrivateUsage]
         return log.getvalue().splitlines()
 
     (line,) = lines(10.0, Why.PAYS)
-    assert 'speculates why="speculation pays" layout=beside nodes=2' in line
+    assert 'speculates why="speculation pays" layout=async nodes=2' in line
     assert 'chosen="150.0 tokens/s, 20.0 ms a round" other=unknown' in line
     assert lines(20.0, Why.PAYS) == []
     (line,) = lines(30.0, Why.NO_DRAFTER)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ssd_serve.verifier.planning.budget import Choice
-from ssd_serve.verifier.planning.growth import Never, Outlook, Steps, WhenItPays
+from ssd_serve.verifier.planning.budget import NodeChoice
+from ssd_serve.verifier.planning.growth import FixedSteps, Never, Outlook, WhenItPays
 
 
 def outlook(
@@ -14,7 +14,7 @@ def outlook(
     tokens: float = 1.0,
     missed: int = 1,
 ) -> Outlook:
-    return Outlook(Choice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps, missed)
+    return Outlook(NodeChoice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps, missed)
 
 
 def test_it_waits_where_the_gain_exceeds_the_price_of_the_time() -> None:
@@ -38,7 +38,7 @@ def test_an_unknown_rate_is_the_rounds_own() -> None:
 
 
 def test_it_does_not_wait_for_nobody_for_nothing_or_for_ever() -> None:
-    policy = WhenItPays(most_steps=3)
+    policy = WhenItPays(max_steps=3)
     assert not policy.wants(outlook(step_s=0.0))
     assert not policy.wants(outlook(leaves=()))
     assert policy.wants(outlook(steps=2))
@@ -59,7 +59,7 @@ def test_it_learns_that_waiting_brings_little_and_tries_again_later() -> None:
 
 def test_the_fixed_policies() -> None:
     assert not Never().wants(outlook())
-    policy = Steps(2)
+    policy = FixedSteps(2)
     assert [policy.wants(outlook(steps=steps)) for steps in range(4)] == [True, True, False, False]
     assert not policy.wants(outlook(leaves=()))
     policy.learn(outlook(), outlook(), 0.002)

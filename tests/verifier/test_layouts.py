@@ -13,12 +13,12 @@ from ssd_serve.messages import Close, Open, Outcome, Pause, Resync
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.cost import CostTable
 from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.growth import FixedSteps
 from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.planning.planner import Governing
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
 
-WAYS = (Layout.BESIDE, Layout.INLINE, Layout.PLAIN)
+WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
 
 
 class Restless(Governor[Layout]):
@@ -40,7 +40,7 @@ class Restless(Governor[Layout]):
 
 def restless(seed: int) -> tuple[Engine, Restless]:
     """An engine with a drafter inline and one at the other end of a channel, under a restless governor."""
-    case = Case(policy=lambda: Steps(2), slots=4096)
+    case = Case(policy=lambda: FixedSteps(2), slots=4096)
     engine, _ = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     mine, its = memory_pair()
@@ -62,7 +62,7 @@ def restless(seed: int) -> tuple[Engine, Restless]:
         governor,
         Cores(Device("cpu"), None),
         dict.fromkeys(WAYS, CostTable()),
-        {way: Steps(0 if way is Layout.PLAIN else 2) for way in WAYS},
+        {way: FixedSteps(0 if way is Layout.OFF else 2) for way in WAYS},
     )
     return engine, governor
 
@@ -86,13 +86,13 @@ def test_threads_follow_the_cores_of_the_layout() -> None:
     first, *others = sorted(allowed)
     cores = Cores(Device("cpu", (first,)), Device("cpu", (first, *others[:1])))
     try:
-        cores.enter(Layout.PLAIN)
+        cores.enter(Layout.OFF)
         assert os.sched_getaffinity(0) == {first, *others[:1]}
         assert torch.get_num_threads() == 1 + len(others[:1])
-        cores.enter(Layout.BESIDE)
+        cores.enter(Layout.ASYNC)
         assert os.sched_getaffinity(0) == {first}
         assert torch.get_num_threads() == 1
-        Cores(Device("cuda", (0,)), None).enter(Layout.PLAIN)  # a GPU has no cores to lend
+        Cores(Device("cuda", (0,)), None).enter(Layout.OFF)  # a GPU has no cores to lend
         assert torch.get_num_threads() == 1
     finally:
         os.sched_setaffinity(0, allowed)

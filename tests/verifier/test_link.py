@@ -48,7 +48,7 @@ class World:
         self.open: dict[int, Request] = {}
         self.begun = 0
         self.capacity = capacity
-        self.far = {Layout.BESIDE: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]}
+        self.far = {Layout.ASYNC: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]}
 
     def act(self, action: str, number: int, count: int) -> None:
         request = self.open.get(number)
@@ -72,10 +72,10 @@ class World:
             self.drafters.open(request)
         elif action == "use":
             self.drafters.use(tuple(Layout)[number])
-        elif action == "join" and Layout.INLINE not in self.far:
-            self.far[Layout.INLINE] = [Far(self.drafters, self.capacity, "inline", synchronous=True)]
+        elif action == "join" and Layout.SYNC not in self.far:
+            self.far[Layout.SYNC] = [Far(self.drafters, self.capacity, "inline", synchronous=True)]
         elif action == "die":
-            beside = self.far[Layout.BESIDE]
+            beside = self.far[Layout.ASYNC]
             place = number % len(beside)
             beside[place].die()
             beside[place] = Far(self.drafters, self.capacity, f"d{place}")
@@ -111,7 +111,7 @@ def test_in_the_end_one_working_drafter_knows_what_is_open(
     world = World(capacity, beside)
     for action, number, count in [*actions, ("join", 0, 0)]:
         world.act(action, number, count)
-    for layout in (Layout.BESIDE, Layout.INLINE, Layout.BESIDE):
+    for layout in (Layout.ASYNC, Layout.SYNC, Layout.ASYNC):
         world.settle(layout)
         known = [each for far in world.far[layout] for each in far.source.committed.items()]
         assert sorted(number for number, _ in known) == sorted(world.open)
@@ -128,7 +128,7 @@ def test_whoever_pauses_forgets_what_has_ended(layout: Layout) -> None:
     world.act("join", 0, 0)
     for number in NUMBERS:
         world.act("begin", number, 0)
-    for settled in (Layout.BESIDE, Layout.INLINE):
+    for settled in (Layout.ASYNC, Layout.SYNC):
         world.settle(settled)
     world.drafters.use(layout)
     for number in NUMBERS:

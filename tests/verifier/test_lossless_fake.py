@@ -11,7 +11,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Growth, Heartbeat, Hello, Message, Open, Outcome
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Steps, WhenItPays
+from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, WhenItPays
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 
 
@@ -27,7 +27,7 @@ def same(left: dict[int, Output], right: dict[int, Output]) -> bool:
 
 
 @pytest.mark.parametrize("budget", [0, 1, 4, 32, None])
-@pytest.mark.parametrize("policy", [Never, WhenItPays, lambda: Steps(3)])
+@pytest.mark.parametrize("policy", [Never, WhenItPays, lambda: FixedSteps(3)])
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_inline_speculation_gives_the_plain_text(
     budget: int | None, policy: Callable[[], GrowPolicy], count: int
@@ -46,7 +46,7 @@ def test_inline_speculation_gives_the_plain_text(
 
 
 def test_chain_drafts_are_chains() -> None:
-    case = Case(growth=GrowthLimits(width=1, fan_out=1, depth=8, nodes=64), policy=lambda: Steps(4))
+    case = Case(growth=GrowthLimits(width=1, fan_out=1, depth=8, nodes=64), policy=lambda: FixedSteps(4))
     engine, _ = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(1))
@@ -55,7 +55,7 @@ def test_chain_drafts_are_chains() -> None:
 
 
 def test_a_good_draft_is_accepted_often() -> None:
-    case = Case(blur=0.0, policy=lambda: Steps(4))
+    case = Case(blur=0.0, policy=lambda: FixedSteps(4))
     engine, _ = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     outputs = run(engine, mixed_requests(3))
@@ -117,7 +117,7 @@ FAULTS = {
 @pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_message_faults_change_nothing(faults: str, seed: int) -> None:
-    case = Case(slots=4096, policy=lambda: Steps(3))
+    case = Case(slots=4096, policy=lambda: FixedSteps(3))
     engine, _ = make_engine(case)
     remote = Remote(engine, case, FAULTS[faults], seed)
     outputs = run(engine, mixed_requests(8), lambda step: remote.work())
@@ -134,7 +134,7 @@ def test_speculation_is_well_again_when_messages_arrive_again() -> None:
 
 def accepted_a_round(rates: FaultRates) -> tuple[float, float]:
     """Nodes accepted a round of a request, while these faults happen and afterwards."""
-    case = Case(slots=4096, policy=lambda: Steps(3), blur=0.0)
+    case = Case(slots=4096, policy=lambda: FixedSteps(3), blur=0.0)
     engine, _ = make_engine(case)
     lossy, figures = seeded(3, rates), engine.totals.figures
     counts: list[tuple[int, int]] = []

@@ -4,12 +4,12 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.drafter.process import Loop
-from ssd_serve.drafter.verifier_connection import Target
+from ssd_serve.drafter.process import DrafterLoop
+from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import Committed, Hello
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 
 QUIET = get_logger("drafter", level="error")
@@ -17,7 +17,7 @@ REQUESTS = 8
 
 
 def case(blur: float = 0.6) -> Case:
-    return Case(slots=4096, blur=blur, policy=lambda: Steps(2))
+    return Case(slots=4096, blur=blur, policy=lambda: FixedSteps(2))
 
 
 def plain() -> dict[int, tuple[int, ...]]:
@@ -35,12 +35,12 @@ class Drafter:
     def __init__(self, hello: Hello, *engines: Engine, blur: float = 0.6) -> None:
         core = make_core(case(blur))
         self.ends = [memory_pair() for _ in engines]
-        targets: list[Target] = []
+        targets: list[VerifierConnection] = []
         for place, (mine, its) in enumerate(self.ends):
             mine.on_wait = self.work
             engines[place].drafters.connect(mine)
-            targets.append(Target(core, hello, QUIET, (place, len(engines)), channel=its))
-        self._loop = Loop(targets, core, 0.001)
+            targets.append(VerifierConnection(core, hello, QUIET, (place, len(engines)), channel=its))
+        self._loop = DrafterLoop(targets, core, 0.001)
 
     def work(self) -> None:
         if not any(its.closed for _, its in self.ends):

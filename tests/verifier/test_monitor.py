@@ -5,10 +5,10 @@ import random
 import pytest
 
 from ssd_serve.messages import Health
-from ssd_serve.verifier.planning.monitor import Watch
+from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
 
 
-def run(watch: Watch, rounds: int, rate: float, seed: int = 0) -> list[Health]:
+def run(watch: AcceptanceMonitor, rounds: int, rate: float, seed: int = 0) -> list[Health]:
     """Rounds in which the likeliest guess is right with this probability; the changes of health."""
     chance, changes = random.Random(seed), [watch.health]
     for _ in range(rounds):
@@ -22,11 +22,11 @@ def run(watch: Watch, rounds: int, rate: float, seed: int = 0) -> list[Health]:
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("seed", range(5))
 def test_chance_is_no_collapse(rate: float, seed: int) -> None:
-    assert run(Watch(), 20_000, rate, seed) == []
+    assert run(AcceptanceMonitor(), 20_000, rate, seed) == []
 
 
 def test_a_collapse_is_told_once_stays_until_it_is_over_and_does_not_become_usual() -> None:
-    watch = Watch()
+    watch = AcceptanceMonitor()
     run(watch, 3000, 0.65)
     assert run(watch, 400, 0.1) == [Health.COLLAPSED]
     assert run(watch, 20_000, 0.1) == []
@@ -34,13 +34,13 @@ def test_a_collapse_is_told_once_stays_until_it_is_over_and_does_not_become_usua
 
 
 def test_texts_that_are_harder_are_no_collapse() -> None:
-    watch = Watch()
+    watch = AcceptanceMonitor()
     run(watch, 3000, 0.65)
     assert run(watch, 5000, 0.4) == []
 
 
 def test_rounds_without_nodes_say_nothing_of_acceptance() -> None:
-    watch = Watch()
+    watch = AcceptanceMonitor()
     run(watch, 3000, 0.65)
     for _ in range(5000):
         watch.observe(None, hit=True)
@@ -48,7 +48,7 @@ def test_rounds_without_nodes_say_nothing_of_acceptance() -> None:
     assert watch.health is Health.GOOD
 
 
-def in_vain(watch: Watch, rounds: int, right: bool | None = None, requests: int = 1) -> str:
+def in_vain(watch: AcceptanceMonitor, rounds: int, right: bool | None = None, requests: int = 1) -> str:
     for _ in range(rounds):
         for _ in range(requests):
             watch.observe(right, hit=False)
@@ -57,7 +57,7 @@ def in_vain(watch: Watch, rounds: int, right: bool | None = None, requests: int 
 
 
 def test_drafts_that_never_hit_are_told_from_the_start_until_one_does() -> None:
-    watch = Watch()
+    watch = AcceptanceMonitor()
     assert in_vain(watch, 300) == "never hits"
     watch.observe(None, hit=True)
     watch.judge(drafting=True)
@@ -65,15 +65,15 @@ def test_drafts_that_never_hit_are_told_from_the_start_until_one_does() -> None:
 
 
 def test_a_crowd_that_misses_for_some_rounds_is_no_alarm() -> None:
-    assert in_vain(Watch(), 30, requests=64) == "good"
+    assert in_vain(AcceptanceMonitor(), 30, requests=64) == "good"
 
 
 def test_a_chain_whose_guesses_are_right_need_not_hit() -> None:
-    assert in_vain(Watch(), 5000, right=True) == "good"
+    assert in_vain(AcceptanceMonitor(), 5000, right=True) == "good"
 
 
 def test_without_drafting_nothing_is_wrong_with_drafts() -> None:
-    watch = Watch()
+    watch = AcceptanceMonitor()
     assert in_vain(watch, 300) == "never hits"
     watch.judge(drafting=False)
     assert watch.health.value == "good"

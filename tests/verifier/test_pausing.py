@@ -11,7 +11,7 @@ def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() 
     beside, inline = house.join(), house.join(synchronous=True)
     for its in (beside, inline):
         its.receive()
-    house.drafters.use(Layout.INLINE)
+    house.drafters.use(Layout.SYNC)
     assert beside.receive() == [Pause(paused=True)]
     assert house.drafters.working
     for token in (4, 5, 6):
@@ -22,7 +22,7 @@ def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() 
         (6,),
     ]
     assert beside.receive() == []
-    house.drafters.use(Layout.BESIDE)
+    house.drafters.use(Layout.ASYNC)
     heard = beside.receive()
     request = house.requests[0]
     assert request.replica is not None
@@ -31,7 +31,7 @@ def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() 
         Pause(paused=False),
     ]
     assert of(Pause, inline.receive()) == [Pause(paused=True)]
-    house.drafters.use(Layout.PLAIN)
+    house.drafters.use(Layout.OFF)
     assert not house.drafters.working
     assert not house.drafters.worth_waiting()
     assert house.drafters.step_s == 0.0
@@ -41,7 +41,7 @@ def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
     house = House()
     its = house.join()
     its.receive()
-    house.drafters.use(Layout.PLAIN)
+    house.drafters.use(Layout.OFF)
     for token in range(70):
         house.commit(1, token % VOCABULARY)
     pieces = [len(message.tokens) for message in its.receive() if isinstance(message, Outcome)]
@@ -51,13 +51,13 @@ def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
 def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
     house = House()
     its = house.join()
-    house.drafters.use(Layout.PLAIN)
+    house.drafters.use(Layout.OFF)
     its.receive()
     for number in (0, 1):
         house.commit(number, 4)
     house.drafters.close(house.requests[0])
     house.drafters.open(house.requests[1])
-    house.drafters.use(Layout.BESIDE)
+    house.drafters.use(Layout.ASYNC)
     assert of(Outcome, its.receive()) == []
 
 
@@ -65,7 +65,7 @@ def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_g
     house = House()
     house.requests[2] = make_request(2)
     its = house.join()
-    house.drafters.use(Layout.PLAIN)
+    house.drafters.use(Layout.OFF)
     its.receive()
     for number in (0, 1, 2):
         house.drafters.close(house.requests[number])
@@ -78,7 +78,7 @@ def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_g
     house.drafters.close(house.requests[1])
     assert its.receive() == []
     house.commit(2, 5)
-    house.drafters.use(Layout.BESIDE)
+    house.drafters.use(Layout.ASYNC)
     heard = its.receive()
     opened = [message for message in heard if isinstance(message, Open)]
     assert [(each.request, each.epoch) for each in opened] == [(2, house.requests[2].epoch)]
@@ -88,7 +88,7 @@ def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_g
 
 def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
     house = House()
-    house.drafters.use(Layout.PLAIN)
+    house.drafters.use(Layout.OFF)
     assert Pause(paused=True) in house.join().receive()
     assert not house.drafters.working
     assert house.drafters.alive == 1
@@ -97,7 +97,7 @@ def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
 def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -> None:
     house = House()
     beside, inline = house.join(), house.join(synchronous=True)
-    house.drafters.use(Layout.INLINE)
+    house.drafters.use(Layout.SYNC)
     request = house.requests[2] = make_request(2)
     for its in (beside, inline):
         its.receive()
@@ -106,7 +106,7 @@ def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -
     assert [message.request for message in inline.receive() if isinstance(message, Open)] == [2]
     house.commit(2, 4, 5)
     inline.receive()
-    house.drafters.use(Layout.BESIDE)
+    house.drafters.use(Layout.ASYNC)
     assert of(Open, inline.receive()) == []
     (opened,) = (message for message in beside.receive() if isinstance(message, Open))
     assert request.replica is not None
@@ -120,11 +120,11 @@ def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -
 def test_a_pause_that_did_not_fit_is_said_later() -> None:
     house = House()
     its = house.join(capacity=3)  # its hello's answer and two openings fill it
-    house.drafters.use(Layout.PLAIN)
+    house.drafters.use(Layout.OFF)
     assert of(Pause, its.receive()) == []
     house.drain()
     assert its.receive() == [Pause(paused=True)]
     house.drain()
-    house.drafters.use(Layout.BESIDE)
+    house.drafters.use(Layout.ASYNC)
     assert of(Pause, its.receive()) == [Pause(paused=False)]
     assert its.receive() == []

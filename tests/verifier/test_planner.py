@@ -14,15 +14,15 @@ from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timin
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import Never
 from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.planner import Decider, DraftBounds, Governing, Round, cheapest_chunk
+from ssd_serve.verifier.planning.planner import DraftBounds, Governing, Round, RoundPlanner, cheapest_chunk
 from tests.fakes import HELLO
 
 
-def decider(most_tpot_s: float) -> Decider:
+def decider(max_tpot_s: float) -> RoundPlanner:
     """One millisecond a row, and a host that takes a quarter of one for each request."""
     cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
-    bounds = DraftBounds(4096, None, 8, most_tpot_s)
-    return Decider(Drafters(HELLO), cost, Never(), bounds, HostCost(node_s=0.0))
+    bounds = DraftBounds(4096, None, 8, max_tpot_s)
+    return RoundPlanner(Drafters(HELLO), cost, Never(), bounds, HostCost(node_s=0.0))
 
 
 def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
@@ -48,12 +48,12 @@ def test_a_chunk_shrinks_to_what_keeps_the_target() -> None:
 
 
 @given(st.floats(1e-6, 1.0), st.integers(0, 64), st.integers(1, 600))
-def test_prompts_always_get_on(most_tpot_s: float, requests: int, most: int) -> None:
-    rows = decider(most_tpot_s).prompt_rows(requests, most)
+def test_prompts_always_get_on(max_tpot_s: float, requests: int, most: int) -> None:
+    rows = decider(max_tpot_s).prompt_rows(requests, most)
     assert min(most, 16) <= rows <= most
 
 
-WAYS = (Layout.BESIDE, Layout.PLAIN)
+WAYS = (Layout.ASYNC, Layout.OFF)
 
 
 class Listening(Governor[Layout]):
@@ -78,7 +78,7 @@ def told(round_: Round) -> tuple[float, float, float, bool]:
     places = Cores(Device("cpu"), None)
     governing = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
     bounds = DraftBounds(4096, None, 8)
-    Decider(drafters, cost, Never(), bounds, governing=governing).learn(round_)
+    RoundPlanner(drafters, cost, Never(), bounds, governing=governing).learn(round_)
     (heard,) = governor.told
     return heard
 

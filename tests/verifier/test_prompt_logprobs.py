@@ -9,14 +9,14 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.messages import Committed, SamplingParameters, Submit
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
 PROMPT = tuple(1 + (5 * place * place + place) % 39 for place in range(60))
 
 
 def engine_of(slots: int = 4096, chunk: int = 32) -> Engine:
-    case = Case(slots=slots, prefill_chunk=chunk, policy=lambda: Steps(3))
+    case = Case(slots=slots, prefill_chunk=chunk, policy=lambda: FixedSteps(3))
     engine, _ = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     return engine

@@ -13,11 +13,11 @@ from ssd_serve.verifier.ranks import LeadingRank
 class Met(LeadingRank):
     """Rank 0, whose others have said how much is free on their devices."""
 
-    def __init__(self, least_free: int) -> None:
-        self._least_free = least_free
+    def __init__(self, min_free: int) -> None:
+        self._min_free = min_free
 
     def meet(self) -> Leader:
-        return Leader([], self._least_free)
+        return Leader([], self._min_free)
 
 
 def test_the_poorest_rank_decides_how_many_slots_there_are() -> None:

@@ -40,16 +40,16 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.outside import T
 from ssd_serve.verifier.planning.cost import Timing
 from ssd_serve.verifier.process import session_recorder
-from ssd_serve.verifier.replay.recording import Recorder, recorded_bytes
+from ssd_serve.verifier.replay.recording import SessionRecorder, recorded_bytes
 from ssd_serve.verifier.replay.replay import Replay, Replayed
-from ssd_serve.verifier.replay.tape import HEADER, TAPE, RoundTold, TapeReader, framed, read_pages
+from ssd_serve.verifier.replay.tape import HEADER, TAPE, RoundTrace, TapeReader, framed, read_pages
 from tests.end_to_end.tiny_pair import write_pair
 
 LOG = get_logger("test", "error")
 SLOTS = 220
 
 
-class SmallRecorder(Recorder):
+class SmallRecorder(SessionRecorder):
     """A recorder on a machine with little memory, where requests are preempted, and with cheap rows, so that
     guesses are verified however busy the machine really is."""
 
@@ -190,8 +190,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     )
 
 
-def replay(recorded: Recorded, folder: Path, seen: list[RoundTold] | None = None) -> Replayed:
-    rounds: list[RoundTold] = [] if seen is None else seen
+def replay(recorded: Recorded, folder: Path, seen: list[RoundTrace] | None = None) -> Replayed:
+    rounds: list[RoundTrace] = [] if seen is None else seen
     run = Replay(
         TapeReader(folder / TAPE), read_header(folder).found, lambda _number, told: rounds.append(told)
     )
@@ -213,12 +213,12 @@ def changed(recorded: Recorded, number: int) -> tuple[bytes, str]:
         assert not isinstance(page, str)
         said = list(page.said)
         for index, each in enumerate(said):
-            count += isinstance(each, RoundTold)
-            if isinstance(each, RoundTold) and count == number and not told:
+            count += isinstance(each, RoundTrace)
+            if isinstance(each, RoundTrace) and count == number and not told:
                 part = each.parts[0]
                 *before, last = part.tokens
                 other = replace(part, tokens=(*before, last + 1))
-                said[index] = RoundTold((other, *each.parts[1:]))
+                said[index] = RoundTrace((other, *each.parts[1:]))
                 position = part.position + len(before)
                 told = (
                     f"round {number}, request {part.request}, position {position}: "
@@ -244,8 +244,8 @@ def test_a_session_runs_again_as_it_was(recorded: Recorded) -> None:
 
 @pytest.mark.slow
 def test_it_is_the_same_every_time(recorded: Recorded) -> None:
-    first: list[RoundTold] = []
-    second: list[RoundTold] = []
+    first: list[RoundTrace] = []
+    second: list[RoundTrace] = []
     replay(recorded, recorded.folder, first)
     replay(recorded, recorded.folder, second)
     assert first == second
@@ -310,7 +310,7 @@ def test_the_recording_is_private_and_has_no_secrets(recorded: Recorded) -> None
 def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionProblemError, match="chmod 700"):
-        Recorder(tmp_path, 1 << 20, LOG)
+        SessionRecorder(tmp_path, 1 << 20, LOG)
 
 
 def test_a_disk_that_is_full_ends_no_session(

@@ -6,12 +6,12 @@ from msgspec.structs import replace
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Committed, Finished, SamplingParameters, Submit
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, make_core, make_engine, mixed_requests, run
 
 
 def engine_of(drafter: str = "inline", **fields: int) -> Engine:
-    case = Case(**{"slots": 4096, **fields}, policy=lambda: Steps(3))  # type: ignore[arg-type]
+    case = Case(**{"slots": 4096, **fields}, policy=lambda: FixedSteps(3))  # type: ignore[arg-type]
     engine, _ = make_engine(case)
     if drafter == "inline":
         engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)

@@ -11,7 +11,7 @@ from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.verifier.request import Request, accept, share
-from ssd_serve.verifier.scheduler import Limits, Part, Scheduler
+from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 
 SLOTS = 64
 VOCABULARY = 50
@@ -33,11 +33,11 @@ def make_scheduler(
     worth_reusing: int = 16,
 ) -> Scheduler:
     pool = SlotPool(slots)
-    limits = Limits(max_running, max_waiting, chunk, worth_reusing)
+    limits = SchedulerLimits(max_running, max_waiting, chunk, worth_reusing)
     return Scheduler(pool, PrefixCache(pool) if prefix else None, limits)
 
 
-def commit(scheduler: Scheduler, part: Part, tree: list[int], accepted: int, token: int) -> None:
+def commit(scheduler: Scheduler, part: ScheduledChunk, tree: list[int], accepted: int, token: int) -> None:
     """What the engine does after a round: keep some tree slots, free the rest, extend the text."""
     request, final = part.request, part.final
     request.slots.extend([*part.slots, *tree[:accepted]])

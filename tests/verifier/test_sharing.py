@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Choice, Refused, SamplingParameters, Submit, SubmitChoices
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, run
 
 LENGTH = 120
@@ -49,7 +49,7 @@ def test_texts_are_those_of_requests_alone(chunk: int, common: int, slots: int) 
     submits = choices(6, common)
     alone, _ = make_engine(Case(drafter="none", slots=4096, prefix=False, max_running=1))
     expected = run(alone, submits)
-    engine, _ = speculating(Case(slots=slots, prefill_chunk=chunk, policy=lambda: Steps(3)))
+    engine, _ = speculating(Case(slots=slots, prefill_chunk=chunk, policy=lambda: FixedSteps(3)))
     found = run(engine, submits)
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in expected.items()}
     assert engine.scheduler.prefix is not None
@@ -58,7 +58,7 @@ def test_texts_are_those_of_requests_alone(chunk: int, common: int, slots: int) 
 
 @pytest.mark.parametrize("chunk", [16, 50, 1000])
 def test_four_choices_compute_the_prompt_once(chunk: int) -> None:
-    engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: Steps(3)))
+    engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: FixedSteps(3)))
     outputs = run(engine, choices(4))
     assert LENGTH - 1 <= prompt_rows(model) <= LENGTH + 3 * 15  # fewer than 16 tokens are not waited for
     cached = [outputs[number].figures.cached_prompt_tokens for number in range(4)]
@@ -67,7 +67,7 @@ def test_four_choices_compute_the_prompt_once(chunk: int) -> None:
 
 
 def test_a_common_beginning_is_computed_once() -> None:
-    engine, model = speculating(Case(slots=4096, prefill_chunk=1000, policy=lambda: Steps(3)))
+    engine, model = speculating(Case(slots=4096, prefill_chunk=1000, policy=lambda: FixedSteps(3)))
     run(engine, choices(4, common=80))
     assert prompt_rows(model) == 80 + 4 * 39
 
@@ -75,7 +75,7 @@ def test_a_common_beginning_is_computed_once() -> None:
 @pytest.mark.parametrize("chunk", [16, 50, 1000])
 def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     """Two by two of one salt: side by side and afterwards."""
-    engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: Steps(3)))
+    engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: FixedSteps(3)))
     salted = [
         msgspec.structs.replace(submit, salt=(b"anna", b"ben")[number % 2])
         for number, submit in enumerate(choices(4))
@@ -111,7 +111,7 @@ def test_nobody_is_spared_more_than_users_of_the_same_salt_have_read(kinds: list
         )
         for number, (salt, common) in enumerate(kinds)
     ]
-    engine, _ = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: Steps(3)))
+    engine, _ = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: FixedSteps(3)))
     first = run(engine, submits)
     for number, submit in enumerate(submits):
         others = [each.prompt for each in submits if each.salt == submit.salt and each is not submit]
@@ -129,7 +129,7 @@ def shared_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
-    engine, model = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: Steps(3)))
+    engine, model = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: FixedSteps(3)))
     expected = run(make_engine(Case(drafter="none", slots=4096, prefix=False))[0], choices(4))
     found = run(engine, choices(4), lambda step: engine.abort(0) if step == 1 else None)
     assert sorted(found) == [1, 2, 3]
@@ -154,7 +154,7 @@ def test_choices_of_a_message_are_checked_once_share_their_prompt_and_are_those_
     )
     singles = [Submit(number, PROMPT, parameters, 100 + number, (9,) * number) for number in range(20)]
     expected = run(make_engine(Case(slots=4096))[0], singles)
-    engine, _ = speculating(Case(slots=4096, policy=lambda: Steps(3)))
+    engine, _ = speculating(Case(slots=4096, policy=lambda: FixedSteps(3)))
     prompt = Counted(PROMPT)
     Counted.looks.clear()
     choices = tuple(Choice(each.request, each.seed, each.output) for each in singles)

@@ -14,7 +14,7 @@ from ssd_serve.sampling import choice as sampling
 from ssd_serve.verifier import engine as engine_module
 from ssd_serve.verifier import round as round_module
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Steps
+from ssd_serve.verifier.planning.growth import FixedSteps
 from ssd_serve.verifier.shortage import Shortage
 from tests.fakes import HELLO, Case, FakeModel, Output, make_core, make_engine, mixed_requests, run
 
@@ -24,20 +24,20 @@ CHUNK = 32
 class Scarce(FakeModel):
     """Has memory for so many rows at once."""
 
-    most_rows = 1_000_000
+    max_rows = 1_000_000
 
     def forward(self, batch: Batch) -> ForwardResult:
-        if batch.rows > self.most_rows:
+        if batch.rows > self.max_rows:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {batch.rows} rows")
         return super().forward(batch)
 
 
-def house(monkeypatch: pytest.MonkeyPatch, most_rows: int = 1_000_000) -> Engine:
+def house(monkeypatch: pytest.MonkeyPatch, max_rows: int = 1_000_000) -> Engine:
     with monkeypatch.context() as patch:
         patch.setattr("tests.fakes.FakeModel", Scarce)
-        engine, model = make_engine(Case(prefill_chunk=CHUNK, slots=1024, policy=lambda: Steps(3)))
+        engine, model = make_engine(Case(prefill_chunk=CHUNK, slots=1024, policy=lambda: FixedSteps(3)))
     assert isinstance(model, Scarce)
-    model.most_rows = most_rows
+    model.max_rows = max_rows
     engine.drafters.connect(InlineChannel(make_core(Case()), HELLO), synchronous=True)
     return engine
 
@@ -51,7 +51,7 @@ def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.M
     monkeypatch.setattr(engine_module, "release_memory", lambda: released.append(True))
     submits = mixed_requests(8)
     expected = tokens(run(house(monkeypatch), submits))
-    engine = house(monkeypatch, most_rows=24)
+    engine = house(monkeypatch, max_rows=24)
     assert tokens(run(engine, submits)) == expected
     assert engine.shortage.count == len(released) > 0
     assert "rows" in engine.shortage.reason
@@ -78,7 +78,7 @@ def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyP
 
 
 def test_where_less_is_too_much_too_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = house(monkeypatch, most_rows=0)
+    engine = house(monkeypatch, max_rows=0)
     with pytest.raises(DeviceMemoryError, match="CUDA out of memory"):
         run(engine, mixed_requests(1))
 

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ssd_serve.verifier.drafts.teams import MOST_MOVES, Move, Team
+from ssd_serve.verifier.drafts.teams import MAX_MOVES, Move, Team
 
 
 class Sharing(RuleBasedStateMachine):
@@ -65,7 +65,7 @@ class Sharing(RuleBasedStateMachine):
     @rule()
     def balance(self) -> None:
         moves = self.team.balance()
-        assert len(moves) <= MOST_MOVES
+        assert len(moves) <= MAX_MOVES
         self.follow(moves)
 
     @rule()

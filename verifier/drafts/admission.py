@@ -16,13 +16,13 @@ from ssd_serve.messages import Growth, Heartbeat, Hello, Refusal, Resync
 
 FROM_DRAFTERS = Intake(2 << 20, 128 << 10, Hello | Growth | Resync | Refusal | Heartbeat)
 """The largest frame is the snapshot of the largest tree."""
-MOST_STRANGERS = 64
-_MOST_OF_A_PEER = 32
-_MOST_OWN = 128
-_MOST_CONNECTIONS_A_MINUTE = 120
-_MOST_SOURCES = 4
+MAX_STRANGERS = 64
+_MAX_OF_A_PEER = 32
+_MAX_OWN = 128
+_MAX_CONNECTIONS_A_MINUTE = 120
+_MAX_SOURCES = 4
 """Every request is told to a drafter of each draft model."""
-_MOST_NAMES = 256
+_MAX_NAMES = 256
 _SLOWEST_STEP_MS, _FASTEST_STEP_MS = 60_000.0, 1e-3
 _LARGEST_COUNT = 2**53
 OTHERS = "others"
@@ -87,21 +87,21 @@ class Admission:
         """Why who has connected from this address may not even say `Hello`; empty where it may. `peers`: how
         many of its kind there are, by address."""
         if not stranger:
-            return "too many drafters" if peers.total() >= _MOST_OWN else ""
+            return "too many drafters" if peers.total() >= _MAX_OWN else ""
         if peer:
             if self.peers.banned(peer):
                 return "it is banned"
             if self._comes_too_often(peer):
                 return f"it connects too often, and is banned for {self.peers.ban(peer):.0f} s"
-        most = _MOST_OF_A_PEER if peer else MOST_STRANGERS
-        return "too many drafters" if peers.total() >= MOST_STRANGERS or peers[peer] >= most else ""
+        most = _MAX_OF_A_PEER if peer else MAX_STRANGERS
+        return "too many drafters" if peers.total() >= MAX_STRANGERS or peers[peer] >= most else ""
 
     def _comes_too_often(self, peer: str) -> bool:
         now = self._outside()
         self._came.append((now, peer))
-        while self._came[0][0] < now - 60.0 or len(self._came) > 8 * _MOST_CONNECTIONS_A_MINUTE:
+        while self._came[0][0] < now - 60.0 or len(self._came) > 8 * _MAX_CONNECTIONS_A_MINUTE:
             self._came.popleft()
-        return sum(other == peer for _, other in self._came) > _MOST_CONNECTIONS_A_MINUTE
+        return sum(other == peer for _, other in self._came) > _MAX_CONNECTIONS_A_MINUTE
 
     def ban(self, peer: str, name: str) -> float:
         """A drafter has broken a rule: seconds for which it is kept out."""
@@ -123,14 +123,14 @@ class Admission:
                 f"this server drafts with {', '.join(sorted(self._sources))} (SSD_DRAFT), not with "
                 f"{theirs.source!r}: name the draft model alike, or name it there too"
             )
-        if stranger and theirs.source not in sources and len(sources) >= _MOST_SOURCES:
-            raise PairMismatchError(f"drafters of {_MOST_SOURCES} other draft models have joined already")
+        if stranger and theirs.source not in sources and len(sources) >= _MAX_SOURCES:
+            raise PairMismatchError(f"drafters of {_MAX_SOURCES} other draft models have joined already")
 
     def knows(self, name: str) -> bool:
         """Whether a drafter of this name has been here before; it has from now on, while there is room."""
         if name in self._names:
             return True
-        if len(self._names) < _MOST_NAMES:
+        if len(self._names) < _MAX_NAMES:
             self._names.add(name)
         return False
 

@@ -34,7 +34,7 @@ _HELLO_S = 10.0
 """For whoever has connected to say who it is."""
 _GOOD_S = 60.0
 """Whoever has behaved for so long is not remembered for what was before."""
-_WORK_A_DRAIN, _LEAST_WORK = 2048, 32
+_WORK_A_DRAIN, _MIN_WORK = 2048, 32
 """Messages and expansions that one drain takes, of all drafters and of each at least: some milliseconds. What
 comes faster waits in its socket."""
 _CANDIDATES_A_WORK = 16
@@ -109,8 +109,8 @@ class Drafters:
             return self._layout
         working = [link.synchronous for link in self._links.values() if link.working]
         if not working:
-            return Layout.PLAIN
-        return Layout.INLINE if all(working) else Layout.BESIDE
+            return Layout.OFF
+        return Layout.SYNC if all(working) else Layout.ASYNC
 
     @property
     def channels(self) -> list[Channel]:
@@ -191,7 +191,7 @@ class Drafters:
         """Take the messages that wait, as many as a round has time for; growth goes into the replicas.
         Returns the number of growth messages."""
         grown = 0
-        share = max(_LEAST_WORK, _WORK_A_DRAIN // max(1, len(self._links)))
+        share = max(_MIN_WORK, _WORK_A_DRAIN // max(1, len(self._links)))
         for link in list(self._links.values()):
             link.earn(share)
             grown += self._attempt(link, self._hear, link, requests) or 0
@@ -275,7 +275,7 @@ class Drafters:
         return [link for link in self._links.values() if link.here and not link.synchronous]
 
     def _pauses(self, link: Link) -> bool:
-        wanted = Layout.INLINE if link.synchronous else Layout.BESIDE
+        wanted = Layout.SYNC if link.synchronous else Layout.ASYNC
         return self._layout is not None and self._layout is not wanted
 
     def _hear(self, link: Link, requests: Mapping[int, Request]) -> int:

@@ -23,7 +23,7 @@ _LAGGING_S, _LAGGING_STEPS = 1.0, 20
 """So long a silence means that a drafter does not keep up; a long prompt alone takes less."""
 _GOOD_S = 2.0
 """For so long who lagged must do well: else its requests would go to and fro."""
-_MOST_IDLE_WORDS = 20_000
+_MAX_IDLE_WORDS = 20_000
 """Messages a second that change nothing; a request that ends leaves some hundreds on their way."""
 _RESYNCS, _RESYNC_S = 8, 8.0
 """A drafter may be told so often in so many seconds where one request stands."""
@@ -148,8 +148,8 @@ class Link:
         if self._heard_at - self._idle_since >= 1.0:
             self._idle_since, self._idle_words = self._heard_at, 0
         self._idle_words += 1
-        if self._idle_words > _MOST_IDLE_WORDS:
-            raise ProtocolError(f"it sends more than {_MOST_IDLE_WORDS} messages a second that mean nothing")
+        if self._idle_words > _MAX_IDLE_WORDS:
+            raise ProtocolError(f"it sends more than {_MAX_IDLE_WORDS} messages a second that mean nothing")
 
     def join(self, mine: Hello, theirs: Hello) -> None:
         """Its `Hello` was found to agree: answer."""

@@ -8,7 +8,7 @@ no links and no messages.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MOST_MOVES = 2
+MAX_MOVES = 2
 """Of one balancing: a request that moves costs its new drafter a read of its text."""
 _SLOWER, _AS_FAST = 2.0, 1.5
 """A drafter counts as slower than the fastest from the first ratio of their step times on, until the second:
@@ -105,7 +105,7 @@ class Team:
     def balance(self) -> list[Move]:
         """A few requests that move now: away from who lags, else from the greatest load to the least."""
         moves: list[Move] = []
-        while len(moves) < MOST_MOVES and len(self._members) > 1:
+        while len(moves) < MAX_MOVES and len(self._members) > 1:
             origin = self._overloaded()
             if origin is None:
                 break

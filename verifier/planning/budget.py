@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NodeChoice:
     """How many of the best nodes to verify, and the tokens and seconds that the round should take."""
 
     nodes: int
@@ -29,25 +29,25 @@ def choose(
     roots: int,
     seconds: npt.NDArray[np.float64],
     rate: float,
-    most_tpot_s: float = math.inf,
-) -> Choice:
+    max_tpot_s: float = math.inf,
+) -> NodeChoice:
     """Best number of nodes to verify beside `roots` roots.
 
     `reaches` [nodes] falls; `seconds` [most + 1], most <= nodes, is what the round takes with 0, 1, ... most
     nodes. `rate` is in tokens a second; 0 means unknown, then the round's own rate is maximised. Rounds in
-    which a request's token takes longer than `most_tpot_s` are left out, unless all do: then the shortest is
+    which a request's token takes longer than `max_tpot_s` are left out, unless all do: then the shortest is
     taken.
     """
     tokens = roots + np.concatenate(([0.0], np.cumsum(reaches[: len(seconds) - 1])))  # [most + 1]
     value = tokens - rate * seconds if rate > 0 else tokens / np.maximum(seconds, 1e-9)
     paying = 0
-    if most_tpot_s < math.inf:
+    if max_tpot_s < math.inf:
         paying = int(np.argmax(value))
         tpot_s = seconds * roots / np.maximum(tokens, 1e-9)
-        kept = tpot_s <= most_tpot_s
+        kept = tpot_s <= max_tpot_s
         value = np.where(kept, value, -np.inf) if kept.any() else -tpot_s
     best = int(np.argmax(value))
-    return Choice(best, float(tokens[best]), float(seconds[best]), best < paying)
+    return NodeChoice(best, float(tokens[best]), float(seconds[best]), best < paying)
 
 
 class Rate:

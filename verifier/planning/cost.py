@@ -26,11 +26,11 @@ POINTS = (
     512,
     1024,
 )
-MOST_ROWS = POINTS[-1]
+MAX_ROWS = POINTS[-1]
 _LEVEL_BLEND = 0.05
 _LOCAL_BLEND = 0.1
 _LOCAL_DECAY = 0.998
-_MOST_OFF = 2.0
+_MAX_OFF = 2.0
 _HOST_MEMORY = 0.995
 _HOST_SLACK_S = 0.5e-3
 _HOST_EVERY = 16
@@ -83,8 +83,8 @@ class CostTable:
         rows = np.arange(first, last + 1, dtype=np.float64)
         values = np.maximum.accumulate(self._shape * self._local)
         seconds = np.interp(rows, self._points, values)
-        if last > MOST_ROWS:
-            seconds *= np.maximum(rows / MOST_ROWS, 1.0)
+        if last > MAX_ROWS:
+            seconds *= np.maximum(rows / MAX_ROWS, 1.0)
         read = self._context_s * reading.context + self._row_context_s * reading.row_context
         seconds += read + self._row_context_s * each * (rows - first)
         seconds *= self._level
@@ -103,14 +103,14 @@ class CostTable:
 
     def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
         """A forward of `rows` rows took `seconds`."""
-        if not 0 < rows <= MOST_ROWS or seconds <= 0:
+        if not 0 < rows <= MAX_ROWS or seconds <= 0:
             return
         ratio = seconds / self.seconds(rows, reading)
         if not self._seen:  # nothing but a prior was known
             self._seen, self._level = True, ratio
             return
         # A descheduled process is not a slow device.
-        ratio = min(max(ratio, 1 / _MOST_OFF), _MOST_OFF)
+        ratio = min(max(ratio, 1 / _MAX_OFF), _MAX_OFF)
         index = bisect_left(POINTS, rows)
         if index and rows - POINTS[index - 1] < POINTS[index] - rows:
             index -= 1

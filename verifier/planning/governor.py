@@ -18,7 +18,7 @@ _SETTLING = 6
 """Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
 _CHECK = 64
 _TRIAL, _PLAIN_TRIAL = 96, 24
-_LEAST_LEAD = 1.03
+_MIN_LEAD = 1.03
 """Drafting must beat plain decoding by this factor: a smaller gain is within what trials can tell apart, and
 drafting takes memory bandwidth from everybody else."""
 _LOAD_BLEND = 1 / 16
@@ -27,10 +27,10 @@ _EDGE = 0.15
 _CLEAR_LEAD = 1.3
 _UNDISTURBED = 256
 """Rounds for which a clear lead over plain decoding is not disturbed to try what may be better still."""
-_FIRST_PATIENCE, _MOST_PATIENCE = 512, 16384
+_FIRST_PATIENCE, _MAX_PATIENCE = 512, 16384
 _RECALLED_S = 0.2
 """What was remembered weighs as much as this time of live rounds."""
-_MOST_LOST, _LEAST_LOST = 10.0, 2.5
+_MAX_LOST, _MIN_LOST = 10.0, 2.5
 """A trial ends early when it has cost this many plain rounds; the least after several trials in vain."""
 
 
@@ -214,16 +214,16 @@ class Governor(Generic[Way]):
         record = level.records[way]
         if way != self._plain:
             return record.gain
-        return _LEAST_LEAD * (record.gain if record.rounds else 1.0)
+        return _MIN_LEAD * (record.gain if record.rounds else 1.0)
 
     def _move(self, level: _Level[Way]) -> None:
         trial = _PLAIN_TRIAL if level.running == self._plain else _TRIAL
         if level.running != level.best:
             # What has lost before is given up sooner: less is expected of it.
-            bearable = max(_LEAST_LOST, _MOST_LOST * _FIRST_PATIENCE / level.records[level.running].patience)
+            bearable = max(_MIN_LOST, _MAX_LOST * _FIRST_PATIENCE / level.records[level.running].patience)
             if level.rounds >= trial + _SETTLING or level.lost > bearable:
                 self._judge(level)
-        elif level.rounds % _CHECK == 0 or level.lost > _MOST_LOST:
+        elif level.rounds % _CHECK == 0 or level.lost > _MAX_LOST:
             level.lost = 0.0
             rival = self._candidate(level)
             if rival is not None:
@@ -253,7 +253,7 @@ class Governor(Generic[Way]):
             level.best = level.running
             level.rounds = 0
         else:
-            tried.patience = min(2 * tried.patience, _MOST_PATIENCE)
+            tried.patience = min(2 * tried.patience, _MAX_PATIENCE)
             level.enter(level.best)
 
 

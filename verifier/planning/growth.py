@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ssd_serve.verifier.planning.budget import Choice, GrowthGain
+from ssd_serve.verifier.planning.budget import GrowthGain, NodeChoice
 
 _CONCURRENT_PRICE = 1.2
 
@@ -18,7 +18,7 @@ _CONCURRENT_PRICE = 1.2
 class Outlook:
     """What a round looks like before it starts."""
 
-    choice: Choice
+    choice: NodeChoice
     leaves: npt.NDArray[np.float64]
     """Reach of the leaves that one draft step could expand, best first, less the price of a row."""
     rate: float
@@ -56,14 +56,14 @@ class WhenItPays:
     than its time (`_CONCURRENT_PRICE`). A synchronous drafter stands still while the target works.
     """
 
-    def __init__(self, concurrent: bool = False, most_steps: int = 16) -> None:
+    def __init__(self, concurrent: bool = False, max_steps: int = 16) -> None:
         self._gain = GrowthGain()
         self._concurrent = concurrent
-        self._most_steps = most_steps
+        self._max_steps = max_steps
 
     def wants(self, outlook: Outlook) -> bool:
         """Whether the expected gain of one more step exceeds its price."""
-        if outlook.steps >= self._most_steps or outlook.step_s <= 0 or not len(outlook.leaves):
+        if outlook.steps >= self._max_steps or outlook.step_s <= 0 or not len(outlook.leaves):
             return False
         if self._concurrent and outlook.steps == 0 and not outlook.missed:
             return False  # later steps are asked for only where the first one was
@@ -93,7 +93,7 @@ class Never:
         """Nothing to learn."""
 
 
-class Steps:
+class FixedSteps:
     """Exactly `steps` draft steps a round: the synchronous baseline with a fixed draft length."""
 
     def __init__(self, steps: int) -> None:

@@ -16,9 +16,9 @@ from ssd_serve.devices import Device
 class Layout(Enum):
     """Who drafts: a drafter on its own device, one inline on the target's, or nobody."""
 
-    BESIDE = "beside"
-    INLINE = "inline"
-    PLAIN = "plain"
+    ASYNC = "async"
+    SYNC = "sync"
+    OFF = "off"
 
 
 class Cores:
@@ -31,7 +31,7 @@ class Cores:
 
     def of(self, layout: Layout) -> Device:
         """The cores of a layout."""
-        return self._beside if layout is Layout.BESIDE else self._alone
+        return self._beside if layout is Layout.ASYNC else self._alone
 
     def enter(self, layout: Layout) -> None:
         """Compute on the cores of this layout from now on, with as many threads."""

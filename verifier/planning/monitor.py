@@ -30,7 +30,7 @@ class _Mean:
         self.value += max(self.weight, 1 / self.rounds) * (seen - self.value)
 
 
-class Watch:
+class AcceptanceMonitor:
     """Watches rounds of requests for which drafts were expected."""
 
     def __init__(self) -> None:

@@ -16,15 +16,15 @@ import numpy.typing as npt
 from ssd_serve.messages import Price, Why
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.budget import Rate, choose
-from ssd_serve.verifier.planning.cost import MOST_ROWS, CostTable, HostCost, Reading
+from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
 from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.planning.ranking import RankedNode, Ranking, rank
-from ssd_serve.verifier.scheduler import Part
+from ssd_serve.verifier.scheduler import ScheduledChunk
 
-_LEAST_PROMPT_ROWS = 16
+_MIN_PROMPT_ROWS = 16
 _CLEARLY_CHEAPER = 0.85
 """A smaller chunk than the largest must cost this share of its price by the row: the rest is noise, and the
 first token of a prompt comes later."""
@@ -48,12 +48,12 @@ class Governing:
 @dataclass(frozen=True, slots=True)
 class DraftBounds:
     """`budget`: most nodes of a round, None: the cost model alone decides; `width`: nodes of a draft step;
-    `most_tpot_s`: seconds that a token of a running request should take at most."""
+    `max_tpot_s`: seconds that a token of a running request should take at most."""
 
     context: int
     budget: int | None
     width: int
-    most_tpot_s: float = math.inf
+    max_tpot_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _Prospect:
         return Price(1, self.requests + self.ranking.nodes[0][0], float(self.seconds[1]))
 
 
-class Decider:
+class RoundPlanner:
     """Decides rounds and learns from them. `governing` None: one layout for ever, with this cost and
     policy."""
 
@@ -119,7 +119,9 @@ class Decider:
         self._rate = Rate()
         self._clock = clock
 
-    def choose(self, parts: Sequence[Part], drain: Callable[[], object]) -> tuple[list[RankedNode], Decision]:
+    def choose(
+        self, parts: Sequence[ScheduledChunk], drain: Callable[[], object]
+    ) -> tuple[list[RankedNode], Decision]:
         """The nodes of a round, best first, and why they are these; `drain` takes what came."""
         requests = sum(part.request.decoding for part in parts)
         self._lay_out(len(parts), decoding=requests > 0)
@@ -148,11 +150,11 @@ class Decider:
         target no more than let tokens come in time; never so few that prompts would not get on."""
         seconds = self.cost.span(requests, requests + most)
         rows = cheapest_chunk(seconds)
-        limit_s = self._bounds.most_tpot_s
+        limit_s = self._bounds.max_tpot_s
         if limit_s < math.inf and requests:
             spent = seconds + self.host.seconds(requests, 0)
             fitting = int(np.searchsorted(spent, limit_s * self._rate.tokens_a_round, side="right")) - 1
-            rows = min(rows, max(_LEAST_PROMPT_ROWS, fitting))
+            rows = min(rows, max(_MIN_PROMPT_ROWS, fitting))
         return min(most, rows)
 
     def layout_gains(self) -> dict[int, dict[str, float]]:
@@ -175,7 +177,7 @@ class Decider:
 
     def _govern(self, round_: Round, governing: Governing) -> None:
         """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
-        cost, reading = governing.costs[Layout.PLAIN], round_.reading
+        cost, reading = governing.costs[Layout.OFF], round_.reading
         rows = round_.requests + round_.prompt_rows
         if not round_.prompts:
             plain_s = cost.first_seconds(rows, Reading(reading.context, reading.context))
@@ -206,7 +208,7 @@ class Decider:
         layout, other_s = self._drafters.layout, 0.0
         if self._bounds.budget == 0:
             why = Why.OFF
-        elif governor is None or layout is not Layout.PLAIN or not self._drafters.alive:
+        elif governor is None or layout is not Layout.OFF or not self._drafters.alive:
             why = Why.NO_DRAFTER
         else:
             why = Why.TRYING if governor.trying else Why.SLOWER
@@ -230,7 +232,7 @@ class Decider:
         other = prospect.without_nodes if choice.nodes else prospect.with_one_node
         return Decision(self._drafters.layout, why, choice.nodes, waited_s, chosen, other)
 
-    def _prospect(self, parts: Sequence[Part], requests: int, steps: int) -> _Prospect:
+    def _prospect(self, parts: Sequence[ScheduledChunk], requests: int, steps: int) -> _Prospect:
         """The round as it would be now, after so many awaited draft steps."""
         bounds, rate = self._bounds, self._rate.value(requests)
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
@@ -238,22 +240,22 @@ class Decider:
         ranking = rank(parts, most, bounds.context, bounds.width, least)
         reaches = np.array([item[0] for item in ranking.nodes])
         seconds = self._round_seconds(parts, len(reaches))
-        choice = choose(reaches, requests, seconds, rate, bounds.most_tpot_s)
+        choice = choose(reaches, requests, seconds, rate, bounds.max_tpot_s)
         # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
         leaves = np.maximum(ranking.leaves - rate * self._row_seconds(parts), 0.0)
         step_s = self._drafters.step_s
         outlook = Outlook(choice, leaves, rate, step_s, steps, ranking.missed)
         return _Prospect(requests, outlook, ranking, seconds)
 
-    def _row_seconds(self, parts: Sequence[Part]) -> float:
+    def _row_seconds(self, parts: Sequence[ScheduledChunk]) -> float:
         """What one more node adds to a round, as the mean of the next eight."""
         seconds = self._round_seconds(parts, 8)
         return float(seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
 
-    def _round_seconds(self, parts: Sequence[Part], most: int) -> npt.NDArray[np.float64]:
+    def _round_seconds(self, parts: Sequence[ScheduledChunk], most: int) -> npt.NDArray[np.float64]:
         """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
         rows = sum(len(part.slots) for part in parts)
-        most = max(0, min(most, MOST_ROWS - rows))
+        most = max(0, min(most, MAX_ROWS - rows))
         reading = _reading(parts)
         forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
         return forward_s + self.host.node_s * np.arange(most + 1)
@@ -277,17 +279,17 @@ def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
     """The number of prompt rows that adds least time by the row, where `seconds` [most + 1] is what a round
     takes with 0, 1, ... most of them; the most, unless fewer are clearly cheaper."""
     most = len(seconds) - 1
-    if most <= _LEAST_PROMPT_ROWS:
+    if most <= _MIN_PROMPT_ROWS:
         return most
-    rows = np.arange(_LEAST_PROMPT_ROWS, most + 1)
+    rows = np.arange(_MIN_PROMPT_ROWS, most + 1)
     # Where more rows cost nothing yet, the round itself is the price: prompts would never get on otherwise.
-    prices = np.maximum((seconds[_LEAST_PROMPT_ROWS:] - seconds[0]) / rows, seconds[-1] / (2 * most))
+    prices = np.maximum((seconds[_MIN_PROMPT_ROWS:] - seconds[0]) / rows, seconds[-1] / (2 * most))
     if prices.min() >= _CLEARLY_CHEAPER * prices[-1]:
         return most
     return int(rows[prices <= _AS_CHEAP * prices.min()][-1])
 
 
-def _reading(parts: Sequence[Part]) -> Reading:
+def _reading(parts: Sequence[ScheduledChunk]) -> Reading:
     """What attention reads for the pending tokens alone."""
     contexts = [len(part.request.slots) for part in parts]
     rows = [len(part.slots) for part in parts]

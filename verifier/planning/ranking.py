@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.verifier.request import Request
-from ssd_serve.verifier.scheduler import Part
+from ssd_serve.verifier.scheduler import ScheduledChunk
 
 RankedNode = tuple[float, int, int, int]
 """Reach, index of the part, token, and its parent's place among the ranked nodes of that part; -1: the
@@ -33,7 +33,7 @@ class Ranking:
     trees: int
 
 
-def rank(parts: Sequence[Part], most: int, context: int, width: int, least: float = 0.0) -> Ranking:
+def rank(parts: Sequence[ScheduledChunk], most: int, context: int, width: int, least: float = 0.0) -> Ranking:
     """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
     best leaves.
 
@@ -76,7 +76,7 @@ def rank(parts: Sequence[Part], most: int, context: int, width: int, least: floa
 
 
 def _trees(
-    parts: Sequence[Part], context: int
+    parts: Sequence[ScheduledChunk], context: int
 ) -> tuple[dict[int, tuple[SpeculationTree, int, float]], list[float]]:
     """By part: its tree, its deepest level and the log reach of its root; and the reach of roots without
     growth."""

@@ -20,8 +20,8 @@ from ssd_serve.owned import make_folder, read_own
 from ssd_serve.verifier.planning.cost import Timing
 
 _FORMAT = 1
-_MOST_GAIN = 1000.0
-_MOST_OFF = 1.5
+_MAX_GAIN = 1000.0
+_MAX_OFF = 1.5
 """Remembered times that differ by more than this factor from a few forwards now are measured again."""
 
 
@@ -79,7 +79,7 @@ class GainFile:
         except (OSError, msgspec.DecodeError):
             return {}
         gains = [(load, gain) for load, each in file.gains.items() for gain in each.values()]
-        sound = all(load > 0 and 0 <= gain < _MOST_GAIN for load, gain in gains)
+        sound = all(load > 0 and 0 <= gain < _MAX_GAIN for load, gain in gains)
         return file.gains if sound and file.format == _FORMAT else {}
 
     def write(self, gains: Mapping[int, Mapping[str, float]]) -> None:
@@ -118,6 +118,6 @@ def _agree(known: Sequence[Timing], probed: Sequence[Timing]) -> bool:
     """Whether every probed time is there and about right."""
     seconds = {(each.rows, each.context): each.seconds for each in known}
     return all(
-        1 / _MOST_OFF < each.seconds / seconds.get((each.rows, each.context), float("inf")) < _MOST_OFF
+        1 / _MAX_OFF < each.seconds / seconds.get((each.rows, each.context), float("inf")) < _MAX_OFF
         for each in probed
     )

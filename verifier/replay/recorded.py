@@ -24,14 +24,14 @@ from ssd_serve.messages import (
     SubmitChoices,
     VerifierReport,
 )
-from ssd_serve.models.interface import Completion, ForwardResult, Model
+from ssd_serve.models.interface import ForwardEnd, ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
 from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.planner import Decider
-from ssd_serve.verifier.replay.tape import Kind, PartTold, RoundTold, TapeWriter
-from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
+from ssd_serve.verifier.planning.planner import RoundPlanner
+from ssd_serve.verifier.replay.tape import ChunkTrace, Kind, RoundTrace, TapeWriter
+from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, Walk
 from ssd_serve.verifier.scheduler import Scheduler
 
 
@@ -44,7 +44,7 @@ class RecordedEngine(Engine):
         rounds: Rounds,
         scheduler: Scheduler,
         drafters: Drafters,
-        decider: Decider,
+        decider: RoundPlanner,
         bounds: Bounds,
         clock: Callable[[], float],
     ) -> None:
@@ -92,7 +92,7 @@ class RecordedEngine(Engine):
         super().drain()
         self._tape.flush_when_due()
 
-    def _compute(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+    def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         try:
             return super()._compute(work)
         except DeviceMemoryError as error:
@@ -205,40 +205,40 @@ class RecordedModel(WrappedModel):
     def forward(self, batch: Batch) -> ForwardResult:
         """See `Model.forward`."""
         result = self._model.forward(batch)
-        self._tape.note(Kind.PREPARED, result.prepared)
+        self._tape.note(Kind.CAPTURED, result.captured_now)
         return replace(result, completion=_RecordedEnd(result.completion, self._tape))
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedEnd:
-    """A `Completion` whose answers are noted."""
+    """A `ForwardEnd` whose answers are noted."""
 
-    inner: Completion
+    inner: ForwardEnd
     tape: TapeWriter
 
     def ready(self) -> bool:
-        """See `Completion.ready`."""
+        """See `ForwardEnd.ready`."""
         ready = self.inner.ready()
         self.tape.note(Kind.READY, ready)
         return ready
 
     def wait(self) -> float:
-        """See `Completion.wait`."""
+        """See `ForwardEnd.wait`."""
         ended = self.inner.wait()
         self.tape.note(Kind.ENDED, ended)
         return ended
 
 
-def round_told(walks: Sequence[Walk], decision: Decision | None = None) -> RoundTold:
+def round_told(walks: Sequence[Walk], decision: Decision | None = None) -> RoundTrace:
     """What a round decided; call before it is committed."""
     parts = tuple([_part_told(walk) for walk in walks])
-    return RoundTold(parts, decision.told() if decision is not None else None)
+    return RoundTrace(parts, decision.told() if decision is not None else None)
 
 
-def _part_told(walk: Walk) -> PartTold:
+def _part_told(walk: Walk) -> ChunkTrace:
     part, tree = walk.work.part, walk.work.tree
     request = part.request
-    return PartTold(
+    return ChunkTrace(
         request.number,
         len(request.tokens),
         len(part.slots),

@@ -28,7 +28,7 @@ from ssd_serve.owned import is_private
 from ssd_serve.settings import SECRETS, Settings
 from ssd_serve.verifier.build import EngineKind
 from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.outside import Outside
+from ssd_serve.verifier.outside import Environment
 from ssd_serve.verifier.replay.recorded import RecordedDrafters, RecordedEngine, RecordedModel
 from ssd_serve.verifier.replay.tape import FORMAT, HEADER, TAPE, Kind, TapeWriter
 
@@ -55,13 +55,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured or found at the start, by name."""
 
 
-class Recorder(Outside):
+class SessionRecorder(Environment):
     """The world, and a tape of it in a new folder below `folder`."""
 
-    def __init__(self, folder: Path, most_bytes: int, log: Logger) -> None:
+    def __init__(self, folder: Path, max_bytes: int, log: Logger) -> None:
         self.path = _session_folder(folder.expanduser())
         self._tape = TapeWriter(
-            self.path / TAPE, most_bytes, lambda why: log.warning("the recording has ended", reason=why)
+            self.path / TAPE, max_bytes, lambda why: log.warning("the recording has ended", reason=why)
         )
         self._found: dict[str, Any] = {}
         log.warning("this session is recorded, with all prompts and outputs", folder=str(self.path))
@@ -93,26 +93,26 @@ class Recorder(Outside):
 
     @property
     def clock(self) -> Callable[[], float]:
-        """See `Outside.clock`."""
+        """See `Environment.clock`."""
         return self._now
 
     def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
-        """See `Outside.found`."""
+        """See `Environment.found`."""
         value = super().found(name, kind, find)
         self._found[name] = msgspec.to_builtins(value, str_keys=True)
         return value
 
     def model(self, model: Model) -> Model:
-        """See `Outside.model`."""
+        """See `Environment.model`."""
         return RecordedModel(model, self._tape)
 
     def drafters(self, hello: Hello, log: Logger) -> Drafters:
-        """See `Outside.drafters`."""
+        """See `Environment.drafters`."""
         return RecordedDrafters(self._tape, hello, self._now, log)
 
     @property
     def engine_kind(self) -> EngineKind:
-        """See `Outside.engine_kind`."""
+        """See `Environment.engine_kind`."""
         return partial(RecordedEngine, self._tape)
 
     def _now(self) -> float:

@@ -17,16 +17,16 @@ from ssd_serve.errors import DeviceMemoryError, ProtocolError, RecordingError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit, SubmitChoices
-from ssd_serve.models.interface import Completion, ForwardResult, Model
+from ssd_serve.models.interface import ForwardEnd, ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.verifier.build import EngineKind
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.outside import Outside
-from ssd_serve.verifier.planning.planner import Decider
+from ssd_serve.verifier.outside import Environment
+from ssd_serve.verifier.planning.planner import RoundPlanner
 from ssd_serve.verifier.replay.recorded import round_told
-from ssd_serve.verifier.replay.tape import Kind, PartTold, RoundTold, TapeReader
-from ssd_serve.verifier.round import Flight, Rounds, Walk, Work
+from ssd_serve.verifier.replay.tape import ChunkTrace, Kind, RoundTrace, TapeReader
+from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, Walk
 from ssd_serve.verifier.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -52,14 +52,14 @@ class Replayed:
     """The first one; empty while everything is as it was recorded."""
 
 
-class Replay(Outside):
+class Replay(Environment):
     """Answers from a tape. `found` are the header's findings; `see` is shown every round that is equal."""
 
     def __init__(
         self,
         tape: TapeReader,
         found: Mapping[str, Any],
-        see: Callable[[int, RoundTold], None] = lambda _number, _round: None,
+        see: Callable[[int, RoundTrace], None] = lambda _number, _round: None,
     ) -> None:
         self._tape = tape
         self._found = found
@@ -146,7 +146,7 @@ class Replay(Outside):
         """Compare what a round decided with what was recorded."""
         told = round_told(walks)
         self.take(Kind.ROUND)
-        recorded = self._said(RoundTold)
+        recorded = self._said(RoundTrace)
         difference = first_difference(recorded, told)
         if difference:
             raise DifferenceError(f"{self._where()}, {difference}")
@@ -156,7 +156,7 @@ class Replay(Outside):
 
     @property
     def clock(self) -> Callable[[], float]:
-        """See `Outside.clock`."""
+        """See `Environment.clock`."""
         return lambda: self.take(Kind.CLOCK)[1]
 
     @property
@@ -165,7 +165,7 @@ class Replay(Outside):
         return False
 
     def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
-        """See `Outside.found`."""
+        """See `Environment.found`."""
         del find
         if name not in self._found:
             raise RecordingError(f"the recording does not say: {name}")
@@ -175,11 +175,11 @@ class Replay(Outside):
             raise RecordingError(f"the recording's {name} cannot be read: {error}") from error
 
     def model(self, model: Model) -> Model:
-        """See `Outside.model`."""
+        """See `Environment.model`."""
         return _ReplayedModel(model, self)
 
     def drafters(self, hello: Hello, log: Logger) -> Drafters:
-        """See `Outside.drafters`."""
+        """See `Environment.drafters`."""
 
         def poll(channels: Sequence[Channel], timeout_s: float) -> Sequence[Channel]:
             del timeout_s
@@ -189,7 +189,7 @@ class Replay(Outside):
 
     @property
     def engine_kind(self) -> EngineKind:
-        """See `Outside.engine_kind`."""
+        """See `Environment.engine_kind`."""
         return partial(_ReplayedEngine, self)
 
 
@@ -202,14 +202,14 @@ class _ReplayedEngine(Engine):
         rounds: Rounds,
         scheduler: Scheduler,
         drafters: Drafters,
-        decider: Decider,
+        decider: RoundPlanner,
         bounds: Bounds,
         clock: Callable[[], float],
     ) -> None:
         super().__init__(rounds, scheduler, drafters, decider, bounds, clock, replay.witness)
         self._replay = replay
 
-    def _compute(self, work: Sequence[Work]) -> tuple[Flight, float, list[Walk]]:
+    def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         done = super()._compute(work)
         if reason := self._replay.shortage():
             raise DeviceMemoryError(reason)
@@ -274,28 +274,30 @@ class _ReplayedModel(WrappedModel):
         result = self._model.forward(batch)
         if reason := self._replay.shortage():
             raise DeviceMemoryError(reason)
-        prepared = bool(self._replay.take(Kind.PREPARED)[1])
-        return replace(result, completion=_ReplayedEnd(result.completion, self._replay), prepared=prepared)
+        captured_now = bool(self._replay.take(Kind.CAPTURED)[1])
+        return replace(
+            result, completion=_ReplayedEnd(result.completion, self._replay), captured_now=captured_now
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedEnd:
-    """A `Completion` of a forward of today that was over then."""
+    """A `ForwardEnd` of a forward of today that was over then."""
 
-    inner: Completion
+    inner: ForwardEnd
     replay: Replay
 
     def ready(self) -> bool:
-        """See `Completion.ready`."""
+        """See `ForwardEnd.ready`."""
         return bool(self.replay.take(Kind.READY)[1])
 
     def wait(self) -> float:
-        """See `Completion.wait`."""
+        """See `ForwardEnd.wait`."""
         self.inner.wait()
         return self.replay.take(Kind.ENDED)[1]
 
 
-def first_difference(recorded: RoundTold, told: RoundTold) -> str:
+def first_difference(recorded: RoundTrace, told: RoundTrace) -> str:
     """In what two rounds differ first, in tokens before anything else; empty when they are equal."""
     if recorded.parts == told.parts:
         return ""
@@ -311,7 +313,7 @@ def first_difference(recorded: RoundTold, told: RoundTold) -> str:
     return f"recorded were the requests {list(before)}, now they are {list(now)}"
 
 
-def _token_difference(recorded: PartTold, told: PartTold) -> str:
+def _token_difference(recorded: ChunkTrace, told: ChunkTrace) -> str:
     index = 0
     while recorded.tokens[index : index + 1] == told.tokens[index : index + 1]:
         index += 1
@@ -321,15 +323,15 @@ def _token_difference(recorded: PartTold, told: PartTold) -> str:
     return f"position {recorded.position + index}: recorded {one}, now {other}"
 
 
-def _work(part: PartTold) -> str:
+def _work(part: ChunkTrace) -> str:
     return f"position {part.position}, {part.rows} rows, nodes {list(part.nodes)}, {part.accepted} accepted"
 
 
-def _misplaced(said: Message | RoundTold) -> RecordingError:
+def _misplaced(said: Message | RoundTrace) -> RecordingError:
     return RecordingError(f"the recording has a {type(said).__name__} in a wrong place: it is damaged")
 
 
-def _as_message(said: Message | RoundTold) -> Message:
-    if isinstance(said, RoundTold):
+def _as_message(said: Message | RoundTrace) -> Message:
+    if isinstance(said, RoundTrace):
         raise _misplaced(said)
     return said

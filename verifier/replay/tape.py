@@ -22,7 +22,7 @@ from ssd_serve.messages import Decided, Message
 
 FORMAT = 3
 TAPE, HEADER = "tape.msgpack", "header.json"
-MOST_PAGE_BYTES = 1 << 30
+MAX_PAGE_BYTES = 1 << 30
 
 _FLUSH_EVERY_S = 0.2
 _FRAME = struct.Struct("<II")
@@ -48,10 +48,10 @@ class Kind(IntEnum):
     ENDED = 10
     """The clock when a forward was over."""
     ROUND = 11
-    """What a round decided: a `RoundTold` in `said`."""
+    """What a round decided: a `RoundTrace` in `said`."""
     FULL = 12
     """The recording has reached its limit."""
-    PREPARED = 13
+    CAPTURED = 13
     """Whether a forward was recorded first, as GPUs record them."""
     SHORT = 14
     """A device had too little memory for a round; a `Refusal` in `said` says what it said."""
@@ -65,7 +65,7 @@ class Kind(IntEnum):
     """A drafter has connected; 1: a synchronous one."""
 
 
-class PartTold(msgspec.Struct, frozen=True, array_like=True):
+class ChunkTrace(msgspec.Struct, frozen=True, array_like=True):
     """What a round decided for one request."""
 
     request: int
@@ -79,10 +79,10 @@ class PartTold(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
 
 
-class RoundTold(msgspec.Struct, frozen=True, tag=True):
+class RoundTrace(msgspec.Struct, frozen=True, tag=True):
     """What a round decided, request by request."""
 
-    parts: tuple[PartTold, ...]
+    parts: tuple[ChunkTrace, ...]
     decision: Decided | None = None
     """Why it had these nodes; for people, and compared with nothing. None where it is not told."""
 
@@ -92,25 +92,25 @@ class Page(msgspec.Struct, frozen=True, array_like=True):
 
     kinds: bytes
     values: bytes
-    said: list[Message | RoundTold]
+    said: list[Message | RoundTrace]
 
 
 class TapeWriter:
-    """Appends entries to a new file that nobody else may read. At `most_bytes`, or when the file cannot be
+    """Appends entries to a new file that nobody else may read. At `max_bytes`, or when the file cannot be
     written, it stops and says so once to `on_stop`."""
 
-    def __init__(self, path: Path, most_bytes: int, on_stop: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, max_bytes: int, on_stop: Callable[[str], None]) -> None:
         try:
             self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
         except OSError as error:
             raise PermissionProblemError(f"cannot write {path}: {error.strerror}") from error
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._on_stop = on_stop
         self._stopped = False
         self._flushed_at = time.perf_counter()
         self._kinds = bytearray()
         self._values = array("d")
-        self._said: list[Message | RoundTold] = []
+        self._said: list[Message | RoundTrace] = []
         self._bytes = 0
 
     def note(self, kind: Kind, value: float = 0.0) -> None:
@@ -118,7 +118,7 @@ class TapeWriter:
         self._kinds.append(kind)
         self._values.append(value)
 
-    def say(self, kind: Kind, message: Message | RoundTold, value: float = 0.0) -> None:
+    def say(self, kind: Kind, message: Message | RoundTrace, value: float = 0.0) -> None:
         """Append an entry with what was said."""
         self.note(kind, value)
         self._said.append(message)
@@ -143,9 +143,9 @@ class TapeWriter:
         self._said.clear()
 
     def _write(self) -> None:
-        if self._bytes > self._most_bytes:
+        if self._bytes > self._max_bytes:
             self.note(Kind.FULL)
-            self.stop(f"it has reached {self._most_bytes >> 20} MiB")
+            self.stop(f"it has reached {self._max_bytes >> 20} MiB")
         frame = framed(Page(bytes(self._kinds), self._values.tobytes(), self._said))
         try:
             written = os.write(self._file, frame)
@@ -167,7 +167,7 @@ class TapeReader:
 
     def __init__(self, path: Path) -> None:
         self._pages = read_pages(path)
-        self._said: list[Message | RoundTold] = []
+        self._said: list[Message | RoundTrace] = []
         self._kinds = b""
         self._values = array("d")
         self._at = self._said_at = 0
@@ -198,7 +198,7 @@ class TapeReader:
         self._at += 1
         return self._values[self._at - 1]
 
-    def said(self) -> Message | RoundTold:
+    def said(self) -> Message | RoundTrace:
         """The next of what was said."""
         self._said_at += 1
         return self._said[self._said_at - 1]
@@ -221,7 +221,7 @@ def read_pages(path: Path) -> Generator[Page | Literal["cut"]]:
         while head := file.read(_FRAME.size):
             at = file.tell() - len(head)
             length, checksum = _FRAME.unpack(head) if len(head) == _FRAME.size else (0, 0)
-            body = file.read(length) if 0 < length <= MOST_PAGE_BYTES else b""
+            body = file.read(length) if 0 < length <= MAX_PAGE_BYTES else b""
             if not body or len(body) < length:
                 yield "cut"
                 return

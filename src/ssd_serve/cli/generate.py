@@ -19,7 +19,7 @@ from ssd_serve.terminal import ProgressLine
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GenerateOptions:
     """What to generate."""
 
     text: str
@@ -57,7 +57,7 @@ class Wish:
         )
 
 
-def run_generate(settings: Settings, wish: Wish, *, as_json: bool) -> int:
+def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) -> int:
     """Start an engine, generate, print, end it."""
     wish.check()
     line = ProgressLine()

@@ -205,10 +205,10 @@ def _run_serve(args: argparse.Namespace) -> int:
 
 
 def _run_generate(args: argparse.Namespace) -> int:
-    from ssd_serve.cli.generate import Wish, run_generate
+    from ssd_serve.cli.generate import GenerateOptions, run_generate
 
     text = sys.stdin.read() if args.text == "-" else args.text
-    wish = Wish(
+    wish = GenerateOptions(
         text=text,
         temperature=args.temperature,
         top_k=args.top_k,

@@ -16,10 +16,10 @@ from ssd_serve.models.fingerprint import fingerprint
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import Settings
-from ssd_serve.verifier.assembly import Assembled, assemble_verifier
+from ssd_serve.verifier.assembly import AssembledVerifier, assemble_verifier
 from ssd_serve.verifier.replay.recording import Header, versions
 from ssd_serve.verifier.replay.replay import Replay, Replayed
-from ssd_serve.verifier.replay.tape import FORMAT, HEADER, TAPE, PartTold, RoundTold, TapeReader
+from ssd_serve.verifier.replay.tape import FORMAT, HEADER, TAPE, ChunkTrace, RoundTrace, TapeReader
 
 DIFFERENT = 1
 
@@ -65,7 +65,7 @@ class Printer:
         self._view = view
         self.tokens: list[int] = []
 
-    def show(self, number: int, told: RoundTold) -> None:
+    def show(self, number: int, told: RoundTrace) -> None:
         """Print a round if it is wanted."""
         parts = told.parts
         if self._view.request is not None:
@@ -78,7 +78,7 @@ class Printer:
             print(f"round {number}: {'; '.join(_line(part) for part in parts)}{why}")
 
 
-def _line(part: PartTold) -> str:
+def _line(part: ChunkTrace) -> str:
     tokens = " ".join(map(str, part.tokens)) or "none"
     return (
         f"request {part.request} at {part.position}: rows {part.rows}+{len(part.nodes)}, "
@@ -166,7 +166,7 @@ def _enter_cores(name: str) -> list[str]:
     return [f"the cores of {device} are not here: sums may differ in their last bits"]
 
 
-def _model_notes(header: Header, verifier: Assembled) -> list[str]:
+def _model_notes(header: Header, verifier: AssembledVerifier) -> list[str]:
     """How the same weights are computed otherwise than then."""
     facts = verifier.facts
     if verifier.hello.tokenizer != header.tokenizer:

@@ -37,7 +37,7 @@ from ssd_serve.server.access.exposure import exposure_warnings
 from ssd_serve.server.access.hosts import allowed_hosts
 from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.http.door import most_connections
+from ssd_serve.server.http.door import max_connections
 from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.settings import Settings
@@ -132,7 +132,7 @@ def run_serve(settings: Settings) -> int:
     log = get_logger("server", settings.log_level, settings.log_format)
     carry_library_logs(log)
     before, descriptors = raise_descriptor_limit()
-    most = most_connections(settings, descriptors)
+    most = max_connections(settings, descriptors)
     log.info("open files", limit=descriptors, before=before, connections=most)
     line = ProgressLine()
     tls_context(settings)  # wrong files are told before anything is done

@@ -36,8 +36,8 @@ _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|KEY|APIKEY|SECRET|(PG)?PASSWORD|PASSWD|PASSPHRASE|PASS|AUTH)$", re.IGNORECASE
 )
 _PROXY_NAME = re.compile(r"(^|_)PROXY$", re.IGNORECASE)
-_LEAST_SECRET = 4
-_LEAST_LIKELY_SECRET = 8
+_MIN_SECRET = 4
+_MIN_LIKELY_SECRET = 8
 """Characters below which a value is more likely a word that the results need."""
 
 
@@ -187,9 +187,9 @@ def known_secrets(values: Sequence[str | None]) -> list[str]:
 
     Not what is so short, or so plainly a number, that blotting it out would damage the results.
     """
-    found = [value for value in values if value and len(value) >= _LEAST_SECRET]
+    found = [value for value in values if value and len(value) >= _MIN_SECRET]
     for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= _LEAST_LIKELY_SECRET and not _is_number(value):
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_LIKELY_SECRET and not _is_number(value):
             found.append(value)
         if _PROXY_NAME.search(name):
             found += _credentials(value)
@@ -205,7 +205,7 @@ def _credentials(url: str) -> list[str]:
     alone = {password, unquote(password)}
     return [
         credentials + at,
-        *(each for each in alone if len(each) >= _LEAST_SECRET and not _is_number(each)),
+        *(each for each in alone if len(each) >= _MIN_SECRET and not _is_number(each)),
     ]
 
 

@@ -19,7 +19,7 @@ from ssd_serve.doctor.collective import failure
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.build import NativeError, build
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.models.ranks.parallel import MOST_RANKS
+from ssd_serve.models.ranks.parallel import MAX_RANKS
 from ssd_serve.settings import Settings
 
 _ARCHITECTURES = ("gfx942", "gfx950")
@@ -211,7 +211,7 @@ def collectives() -> Iterator[Check]:
         yield Check(name, State.NOTE, "torch was built without it", "one model on one GPU works without")
         return
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    devices = [f"cuda:{index}" for index in range(min(MOST_RANKS, torch.cuda.device_count()))]
+    devices = [f"cuda:{index}" for index in range(min(MAX_RANKS, torch.cuda.device_count()))]
     where = devices[0] if len(devices) == 1 else f"{devices[0]} to {devices[-1]}"
     again = "NCCL_DEBUG=INFO python -m ssd_serve.doctor.collective"
     wrong = failure(devices)
@@ -219,11 +219,11 @@ def collectives() -> Iterator[Check]:
         advice = f"one model on one GPU works without; `{again} {' '.join(devices)}` shows where it stops"
         yield Check(name, State.NOTE, f"{version}, but a sum on {where} fails: {wrong}", advice)
         return
-    wrong = failure(devices, recorded=True)
+    wrong = failure(devices, captured=True)
     if wrong:
         advice = (
-            f"set SSD_GRAPHS=false for ranks; `{again} --recorded {' '.join(devices)}` shows where it stops"
+            f"set SSD_GRAPHS=false for ranks; `{again} --captured {' '.join(devices)}` shows where it stops"
         )
-        yield Check(name, State.NOTE, f"{version}, sums on {where}, but not when recorded: {wrong}", advice)
+        yield Check(name, State.NOTE, f"{version}, sums on {where}, but not when captured: {wrong}", advice)
     else:
-        yield Check(name, State.OK, f"{version}, sums on {where}, also recorded")
+        yield Check(name, State.OK, f"{version}, sums on {where}, also captured")

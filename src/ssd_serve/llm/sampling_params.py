@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.server.limits import LEAST_TEMPERATURE, MAX_TOP_LOGPROBS
+from ssd_serve.server.limits import MAX_TOP_LOGPROBS, MIN_TEMPERATURE
 
 TokenIds = Sequence[Annotated[int, Field(ge=0)]]
 StopString = Annotated[str, Field(min_length=1)]
@@ -69,8 +69,8 @@ class SamplingParams(BaseModel):
             made = handler(data)
         except ValidationError as error:
             raise _explanation(error) from error
-        if 0 < made.temperature < LEAST_TEMPERATURE:
-            raise RequestError(f"temperature must be 0 or at least {LEAST_TEMPERATURE}", "temperature")
+        if 0 < made.temperature < MIN_TEMPERATURE:
+            raise RequestError(f"temperature must be 0 or at least {MIN_TEMPERATURE}", "temperature")
         return made
 
     @property

@@ -61,13 +61,13 @@ def _run(args: argparse.Namespace) -> int:
         torch_dtype,
     )
     from ssd_serve.plan.page import as_json, page
-    from ssd_serve.plan.plan import Wish, best_draft, make_plan
+    from ssd_serve.plan.plan import PlanOptions, best_draft, make_plan
 
     drafts: list[str] = args.drafts or ([EMBEDDED] if args.target == EMBEDDED else [])
     acceptances: list[float] = args.acceptance
     if len(acceptances) not in (1, max(1, len(drafts))):
         raise SettingsError("--acceptance needs one value, or one for each draft")
-    wishes = [Wish(each, args.requests, args.context) for each in acceptances]
+    wishes = [PlanOptions(each, args.requests, args.context) for each in acceptances]
     for wish in wishes:
         wish.check()
     if args.devices is not None and not 1 <= args.devices <= 1024:

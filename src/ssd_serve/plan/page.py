@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from ssd_serve.plan.plan import DRAFT_HOST_S, Layout, Plan, Share, best_draft
+from ssd_serve.plan.plan import DRAFT_HOST_S, MemoryShare, Plan, PlannedLayout, best_draft
 from ssd_serve.plan.simulation import Way
 
 _GIB = float(1 << 30)
-_MODES = {Way.PLAIN: "ar", Way.INLINE: "sd", Way.BESIDE: "ssd"}
-_NAMES = {Way.PLAIN: "plain", Way.INLINE: "draft inline", Way.BESIDE: "draft beside"}
+_MODES = {Way.OFF: "ar", Way.SYNC: "sd", Way.ASYNC: "ssd"}
+_NAMES = {Way.OFF: "plain", Way.SYNC: "draft inline", Way.ASYNC: "draft beside"}
 
 
 def page(plans: Sequence[Plan]) -> str:
@@ -44,7 +44,7 @@ def as_json(plans: Sequence[Plan]) -> list[dict[str, object]]:
     ]
 
 
-def _layout_json(layout: Layout) -> dict[str, object]:
+def _layout_json(layout: PlannedLayout) -> dict[str, object]:
     expected = layout.expected
     return {
         "mode": _MODES[layout.way],
@@ -85,9 +85,9 @@ def _memory(plan: Plan) -> list[str]:
     """The roomiest placement first: the plain one; then what a draft needs."""
     layouts = {layout.way: layout for layout in plan.layouts}
     lines = [
-        f"memory, target on {_count(plan, layouts[Way.PLAIN].target)}: {_share(layouts[Way.PLAIN].shares[0])}"
+        f"memory, target on {_count(plan, layouts[Way.OFF].target)}: {_share(layouts[Way.OFF].shares[0])}"
     ]
-    beside, inline = layouts.get(Way.BESIDE), layouts.get(Way.INLINE)
+    beside, inline = layouts.get(Way.ASYNC), layouts.get(Way.SYNC)
     if beside is not None:
         target, draft = beside.shares
         lines.append(
@@ -99,7 +99,7 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def _share(share: Share) -> str:
+def _share(share: MemoryShare) -> str:
     verdict = "fits" if share.fits else "does NOT fit"
     return (
         f"weights {_gib(share.weights)} + KV {_gib(share.kv)} + graphs and buffers {_gib(share.reserve)} of "
@@ -118,7 +118,7 @@ def _steps(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def _layout(plan: Plan, layout: Layout) -> str:
+def _layout(plan: Plan, layout: PlannedLayout) -> str:
     where = f"target on {_count(plan, layout.target)}"
     if layout.draft:
         where += f", draft on {layout.draft}"
@@ -130,7 +130,7 @@ def _layout(plan: Plan, layout: Layout) -> str:
         return f"{label}: does not fit"
     text = f"{label}: {expected.tokens_per_s:.1f} tokens/s"
     plain = plan.layouts[0].speed
-    if layout.way is not Way.PLAIN:
+    if layout.way is not Way.OFF:
         faster = f", {expected.tokens_per_s / plain:.2f}x plain" if plain else ""
         text += f"{faster}, {expected.tokens_per_round:.2f} tokens a round"
         text += f", {expected.nodes_per_round:.0f} nodes verified"
@@ -155,14 +155,14 @@ def _verdict(plan: Plan) -> str:
         if plan.pays_from is not None
         else "no acceptance makes it pay"
     )
-    if best.way is Way.PLAIN:
+    if best.way is Way.OFF:
         return f"take: plain decoding ({_settings(plan, best)}); {pays}"
     plain = plan.layouts[0].speed
     faster = f", {best.speed / plain:.2f}x plain decoding on the same devices" if plain else ""
     return f"take: {_NAMES[best.way]} ({_settings(plan, best)}){faster}; {pays}"
 
 
-def _settings(plan: Plan, layout: Layout) -> str:
+def _settings(plan: Plan, layout: PlannedLayout) -> str:
     """What the engine is to be told of a layout."""
     split = layout.target > 1 and not plan.platform.shares_memory
     return f"mode {_MODES[layout.way]}" + (f", SSD_TENSOR_PARALLEL={layout.target}" if split else "")

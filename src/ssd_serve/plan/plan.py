@@ -19,14 +19,14 @@ DRAFT_HOST_S = 1e-3
 project's benchmark of emulated devices, on a two-core machine."""
 PAYS = 1.05
 """Speculation that gives less than this over plain decoding is not worth a drafter."""
-_ROUNDS, _FEWEST_ROUNDS = 200, 30
+_ROUNDS, _MIN_ROUNDS = 200, 30
 _SEARCH_ROUNDS, _SEARCH_STEPS = 60, 4
 _FAN_OUT = 8
 """Candidates of a node: the engine's further ones are seldom right, and cost simulated time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanOptions:
     """What is asked of the machine."""
 
     acceptance: float = 0.75
@@ -47,7 +47,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MemoryShare:
     """What one model needs on each of its devices, in bytes."""
 
     devices: int
@@ -69,7 +69,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PlannedLayout:
     """One way to use the devices. `expected` is None where it does not fit, or needs devices that are not
     there."""
 
@@ -77,7 +77,7 @@ class Layout:
     target: int
     draft: int
     """Devices of the drafter's own."""
-    shares: tuple[Share, ...]
+    shares: tuple[MemoryShare, ...]
     """Of the target, and of the draft where it is elsewhere."""
     step_s: float
     """A target forward of one row for each request."""
@@ -95,15 +95,15 @@ class Plan:
     """Everything that the page tells."""
 
     platform: Platform
-    wish: Wish
+    wish: PlanOptions
     target: PlannedModel
     draft: PlannedModel | None
-    layouts: tuple[Layout, ...]
+    layouts: tuple[PlannedLayout, ...]
     pays_from: float | None
     """The least acceptance with which the best layout of the draft is worth it; None: with none."""
 
     @property
-    def best(self) -> Layout | None:
+    def best(self) -> PlannedLayout | None:
         """The layout to take: plain decoding unless a draft is clearly worth it; None: nothing fits."""
         plain = self.layouts[0]
         fastest = max(self.layouts, key=lambda layout: layout.speed)
@@ -118,18 +118,20 @@ class Plan:
         return next((share.devices for share in shares if share.fits), None)
 
 
-def make_plan(platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: Wish) -> Plan:
+def make_plan(
+    platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: PlanOptions
+) -> Plan:
     """Compare plain decoding, the draft in turns with the target, and the draft on a device of its own.
 
     Expected tokens come from the engine's own trees and decisions in simulated time, which agrees within a
     few per cent with section 5 of the design: 2.9 and 3.5 tokens a target step for synchronous and live trees
     at an acceptance of 0.725 and draft steps of 0.094.
     """
-    layouts = [_layout(Way.PLAIN, platform, target, None, wish)]
+    layouts = [_layout(Way.OFF, platform, target, None, wish)]
     if draft is not None:
-        layouts.append(_layout(Way.INLINE, platform, target, draft, wish))
+        layouts.append(_layout(Way.SYNC, platform, target, draft, wish))
         if platform.count > 1:
-            layouts.append(_layout(Way.BESIDE, platform, target, draft, wish))
+            layouts.append(_layout(Way.ASYNC, platform, target, draft, wish))
     drafting = max(layouts[1:], key=lambda layout: layout.speed, default=None)
     pays_from = None
     if draft is not None and drafting is not None and drafting.expected is not None:
@@ -143,13 +145,13 @@ def best_draft(plans: Sequence[Plan]) -> Plan:
 
 
 def _layout(
-    way: Way, platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: Wish
-) -> Layout:
-    own = int(way is Way.BESIDE)
+    way: Way, platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: PlanOptions
+) -> PlannedLayout:
+    own = int(way is Way.ASYNC)
     devices = platform.group(target, platform.count - own)
-    target_share = _share(platform, target, devices, wish, draft if way is Way.INLINE else None)
+    target_share = _share(platform, target, devices, wish, draft if way is Way.SYNC else None)
     shares = [target_share]
-    if draft is not None and way is Way.BESIDE:
+    if draft is not None and way is Way.ASYNC:
         shares.append(_share(platform, draft, 1, wish))
     fits = all(share.fits for share in shares)
     if platform.shares_memory:
@@ -157,32 +159,41 @@ def _layout(
     costs = _costs(way, platform, target, devices, draft, wish)
     expected = _expected(way, costs, wish, wish.acceptance) if fits else None
     step_s = platform.step_s(target, devices, wish.requests, wish.context * wish.requests)
-    return Layout(way, devices, own, tuple(shares), step_s, costs.draft_s, expected)
+    return PlannedLayout(way, devices, own, tuple(shares), step_s, costs.draft_s, expected)
 
 
 def _costs(
-    way: Way, platform: Platform, target: PlannedModel, devices: int, draft: PlannedModel | None, wish: Wish
+    way: Way,
+    platform: Platform,
+    target: PlannedModel,
+    devices: int,
+    draft: PlannedModel | None,
+    wish: PlanOptions,
 ) -> Costs:
     draft_s, factor = 0.0, 1.0
     if draft is not None:
         # A drafter in turns has the target's device; of cores, all of them.
-        own = devices if way is Way.INLINE and platform.shares_memory else 1
+        own = devices if way is Way.SYNC and platform.shares_memory else 1
         draft_s = platform.step_s(draft, own, wish.width, wish.context) + DRAFT_HOST_S
-        factor = platform.disturbance(devices, draft) if way is Way.BESIDE else 1.0
+        factor = platform.disturbance(devices, draft) if way is Way.ASYNC else 1.0
     limits = GrowthLimits(width=wish.width, fan_out=_FAN_OUT, depth=16, nodes=4096)
     table = cost_table(platform, target, devices, wish.context, factor)
     return Costs(table, HostCost(), factor * draft_s, limits, wish.context)
 
 
-def _expected(way: Way, costs: Costs, wish: Wish, acceptance: float, rounds: int = _ROUNDS) -> Simulated:
-    return simulate(
-        way, Guesses(acceptance), costs, wish.requests, max(_FEWEST_ROUNDS, rounds // wish.requests)
-    )
+def _expected(
+    way: Way, costs: Costs, wish: PlanOptions, acceptance: float, rounds: int = _ROUNDS
+) -> Simulated:
+    return simulate(way, Guesses(acceptance), costs, wish.requests, max(_MIN_ROUNDS, rounds // wish.requests))
 
 
 def _share(
-    platform: Platform, model: PlannedModel, devices: int, wish: Wish, inline: PlannedModel | None = None
-) -> Share:
+    platform: Platform,
+    model: PlannedModel,
+    devices: int,
+    wish: PlanOptions,
+    inline: PlannedModel | None = None,
+) -> MemoryShare:
     """Memory of a model split over `devices`, with a draft on one of them where it is inline."""
     parts = 1 if platform.shares_memory else devices
     tokens = wish.requests * min(wish.context, model.context)
@@ -190,14 +201,14 @@ def _share(
     if inline is not None:
         weights += inline.resident_bytes
         kv += tokens * inline.kv_bytes_per_token
-    return Share(devices, weights, kv, platform.reserve_bytes, platform.memory_bytes)
+    return MemoryShare(devices, weights, kv, platform.reserve_bytes, platform.memory_bytes)
 
 
 def _pays_from(
-    platform: Platform, target: PlannedModel, draft: PlannedModel, wish: Wish, way: Way, plain: float
+    platform: Platform, target: PlannedModel, draft: PlannedModel, wish: PlanOptions, way: Way, plain: float
 ) -> float | None:
     """By halving: the least acceptance at which `way` gives `PAYS` times the plain speed."""
-    devices = platform.group(target, platform.count - int(way is Way.BESIDE))
+    devices = platform.group(target, platform.count - int(way is Way.ASYNC))
     costs = _costs(way, platform, target, devices, draft, wish)
     low, high = 0.05, 0.95
     if _expected(way, costs, wish, high, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:

@@ -22,8 +22,8 @@ from ssd_serve.settings import Settings
 _SIDE = 4096
 _CACHES = 4
 """The matrices are at least this many times as large as the last-level cache."""
-_LEAST_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
-_MOST_MEMORY = 0.25
+_MIN_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
+_MAX_MEMORY = 0.25
 _SQUARE = {"cpu": 2048, "cuda": 8192}
 _TASKS = Path("/proc/self/task")
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -95,10 +95,10 @@ def _kind(device: str) -> str:
 
 def _layers(device: str, dtype: torch.dtype) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], int]:
     """Square matrices in the format that models use on this device, and their bytes."""
-    wanted = _LEAST_BYTES[_kind(device)]
+    wanted = _MIN_BYTES[_kind(device)]
     if device == "cpu":
         wanted = max(wanted, _CACHES * last_level_cache())
-    wanted = min(wanted, int(_MOST_MEMORY * available_memory(device)))
+    wanted = min(wanted, int(_MAX_MEMORY * available_memory(device)))
     each = _SIDE * _SIDE * dtype.itemsize
     count = max(2, wanted // each)
     wrap = matrix_kind(dtype, device, native_library(Settings()) if device == "cpu" else None)

@@ -19,11 +19,11 @@ import numpy as np
 
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
-from ssd_serve.verifier.planning.budget import Choice, Rate, choose
+from ssd_serve.verifier.planning.budget import NodeChoice, Rate, choose
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never, Outlook, WhenItPays
 
-_MOST_NODES, _MOST_EACH = 64, 8
+_MAX_NODES, _MAX_EACH = 64, 8
 """Most nodes of a round, and of each request of a crowd, as in the engine."""
 _PRICED = 8
 """The price of a node is the mean of the first so many."""
@@ -36,9 +36,9 @@ _LATER = 0.45
 class Way(str, Enum):
     """Who drafts: nobody, a drafter in turns with the target, or one beside it."""
 
-    PLAIN = "plain"
-    INLINE = "inline"
-    BESIDE = "beside"
+    OFF = "off"
+    SYNC = "sync"
+    ASYNC = "async"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +211,13 @@ class _Simulation:
         self._requests = requests
         self._growth = _Growth(guesses, costs.limits, requests)
         self._bounds = list(accumulate(self._growth.probabilities))
-        self._policy: GrowPolicy = Never() if way is Way.PLAIN else WhenItPays(way is Way.BESIDE)
+        self._policy: GrowPolicy = Never() if way is Way.OFF else WhenItPays(way is Way.ASYNC)
         self._rate = Rate()
         self._random = random.Random(seed)
         self._picked: list[tuple[int, Node]] = []
         self._left_s = 0.0
         """Seconds until the drafter's running step is over."""
-        self._most = 0 if way is Way.PLAIN else max(_MOST_NODES, _MOST_EACH * requests)
+        self._most = 0 if way is Way.OFF else max(_MAX_NODES, _MAX_EACH * requests)
         reading = Reading(requests * costs.context, requests * costs.context)
         priced = max(self._most, _PRICED)
         forward_s = costs.target.span(requests, requests + priced, reading, costs.context)
@@ -248,14 +248,14 @@ class _Simulation:
         rate = self._rate.value(self._requests)
         candidates = self._growth.candidates(self._most, rate * self._costs.host.node_s / 2)
         reaches = np.array([reach for reach, _, _ in candidates])
-        choice: Choice = choose(reaches, self._requests, self._round_s[: len(reaches) + 1], rate)
+        choice: NodeChoice = choose(reaches, self._requests, self._round_s[: len(reaches) + 1], rate)
         leaves = np.array(self._growth.leaves(candidates, self._costs.limits.width))
         worth = np.maximum(leaves - rate * self.node_s, 0.0)
         return Outlook(choice, worth, rate, self._costs.draft_s, steps, self._growth.missed), candidates
 
     def _await_step(self) -> float:
         """Wait until one draft step is over; the seconds that it took, 0 if there is nothing to expand."""
-        if self._way is Way.INLINE:
+        if self._way is Way.SYNC:
             picked = self._growth.pick(self._costs.limits.width)
             self._growth.complete(picked)
             return self._costs.draft_s if picked else 0.0
@@ -272,7 +272,7 @@ class _Simulation:
 
     def _pass(self, seconds: float) -> None:
         """A drafter beside the target works on; one in turns stands still."""
-        while self._way is Way.BESIDE and self._begin_step():
+        while self._way is Way.ASYNC and self._begin_step():
             if self._left_s > seconds:
                 self._left_s -= seconds
                 return

@@ -19,7 +19,7 @@ class FakeApi:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[httpx.Headers] = []
         self.running = 0
-        self.most_running = 0
+        self.max_running = 0
 
     @property
     def transport(self) -> httpx.MockTransport:
@@ -44,7 +44,7 @@ class _Stream(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         api, sent, turn = self._api, 0, 0
         api.running += 1
-        api.most_running = max(api.most_running, api.running)
+        api.max_running = max(api.max_running, api.running)
         try:
             yield event({"choices": [{"text": "", "prompt_token_ids": [1, 2]}], "seed": 5})
             while sent < self._tokens:

@@ -51,7 +51,7 @@ def test_tokens_and_figures_of_an_answer() -> None:
 def test_the_closed_loop_keeps_its_concurrency_and_sends_everything_once() -> None:
     api = FakeApi(pause_s=0.001)
     answers = closed_loop(api, wanted(10), 3)
-    assert api.most_running == 3
+    assert api.max_running == 3
     assert sorted(body["seed"] for body in api.bodies) == list(range(10))
     assert [answer.error for answer in answers] == [""] * 10
     assert api.running == 0
@@ -65,7 +65,7 @@ def test_the_open_loop_sends_in_time_whatever_is_running() -> None:
             return await client.open_loop(wanted(5, gap_s=0.01))
 
     answers = asyncio.run(run())
-    assert api.most_running > 1
+    assert api.max_running > 1
     assert [round(answer.due_s - answers[0].due_s, 6) for answer in answers] == [0, 0.01, 0.02, 0.03, 0.04]
     assert all(answer.sent_s >= answer.due_s for answer in answers)
     assert [body["seed"] for body in api.bodies] == [0, 1, 2, 3, 4]

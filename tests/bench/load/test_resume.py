@@ -47,7 +47,7 @@ def test_the_long_request_runs_through_the_burst_and_is_hung_up_on() -> None:
     api = FakeApi(chunks=(1, 3), pause_s=0.004)
     found = check(api, survivor_tokens=100_000)
     assert [body["seed"] for body in api.bodies] == [1, 2, 10, 11, 12, 1]
-    assert api.most_running == 4
+    assert api.max_running == 4
     assert api.running == 0
     assert found["concurrency"] == 4
     assert found["outlived_the_burst"] is True
