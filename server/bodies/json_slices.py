@@ -55,18 +55,25 @@ def count(raw: Raw, what: tuple[bytes, ...], most: int, size: int = SLICE) -> in
     return found
 
 
-def has_long_name(raw: Raw, size: int = SLICE) -> bool:
-    """Whether a name in an object fills a slice: decoders build names at once, however long they are."""
-    long = False
+def count_names(raw: Raw, most: int, size: int = SLICE) -> int:
+    """How many names the objects have; ends early above `most`.
+
+    Raises `ApiError` for a name that fills a slice: decoders build names at once, however long they are.
+    """
+    found, filled, long = 0, False, False
     for parts, inside in _between_quotes(raw, size):
+        found += sum(part.count(b":") for part in parts[inside::2])
+        if found > most:
+            return found
         if inside and len(parts) == 1:
-            long = True
-        elif long:
+            filled = True
+        elif filled:
             after = parts[inside].strip()
-            if after[:1] == b":":
-                return True
-            long = not after and len(parts) == 1 + inside
-    return False
+            long = long or after[:1] == b":"
+            filled = not after and len(parts) == 1 + inside
+    if long:
+        raise bad_request("the body has a field with a name of very many characters", code="unknown_field")
+    return found
 
 
 def _between_quotes(raw: Raw, size: int) -> Iterator[tuple[list[bytes], int]]:

@@ -19,7 +19,7 @@ from ssd_serve.server.bodies.json_slices import (
     Raw,
     Reader,
     count,
-    has_long_name,
+    count_names,
     parts_of_object,
     slices,
 )
@@ -60,10 +60,8 @@ def parse(
             return model.model_validate_json(raw)
         except ValidationError as error:
             raise from_validation(error) from None
-    if count(raw, (b":",), most) > most:
+    if count_names(raw, most, short) > most:
         raise _too_many(most)
-    if has_long_name(raw, short):
-        raise bad_request("the body has a field with a name of very many characters", code="unknown_field")
     fields = parts_of_object(raw)
     lists: dict[str, object] = {}
     found: dict[str, object] = {}
@@ -121,10 +119,10 @@ def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[i
     name = field.partition(".")[0]
     if bytes(whole[:1]) != b"[":
         raise bad_request(f"{field}: input should be a list of token ids", field, "invalid_value")
-    count = 1 + sum(piece.count(b",") for piece in slices(whole))
-    if count > tokens.context:
-        raise too_long(str(count), tokens.context, name)
-    if count > most:
+    size = 1 + sum(piece.count(b",") for piece in slices(whole))
+    if size > tokens.context:
+        raise too_long(str(size), tokens.context, name)
+    if size > most:
         raise bad_request(f"{name}: more than {MAX_TOKEN_IDS} token ids", name, "invalid_value")
     found: list[int] = []
     read: list[int] = []

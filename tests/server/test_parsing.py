@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd_serve.server.bodies.json_slices import count
+from ssd_serve.server.bodies.json_slices import count, count_names
 from ssd_serve.server.bodies.parsing import TokenNumbers, parse
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.limits import MAX_MESSAGES
@@ -126,6 +126,41 @@ def test_values_are_counted_outside_strings_only(value: object) -> None:
 
 def test_counting_ends_where_it_is_enough() -> None:
     assert 100 < count(b"[]," * 10**6, SEPARATORS, 100) < 70_000
+
+
+NAMES = st.integers(0, 60).map(lambda length: "n" * length)
+OBJECTS = st.recursive(
+    LONG_TEXT | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(NAMES, inner, max_size=4)
+)
+
+
+def names(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [*value, *(name for each in value.values() for name in names(each))]
+    return [name for each in value for name in names(each)] if isinstance(value, list) else []
+
+
+@given(OBJECTS, INDENTS)
+@example({"n" * 60: 1}, None)
+@example({"a": {"n" * 18: {}}}, 0)
+@example(["n" * 60, {}], None)
+def test_names_are_counted_and_none_may_fill_a_slice(value: object, indent: int | None) -> None:
+    """A slice is filled by a name that is twice as long wherever it begins, and by none that is shorter."""
+    raw, told = json.dumps(value, indent=indent).encode(), names(value)
+    for size in (4, 9, 30):
+        longest = max(map(len, told), default=0)
+        try:
+            found = count_names(raw, 10**9, size)
+        except ApiError:
+            assert longest >= size
+        else:
+            assert longest < 2 * size
+            assert found == len(told)
+
+
+def test_counting_names_ends_where_it_is_enough_whatever_their_length() -> None:
+    raw = b'{"' + b"a" * 200_000 + b'":0' + b',"a":0' * 10**6
+    assert 100 < count_names(raw, 100) < 20_000
 
 
 def test_ids_of_many_slices_and_the_place_of_a_wrong_one() -> None:
