@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 
 from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.step_time import StepTime
 from ssd_serve.messages import (
     Close,
     DrafterMessage,
@@ -20,8 +21,6 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
-
-_BLEND = 0.1
 
 
 class ChannelWithin(ABC):
@@ -68,7 +67,7 @@ class InlineChannel(ChannelWithin):
         super().__init__()
         self._core = core
         self._inbox: list[DrafterMessage] = [hello]
-        self._step_s = hello.step_ms / 1e3
+        self._step_time = StepTime(hello.step_ms / 1e3)
         self.steps = 0
 
     def send(self, message: Message) -> bool:
@@ -93,10 +92,7 @@ class InlineChannel(ChannelWithin):
         self._inbox.extend(growth)
         if growth:
             self.steps += 1
-            seconds = time.perf_counter() - started
             if not self._core.captured_now:
-                self._step_s += (_BLEND if self._step_s else 1.0) * (
-                    min(seconds, 4 * self._step_s or seconds) - self._step_s
-                )
-            self._inbox.append(Heartbeat(step_ms=1e3 * self._step_s, nodes=self._core.nodes))
+                self._step_time.observe(time.perf_counter() - started)
+            self._inbox.append(Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes))
         return bool(growth)

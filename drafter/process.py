@@ -12,6 +12,7 @@ from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.step_time import StepTime
 from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
@@ -24,7 +25,6 @@ from ssd_serve.settings import Settings
 _BEAT_S = 0.5
 _DIALLING_S = 0.05
 """How often those that are not there are looked for, at most."""
-_BLEND = 0.05
 
 
 def run(
@@ -75,7 +75,7 @@ class DrafterLoop:
         self._targets = targets
         self._emulated = emulated
         self._core = core
-        self._step_s = step_s
+        self._step_time = StepTime(step_s)
         self._patient = patient
         self._beat_at = 0.0
         self._heap = Heap()
@@ -96,7 +96,7 @@ class DrafterLoop:
         if growth:
             self._publish(growth)
             if not self._core.captured_now:
-                self._step_s += _BLEND * (time.perf_counter() - started - self._step_s)
+                self._step_time.observe(time.perf_counter() - started)
         else:
             self._sleep()
         self._beat()
@@ -119,7 +119,7 @@ class DrafterLoop:
             self._beat_at = now
             emulated = self._emulated
             beat = Heartbeat(
-                step_ms=1e3 * self._step_s,
+                step_ms=1e3 * self._step_time.seconds,
                 nodes=self._core.nodes,
                 forwards=emulated.forwards if emulated else 0,
                 overruns=emulated.overruns if emulated else 0,

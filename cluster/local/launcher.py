@@ -12,9 +12,9 @@ from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.local.process import WorkerPlan, worker_command
 from ssd_serve.cluster.local.run_dir import RunDir, make_run_dir
 from ssd_serve.cluster.placement import Placement, place, resolved
+from ssd_serve.cluster.running import CONNECT_S, RunningEngine
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.pulse import PulseWatch
-from ssd_serve.cluster.supervision.supervised import SupervisedEngine
 from ssd_serve.cluster.supervision.supervisor import Supervisor
 from ssd_serve.devices import Machine, this_machine
 from ssd_serve.errors import EngineDeadError
@@ -25,12 +25,9 @@ from ssd_serve.settings import Settings
 Command = Callable[..., Sequence[str]]
 """From a role and its arguments to a command line; tests put tiny workers here."""
 
-_CONNECT_S = 60.0
-"""The verifier listens before it loads anything, but importing takes a while on a busy core."""
 
-
-class LocalEngine(SupervisedEngine):
-    """A running verifier with its ranks, and its drafters in mode ssd. Ends them when closed."""
+class LocalEngine(RunningEngine):
+    """Processes of this machine. Closing also removes their sockets."""
 
     def __init__(
         self,
@@ -43,24 +40,22 @@ class LocalEngine(SupervisedEngine):
     ) -> None:
         # Said here once; the workers are told of a folder that nobody else can write to.
         folder = cache_folder(settings.cache_dir, log.warning)
-        self.settings = resolved(settings, placement).model_copy(update={"cache_dir": folder})
-        told = self.settings.model_copy(update={"run_dir": run_dir.path})
-        self.placement = placement
-        self._run_dir = run_dir
-        plans = _plans(placement, self.settings, run_dir, command)
+        settings = resolved(settings, placement).model_copy(update={"cache_dir": folder})
+        told = settings.model_copy(update={"run_dir": run_dir.path})
+        plans = _plans(placement, settings, run_dir, command)
         pulses = PulseWatch(run_dir.ranks.pulse)
-        super().__init__(Supervisor(plans, told, log, on_failure=on_failure, pulses=pulses))
+        super().__init__(
+            settings, placement, Supervisor(plans, told, log, on_failure=on_failure, pulses=pulses)
+        )
+        self._run_dir = run_dir
 
-    def connect(self, timeout_s: float = _CONNECT_S) -> SocketChannel:
-        """The channel to the verifier, to the next one when the last one died. Raises the reason when none
-        will come."""
+    def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
         try:
             return connect(self._run_dir.server_socket, timeout_s, give_up=lambda: self._supervisor.over)
         except EngineDeadError as error:
             raise self._supervisor.failure or error from None
 
     def close(self) -> None:
-        """End all processes and remove the sockets."""
         self._supervisor.stop()
         self._run_dir.remove()
 

@@ -13,15 +13,14 @@ from typing import Any
 
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.cluster.channels.listener import connect
-from ssd_serve.cluster.engines import CONNECT_S
 from ssd_serve.cluster.local.process import WorkerPlan
 from ssd_serve.cluster.placement import resolved
 from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster
 from ssd_serve.cluster.ray.placement import STRATEGY, RayPlacement, check_gpus_are_known, ray_place
 from ssd_serve.cluster.ray.token import warn_of_strangers
 from ssd_serve.cluster.ray.workers import LONGEST_SILENCE_S, ActorStarter, PingWatch, told
+from ssd_serve.cluster.running import CONNECT_S, RunningEngine
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
-from ssd_serve.cluster.supervision.supervised import SupervisedEngine
 from ssd_serve.cluster.supervision.supervisor import Supervisor
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError
@@ -34,8 +33,8 @@ _TELL_EVERY_S = 60.0
 _KEY_BYTES = 32
 
 
-class RayEngine(SupervisedEngine):
-    """A running verifier with its ranks, and its drafters in mode ssd, as actors. See `RunningEngine`."""
+class RayEngine(RunningEngine):
+    """Actors of a Ray cluster."""
 
     def __init__(
         self,
@@ -48,29 +47,26 @@ class RayEngine(SupervisedEngine):
         silence_s: float = LONGEST_SILENCE_S,
     ) -> None:
         """`silence_s`: how long an actor may give no sign of life."""
-        self.placement = decision.placement
-        self.settings = resolved(settings, decision.placement)
+        settings = resolved(settings, decision.placement)
         self._cluster = cluster
-        self._orders = _for_actors(self.settings)
+        self._orders = _for_actors(settings)
         self._crew = ActorStarter(cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
         pulses = PingWatch(cluster.ray, lambda: self._crew.workers, silence_s)
-        super().__init__(
-            Supervisor(
-                _plans(decision),
-                self._orders,
-                log,
-                on_failure=on_failure,
-                pulses=pulses,
-                starter=self._crew.start,
-            )
+        supervisor = Supervisor(
+            _plans(decision),
+            self._orders,
+            log,
+            on_failure=on_failure,
+            pulses=pulses,
+            starter=self._crew.start,
         )
+        super().__init__(settings, decision.placement, supervisor)
 
     def nodes(self) -> dict[str, str]:
         """Ids of the nodes on which the actors are, by name; of those that run."""
         return {name: worker.node for name, worker in list(self._crew.workers.items()) if worker.node}
 
     def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
-        """The channel to the verifier, once it listens, also after it was started again."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             promise = self._crew.addresses
@@ -95,7 +91,6 @@ class RayEngine(SupervisedEngine):
         )
 
     def close(self) -> None:
-        """End all actors."""
         self._supervisor.stop()
 
     def _is_over(self, promise: Any) -> bool:

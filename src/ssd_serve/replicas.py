@@ -17,10 +17,10 @@ from ray.serve.config import BackpressureConfig
 from starlette.middleware import Middleware
 
 from ssd_serve.cli.serve import ServingClient, ServingTokenizer
-from ssd_serve.cluster.engines import RunningEngine
 from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.cluster.ray.token import warn_of_strangers
+from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.devices import Machine, parse_device, this_machine
 from ssd_serve.errors import EngineDeadError, SettingsError

@@ -15,12 +15,12 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.cluster.engines import RunningEngine
 from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.cluster.ray.cluster import ray_cluster
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.cluster.ray.placement import STRATEGY, ray_place
 from ssd_serve.cluster.ray.workers import ALL_VISIBLE
+from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.errors import SettingsError
 from ssd_serve.llm.engine_access import EngineProcesses
 from ssd_serve.llm.in_flight import Asked, Conversation

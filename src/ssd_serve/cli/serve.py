@@ -23,7 +23,8 @@ import setproctitle
 from rich.console import Console
 
 from ssd_serve.cluster.channels.channel import Channel
-from ssd_serve.cluster.engines import RunningEngine, start_engine, usable_machine
+from ssd_serve.cluster.engines import start_engine, usable_machine
+from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.descriptors import raise_descriptor_limit
 from ssd_serve.devices import pin_cores
 from ssd_serve.errors import EngineDeadError

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ssd_serve.cluster.channels.channel import Channel
-from ssd_serve.cluster.engines import RunningEngine, chosen_launcher, start_engine
+from ssd_serve.cluster.engines import chosen_launcher, start_engine
 from ssd_serve.cluster.placement import place, resolved
+from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.devices import Machine, parse_device, pin
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger

@@ -1,17 +1,39 @@
-"""What every launcher's engine says about itself: it asks its supervisor.
+"""A running engine, whoever launched its workers: what callers know of it, and may tell it.
 
-Knows no processes and no actors; how to reach the verifier is the launcher's.
+Knows no processes and no actors: its supervisor does, and how to reach the verifier is the launcher's.
 """
 
+from abc import ABC, abstractmethod
+
+from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.cluster.placement import Placement
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.supervisor import Supervisor
+from ssd_serve.settings import Settings
+
+CONNECT_S = 60.0
+"""The verifier listens before it loads anything, but importing takes a while on a busy core."""
 
 
-class SupervisedEngine:
-    """A running engine whose workers `supervisor` looks after."""
+class RunningEngine(ABC):
+    """A verifier with its ranks, and its drafters in mode ssd, whose workers `supervisor` looks after.
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    `settings` leave nothing about modes and devices to be decided; `placement` is what was decided.
+    """
+
+    def __init__(self, settings: Settings, placement: Placement, supervisor: Supervisor) -> None:
+        self.settings = settings
+        self.placement = placement
         self._supervisor = supervisor
+
+    @abstractmethod
+    def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
+        """The channel to the verifier, once it listens, also after it was started again. Raises the reason
+        when there will be none."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers."""
 
     def start(self) -> None:
         """Start the workers; they load their models while this process goes on."""
