@@ -7,6 +7,7 @@ It speaks in messages but owns no socket, holds no KV and runs no model: those a
 source's. Losslessness never depends on it.
 """
 
+import heapq
 import math
 import time
 from collections.abc import Collection, Sequence
@@ -135,14 +136,24 @@ class DrafterCore:
         return [self._growth(request, new) for request, new in grown.items()]
 
     def _pick(self) -> list[tuple[int, Node]]:
+        """The most probable nodes of all requests; of equal ones that of the earlier request first."""
         picked: list[tuple[int, Node]] = []
-        waiting = self._requests
         width = self._limits.width if self._widths is None else self._widths.width
-        while len(picked) < width:
-            request = max(waiting, key=lambda each: waiting[each].reach(), default=None)
-            if request is None or waiting[request].reach() == -math.inf:
-                break
-            picked.append((request, waiting[request].frontier.pop()))
+        # Taking a node of one request changes no other request's reach: one entry for each.
+        heap = [
+            (-reach, order, request, drafted)
+            for order, (request, drafted) in enumerate(self._requests.items())
+            if (reach := drafted.reach()) > -math.inf
+        ]
+        heapq.heapify(heap)
+        while heap and len(picked) < width:
+            _, order, request, drafted = heap[0]
+            picked.append((request, drafted.frontier.pop()))
+            reach = drafted.reach()
+            if reach > -math.inf:
+                heapq.heapreplace(heap, (-reach, order, request, drafted))
+            else:
+                heapq.heappop(heap)
         return picked
 
     def _expansion(self, request: int, node: Node) -> NodeRequest:

@@ -36,6 +36,7 @@ class Frontier:
     ) -> None:
         self._tree = tree
         self._limits = limits
+        self._least = math.log(limits.min_reach)
         self._deepest = deepest
         self._ends = ends
         self._heap: list[tuple[float, int, Node, int]] = []
@@ -66,7 +67,7 @@ class Frontier:
         if not self._heap:
             return -math.inf
         value = -self._heap[0][0] - tree.root.cumulative
-        return value if value >= math.log(limits.min_reach) else -math.inf
+        return value if value >= self._least else -math.inf
 
     def pop(self) -> Node:
         """Take the next node; call only while `reach()` is finite."""

@@ -1,9 +1,18 @@
 """The drafter's core: messages in, growth out."""
 
+import math
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given, settings
+
 from ssd_serve.cache.replica import Replica
+from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
@@ -48,6 +57,77 @@ def test_it_expands_the_most_probable_nodes_of_all_requests() -> None:
     assert len(source.made) == 3  # three roots are more probable than any guess
     core.step()
     assert len(source.made) == 6
+
+
+class SlowCore(DrafterCore):
+    """Picks in the obvious way: it looks at the best node of every request before each pick."""
+
+    def _pick(self) -> list[tuple[int, Node]]:
+        picked: list[tuple[int, Node]] = []
+        while self._requests and len(picked) < self._limits.width:
+            best = max(self._requests, key=lambda request: self._requests[request].reach())
+            if self._requests[best].reach() == -math.inf:
+                break
+            picked.append((best, self._requests[best].frontier.pop()))
+        return picked
+
+
+class CoarseSource(ScriptedSource):
+    """Few different log-probabilities, so that nodes of different requests are often equally probable.
+    Remembers every pick in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks: list[tuple[int, int]] = []
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
+        self.picks += [(pick.request, pick.node) for pick in picks]
+        found: list[Candidates | None] = []
+        for pick in picks:
+            steps = sorted((-0.5 * (1 + (pick.node >> 8 * rank) % 3) for rank in range(3)), reverse=True)
+            values = np.array(steps, dtype=np.float32)
+            found.append(
+                Candidates(np.array(self.tokens_of(pick.node), dtype=np.int32), values, values, -1.0)
+            )
+        return found
+
+
+@given(st.permutations(range(1, 6)), st.integers(1, 9), st.lists(st.integers(0, VOCABULARY - 1), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_it_picks_what_looking_at_every_request_before_each_pick_gives(
+    numbers: list[int], width: int, tokens: list[int]
+) -> None:
+    """Between steps roots move, requests end and begin again, and some pause."""
+    limits = GrowthLimits(width=width, fan_out=3, depth=5, nodes=60)
+    sources = CoarseSource(), CoarseSource()
+    cores = core_of(sources[0], limits, ()), SlowCore(sources[1], limits, frozenset(), "slow")
+    roots = {number: root_name(number, 1, 2) for number in numbers}
+    positions = dict.fromkeys(numbers, 3)
+
+    def tell(message: DrafterMessage) -> None:
+        for core in cores:
+            core.handle(message)
+
+    for number in numbers:
+        tell(opening(number))
+    for turn, token in enumerate([*tokens, 0]):
+        for core in cores:
+            core.step()
+        assert sources[0].picks == sources[1].picks
+        number = numbers[turn % len(numbers)]
+        if turn % 4 == 3:
+            tell(Close(number, 1))
+            tell(opening(number))
+            roots[number], positions[number] = root_name(number, 1, 2), 3
+        elif turn % 4 == 2:
+            tell(Pause(paused=token % 2 == 0))
+        else:
+            if token % 2:  # a hit
+                token = ScriptedSource.tokens_of(roots[number])[token % 3]
+            roots[number] = mix(roots[number], token)
+            tell(Outcome(number, 1, positions[number], (token,), roots[number]))
+            positions[number] += 1
+    assert sources[0].picks
 
 
 class Watched(LiveWidth):
