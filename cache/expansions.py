@@ -62,7 +62,7 @@ class Packed(NamedTuple):
 def pack(
     request: int, epoch: int, sequence: int, expansions: Sequence[Expansion], source: str, snapshot: bool
 ) -> Growth:
-    """One growth message."""
+    """Write expansions as one growth message."""
     counts = [len(each.tokens) for each in expansions]
     tokens = [token for each in expansions for token in each.tokens]
     values = [value for each in expansions for value in each.log_probabilities]

@@ -49,12 +49,12 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """How many rows the batch has."""
         return len(self.tokens)
 
     @property
     def requests(self) -> int:
-        """Number of requests."""
+        """How many requests the batch has."""
         return len(self.request_offsets) - 1
 
     def ancestry_bits(self) -> BoolArray:

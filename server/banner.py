@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def speed_up(self) -> float:
-        """Over plain decoding."""
+        """How many times as fast as plain decoding."""
         return self.tokens_per_s / self.plain_tokens_per_s
 
 
@@ -152,7 +152,7 @@ def _listed(parts: list[str]) -> str:
 
 
 def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
-    """Lines to copy."""
+    """Commands that a reader can copy, one a line."""
     name = model_name(settings)
     prompt = "def fibonacci(n):" if settings.target == EMBEDDED else "Once upon a time"
     body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 64, "stream": True})

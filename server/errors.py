@@ -75,7 +75,7 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError
 
 
 def internal(message: str = "internal error; the server's log says more") -> ApiError:
-    """500: our fault."""
+    """The answer to an error of the server's own: status 500."""
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ssd_serve.messages import Health, Ready, Status
+from ssd_serve.messages import AcceptanceHealth, Ready, Status
 from ssd_serve.server.access.tenants import Tenants, Used
 
 SECONDS = (
@@ -77,12 +77,12 @@ class EngineView(Protocol):
 
     @property
     def ready(self) -> Ready | None:
-        """What it said last about itself."""
+        """What the engine said last about itself."""
         ...
 
     @property
     def status(self) -> Status | None:
-        """What it said last about its work."""
+        """What the engine said last about its work."""
         ...
 
     @property
@@ -141,8 +141,8 @@ class EngineCollector(Collector):
         health = GaugeMetricFamily(
             "ssd_speculation_unhealthy", "1 while drafts are useless, by reason", labels=["reason"]
         )
-        for reason in Health:
-            if reason is not Health.GOOD:
+        for reason in AcceptanceHealth:
+            if reason is not AcceptanceHealth.GOOD:
                 health.add_metric([reason.value], float(status.health is reason))
         yield health
 
@@ -195,7 +195,7 @@ class TenantsCollector(Collector):
         yield refused
 
 
-class Metrics:
+class ServerMetrics:
     """The registry and the server's own histograms."""
 
     def __init__(
@@ -235,7 +235,7 @@ class Metrics:
 class Stopwatch:
     """Times one choice, from submission to its end."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+    def __init__(self, metrics: ServerMetrics, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._begun = time.monotonic()

@@ -16,7 +16,7 @@ from ssd_serve.cli.main import EXIT_CODES
 from ssd_serve.cli.settings_table import as_markdown
 from ssd_serve.messages import Ready, Status
 from ssd_serve.server.access.tenants import Tenants
-from ssd_serve.server.metrics import Metrics
+from ssd_serve.server.metrics import ServerMetrics
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import origins, resolve
 from tests.server.fakes import READY, STATUS
@@ -47,7 +47,9 @@ def exit_codes_table() -> str:
 
 def metrics_table() -> str:
     """Every metric of a server that has keys and an engine."""
-    metrics = Metrics(TalkativeEngine(), lambda: True, Tenants(Settings(api_key="0123456789abcdef" * 2)))
+    metrics = ServerMetrics(
+        TalkativeEngine(), lambda: True, Tenants(Settings(api_key="0123456789abcdef" * 2))
+    )
     metrics.ended.labels("stop").inc()
     families: Iterable[Metric] = text_string_to_metric_families(metrics.render().decode())
     rows = sorted(_metric_row(family) for family in families if not family.name.endswith("_created"))

@@ -18,8 +18,8 @@ from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import (
     Abort,
+    AcceptanceHealth,
     Finish,
-    Health,
     Message,
     Price,
     Progress,
@@ -211,7 +211,7 @@ class VerifierLoop:
         if health is self._health:
             return
         self._health = health
-        if health is Health.GOOD:
+        if health is AcceptanceHealth.GOOD:
             self._log.info("speculation is well again")
         else:
             self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")

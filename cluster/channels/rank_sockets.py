@@ -163,5 +163,5 @@ class Follower:
         return self._wire.receive()
 
     def close(self) -> None:
-        """Leave."""
+        """Close this rank's sockets."""
         self._wire.close()

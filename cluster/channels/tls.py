@@ -138,7 +138,7 @@ class Sealed:
         return True
 
     def seal(self, data: bytes | bytearray) -> bytes:
-        """What goes over the wire."""
+        """The encrypted bytes that go over the wire for these."""
         self._tls.write(data)
         return self._leaving.read()
 

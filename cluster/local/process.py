@@ -100,7 +100,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Id of the worker's process."""
         return self.popen.pid
 
     @property

@@ -37,7 +37,7 @@ _LAST_WORDS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """What an actor has to be."""
+    """An actor's role, settings and place."""
 
     name: str
     """`verifier`, `rank-1`, `drafter-0`."""

@@ -31,7 +31,7 @@ class RayView:
 
 
 def ray_view(timeout_s: float = _TIMEOUT_S, program: Sequence[str] = _PROGRAM) -> RayView:
-    """Ask. Raises nothing."""
+    """What Ray sees, or why that cannot be known. Raises nothing."""
     answer = tried(program, timeout_s, _VARIABLES)
     if answer.failure:
         return RayView(failure=answer.failure)

@@ -11,7 +11,7 @@ _LONGEST_S = 600.0
 
 
 class HangDetector:
-    """About one process."""
+    """Judges one process that says nothing."""
 
     def __init__(self) -> None:
         self._seen: tuple[float, float] | None = None

@@ -33,7 +33,7 @@ from ssd_serve.kernels.flashinfer.workspace import processors_of, workspace_for
 
 
 class _Key(NamedTuple):
-    """Which wrapper."""
+    """What tells one wrapper from another."""
 
     layer: LayerKV
     sees: Literal["causal", "mask", "pages"]

@@ -31,7 +31,7 @@ _SCHEDULE_BYTES = 1 << 20
 
 
 class _Key(NamedTuple):
-    """Which wrapper."""
+    """What tells one wrapper from another."""
 
     layer: LayerKV
     rows: int

@@ -81,7 +81,7 @@ class ChoiceOutput:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text so far."""
         return "".join(self.texts)
 
     def add(self, piece: ChoicePiece) -> None:
@@ -174,7 +174,7 @@ class _Choice:
         return ChoicePiece(self.index, "", (), (), (), ending)
 
     def _seen(self) -> Figures:
-        """What can be counted here."""
+        """Usage as far as the pieces here tell it."""
         tokens = self._tokens
         # The first report ends the prompt; each later one is a round, whose last token is the bonus.
         return Figures(rounds=max(0, self._reports - 1), tokens=tokens, accepted=tokens - self._reports)

@@ -25,7 +25,7 @@ from ssd_serve.server.http.smuggling import OneMeaning
 from ssd_serve.server.http.streaming import ClientGoneError
 from ssd_serve.server.information import InformationEndpoints
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.metrics import Metrics
+from ssd_serve.server.metrics import ServerMetrics
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
 from ssd_serve.server.openai.openapi import Doors, describe
@@ -62,7 +62,7 @@ def create_app(
         engine=engine_client,
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
-        metrics=Metrics(
+        metrics=ServerMetrics(
             engine_client, lambda: service.trouble() is None, tenants, metrics_may_tell_cached(settings)
         ),
         bodies=Bodies(limits),

@@ -32,7 +32,7 @@ class Guest(Protocol):
     """One connection of a crowd."""
 
     def leave(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         ...
 
 

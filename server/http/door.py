@@ -73,7 +73,7 @@ class Doorman(asyncio.Protocol):
         self._shaking: asyncio.Task[None] | None = None
 
     def leave(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         if self._plain is not None:
             self._plain.abort()
 
@@ -85,7 +85,7 @@ class Doorman(asyncio.Protocol):
         self._shaking = asyncio.ensure_future(self._shake_hands(self._plain))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It was closed before it was let in."""
+        """The connection was closed before it was let in."""
         del exc
         self._crowd.left(self)
 

@@ -22,12 +22,11 @@ class Pieces(asyncio.Protocol):
         self._paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Pass it on."""
         self._transport = cast(asyncio.Transport, transport)
         self._protocol.connection_made(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody waits for the rest."""
+        """Forget what was not handed on: nobody waits for it."""
         self._waiting.clear()
         self._protocol.connection_lost(exc)
 
@@ -41,15 +40,12 @@ class Pieces(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """Pass it on."""
         self._protocol.eof_received()
 
     def pause_writing(self) -> None:
-        """Pass it on."""
         self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        """Pass it on."""
         self._protocol.resume_writing()
 
     def _hand_on(self) -> None:

@@ -35,7 +35,7 @@ class ClientGoneError(SsdError):
 
 
 def event(value: dict[str, object]) -> bytes:
-    """One server-sent event."""
+    """The data as one server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 

@@ -45,7 +45,7 @@ class AnswerShape(Protocol):
         ...
 
     def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
-        """A whole choice."""
+        """The object of a complete choice."""
         ...
 
     def extra(self) -> dict[str, object]:

@@ -194,7 +194,7 @@ def describe(app: FastAPI, doors: Doors) -> None:
 
 
 def build_document(title: str, version: str, doors: Doors) -> Schema:
-    """The whole document."""
+    """The OpenAPI document of all routes."""
     schemas, references = _schemas()
     components: Schema = {
         "schemas": schemas,

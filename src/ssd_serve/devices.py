@@ -56,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use."""
+    """Cores and GPUs that this process may use."""
 
     cores: tuple[int, ...]
     gpus: int

@@ -16,7 +16,7 @@ from ssd_serve.settings import Mode, Settings
 
 @dataclass(frozen=True, slots=True)
 class FoundModels:
-    """What was found."""
+    """Folders of the models, and settings that name them."""
 
     settings: Settings
     """Those that asked, with the commit of each hub id: workers take the same files, also when they are

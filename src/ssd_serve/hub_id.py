@@ -16,7 +16,7 @@ class HubId:
     revision: str | None = None
 
     def __str__(self) -> str:
-        """As people write it."""
+        """The name as people write it."""
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
     @property

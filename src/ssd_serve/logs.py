@@ -40,7 +40,7 @@ class Logger:
         self._log("debug", event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """Something expected happened."""
+        """Log that something expected happened."""
         self._log("info", event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
@@ -48,7 +48,7 @@ class Logger:
         self._log("warning", event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """Something failed."""
+        """Log that something failed."""
         self._log("error", event, fields)
 
     def _log(self, level: Level, event: str, fields: Mapping[str, object]) -> None:

@@ -185,7 +185,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The verifier's `PROTOCOL_VERSION`; one so old that it does not say counts as 0."""
 
 
-class Health(Enum):
+class AcceptanceHealth(Enum):
     """What speculation is worth; `verifier/planning/monitor.py` judges it."""
 
     GOOD = "good"
@@ -222,7 +222,7 @@ class Price(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens a second that this price stands for."""
         return self.tokens / max(self.seconds, 1e-9)
 
 
@@ -270,7 +270,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The target's tree attention backend."""
     attention_differences: int = 0
     """Checked outputs that differed from the second backend's."""
-    health: Health = Health.GOOD
+    health: AcceptanceHealth = AcceptanceHealth.GOOD
     memory_shortages: int = 0
     """Rounds for which a device had too little memory."""
 
@@ -357,7 +357,7 @@ class Resync(msgspec.Struct, frozen=True, tag=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """The request ended."""
+    """Verifier to drafter: the request ended, and its tree may be forgotten."""
 
     request: int
     epoch: int

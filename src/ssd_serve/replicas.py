@@ -228,7 +228,7 @@ class ServerReplica:
         os._exit(failure.exit_code)
 
     async def _all_pages(self) -> bytes:
-        """Of those replicas that answer in time."""
+        """The metrics pages of those replicas that answer in time."""
         answers = await self._handle.broadcast("metrics_page").results_async(
             timeout_s=_PAGES_WITHIN_S, return_exceptions=True
         )

@@ -46,12 +46,12 @@ def visible_gpus() -> str | None:
 
 
 def flag_name(field: str) -> str:
-    """`--draft-width` for `draft_width`."""
+    """The flag of a setting: `--draft-width` for `draft_width`."""
     return "--" + field.replace("_", "-")
 
 
 def variable_name(field: str) -> str:
-    """`SSD_DRAFT_WIDTH` for `draft_width`."""
+    """The variable of a setting: `SSD_DRAFT_WIDTH` for `draft_width`."""
     return PREFIX + field.upper()
 
 

@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from ssd_serve.messages import Ready, Status
-from ssd_serve.server.metrics import Metrics
+from ssd_serve.server.metrics import ServerMetrics
 from ssd_serve.server.metrics_pages import join_pages
 
 
@@ -17,7 +17,7 @@ class SilentEngine:
 
 
 def page(requests: int) -> str:
-    metrics = Metrics(SilentEngine(), lambda: True)
+    metrics = ServerMetrics(SilentEngine(), lambda: True)
     for _ in range(requests):
         metrics.ended.labels("stop").inc()
         metrics.first_token.observe(0.2)

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from ssd_serve.messages import Health
+from ssd_serve.messages import AcceptanceHealth
 from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
 
 
-def run(watch: AcceptanceMonitor, rounds: int, rate: float, seed: int = 0) -> list[Health]:
+def run(watch: AcceptanceMonitor, rounds: int, rate: float, seed: int = 0) -> list[AcceptanceHealth]:
     """Rounds in which the likeliest guess is right with this probability; the changes of health."""
     chance, changes = random.Random(seed), [watch.health]
     for _ in range(rounds):
@@ -28,9 +28,9 @@ def test_chance_is_no_collapse(rate: float, seed: int) -> None:
 def test_a_collapse_is_told_once_stays_until_it_is_over_and_does_not_become_usual() -> None:
     watch = AcceptanceMonitor()
     run(watch, 3000, 0.65)
-    assert run(watch, 400, 0.1) == [Health.COLLAPSED]
+    assert run(watch, 400, 0.1) == [AcceptanceHealth.COLLAPSED]
     assert run(watch, 20_000, 0.1) == []
-    assert run(watch, 2000, 0.65) == [Health.GOOD]
+    assert run(watch, 2000, 0.65) == [AcceptanceHealth.GOOD]
 
 
 def test_texts_that_are_harder_are_no_collapse() -> None:
@@ -45,7 +45,7 @@ def test_rounds_without_nodes_say_nothing_of_acceptance() -> None:
     for _ in range(5000):
         watch.observe(None, hit=True)
         watch.judge(drafting=True)
-    assert watch.health is Health.GOOD
+    assert watch.health is AcceptanceHealth.GOOD
 
 
 def in_vain(watch: AcceptanceMonitor, rounds: int, right: bool | None = None, requests: int = 1) -> str:
@@ -61,7 +61,7 @@ def test_drafts_that_never_hit_are_told_from_the_start_until_one_does() -> None:
     assert in_vain(watch, 300) == "never hits"
     watch.observe(None, hit=True)
     watch.judge(drafting=True)
-    assert watch.health is Health.GOOD
+    assert watch.health is AcceptanceHealth.GOOD
 
 
 def test_a_crowd_that_misses_for_some_rounds_is_no_alarm() -> None:

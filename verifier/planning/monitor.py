@@ -7,7 +7,7 @@ Python; knows counts, not requests, and not what is done about it.
 
 from dataclasses import dataclass
 
-from ssd_serve.messages import Health
+from ssd_serve.messages import AcceptanceHealth
 
 _SLOW, _FAST = 1 / 2048, 1 / 128
 """Weights of a round: history over some minutes, the present over some seconds."""
@@ -34,7 +34,7 @@ class AcceptanceMonitor:
     """Watches rounds of requests for which drafts were expected."""
 
     def __init__(self) -> None:
-        self.health = Health.GOOD
+        self.health = AcceptanceHealth.GOOD
         self._history = _Mean(_SLOW)
         self._present = _Mean(_FAST)
         self._in_vain = 0
@@ -46,23 +46,27 @@ class AcceptanceMonitor:
         self._gave = self._gave or hit or bool(right)
         if right is not None:
             self._present.add(right)
-            if self.health is not Health.COLLAPSED:  # a collapse must not become what is usual
+            if self.health is not AcceptanceHealth.COLLAPSED:  # a collapse must not become what is usual
                 self._history.add(right)
 
     def judge(self, drafting: bool) -> None:
         """The end of a round of the engine, in which requests decoded; without drafting nothing is wrong with
         drafts."""
         if not drafting:
-            self.health, self._in_vain = Health.GOOD, 0
+            self.health, self._in_vain = AcceptanceHealth.GOOD, 0
             return
         self._in_vain = 0 if self._gave else self._in_vain + 1
         self._gave = False
         self.health = self._judge()
 
-    def _judge(self) -> Health:
+    def _judge(self) -> AcceptanceHealth:
         if self._in_vain >= _NEVER:
-            return Health.NEVER_HITS
+            return AcceptanceHealth.NEVER_HITS
         if self._history.rounds < _SETTLED or self._history.value < 0.1:
-            return Health.GOOD
-        least = _RECOVERED if self.health is Health.COLLAPSED else _COLLAPSED
-        return Health.COLLAPSED if self._present.value < least * self._history.value else Health.GOOD
+            return AcceptanceHealth.GOOD
+        least = _RECOVERED if self.health is AcceptanceHealth.COLLAPSED else _COLLAPSED
+        return (
+            AcceptanceHealth.COLLAPSED
+            if self._present.value < least * self._history.value
+            else AcceptanceHealth.GOOD
+        )

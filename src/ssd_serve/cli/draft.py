@@ -23,7 +23,7 @@ from ssd_serve.settings_sources import resolve
 
 
 def add_draft(commands: Commands) -> None:
-    """Add the command."""
+    """Add the parser `draft`; it sets `run`."""
     parser = commands.add_parser("draft", help="run a drafter by itself, for one server or several")
     parser.add_argument(
         "--connect",

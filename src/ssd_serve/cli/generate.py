@@ -20,7 +20,7 @@ from ssd_serve.terminal import ProgressLine
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What to generate."""
+    """What a user wants generated: the prompt and how to choose."""
 
     text: str
     temperature: float = 1.0

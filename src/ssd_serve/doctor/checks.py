@@ -89,7 +89,7 @@ def _gpu_wanted(settings: Settings) -> bool:
 
 
 def _as_wanted(settings: Settings) -> State:
-    """Of what keeps a GPU from serving."""
+    """The state of a check whose subject keeps a GPU from serving."""
     return State.PROBLEM if _gpu_wanted(settings) else State.NOTE
 
 
