@@ -17,10 +17,11 @@ from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import make_run_dir
 from ssd_serve.devices import parse_device
-from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
+from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.errors import SsdError
 from ssd_serve.hub_id import pinned
 from ssd_serve.kernels.native.library import native_library

@@ -71,6 +71,12 @@ class DecoderConfig:
 
 def load_config(folder: Path) -> DecoderConfig:
     """Read `config.json` (and `generation_config.json` for EOS ids) of a model folder."""
+    generation = folder / "generation_config.json"
+    return parse_config(read_raw(folder), read_json(generation) if generation.is_file() else {})
+
+
+def read_raw(folder: Path) -> Json:
+    """What `config.json` of a model folder says."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a model is a folder in the Hugging Face layout")
     path = folder / "config.json"
@@ -78,8 +84,7 @@ def load_config(folder: Path) -> DecoderConfig:
         raise CheckpointError(
             f"{folder} has no config.json; is it a model folder in the Hugging Face layout?"
         )
-    generation = folder / "generation_config.json"
-    return parse_config(read_json(path), read_json(generation) if generation.is_file() else {})
+    return read_json(path)
 
 
 def model_name(folder: Path) -> str:

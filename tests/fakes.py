@@ -10,10 +10,11 @@ import torch
 from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
-from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
+from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
+from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
     NOISE_SCHEME,

@@ -15,10 +15,11 @@ from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.devices import Device
-from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
+from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary

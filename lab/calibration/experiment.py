@@ -16,9 +16,10 @@ from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, decode
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
-from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
+from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.messages import Growth, Hello, Message, SamplingParameters
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine

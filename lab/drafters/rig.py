@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from lab.virtual.clock import Clock, Core, TimedModel, VirtualChannel, await_first
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, VirtualRounds
 from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
-from ssd_serve.drafter.build import CoreParts, DraftModel, build_core
+from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport

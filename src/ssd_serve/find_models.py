@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from ssd_serve.drafter.sources.registry import is_source
 from ssd_serve.hub_id import pinned
 from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.settings import Mode, Settings
@@ -47,7 +48,9 @@ def find_models(
 
     update: dict[str, object] = {}
     if settings.mode is not Mode.AR:
-        drafts = [pinned(name, find(name, "draft")) for name in settings.draft_models]
+        drafts = [
+            name if is_source(name) else pinned(name, find(name, "draft")) for name in settings.draft_models
+        ]
         update["draft"] = ",".join(drafts) or None
     target = find(settings.target, "target")
     update["target"] = pinned(settings.target, target)

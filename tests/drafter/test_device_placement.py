@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter import assembly
 from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.sources import whole_model
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.errors import CheckpointError
@@ -82,7 +82,7 @@ def test_its_kv_cache_follows_the_memory_of_its_device(folder: Path, monkeypatch
         asked.append(slots)
         raise CheckpointError("seen")
 
-    monkeypatch.setattr(assembly, "load_served", load)
+    monkeypatch.setattr(whole_model, "load_served", load)
     settings = Settings(draft=str(folder), dtype="fp32", context=500_000)
     named = settings.model_copy(update={"draft_kv_memory_mb": 64})
     shared = settings.model_copy(update={"target_device": DEVICE})

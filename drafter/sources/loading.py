@@ -1,0 +1,61 @@
+"""What a draft source is loaded for, and what its drafter must know of it once it is.
+
+Knows settings and folders; not how anything is guessed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssd_serve.drafter.sources.contract import DraftSource
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.logs import Logger
+from ssd_serve.models.config import load_config
+from ssd_serve.models.emulated import EmulatedModel
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOrder:
+    """A source that is to be loaded on `device`. `folder` has the draft's files; None: it is a name that
+    needs none. `widths` are numbers of nodes in a step whose times must be known."""
+
+    settings: Settings
+    folder: Path | None
+    device: str
+    native: NativeLibrary | None
+    log: Logger
+    widths: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts that a source can draft. The verifier compares them with its own."""
+
+    tokenizer: str
+    """Hash of its vocabulary."""
+    vocabulary: int
+    context: int
+    ends: tuple[int, ...]
+    """Ids that end a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSource:
+    """A source that is ready. `seconds` are those of a step of each width; `emulated` is the padded model in
+    emulated set-ups."""
+
+    source: DraftSource
+    texts: Texts
+    seconds: Mapping[int, float]
+    emulated: EmulatedModel | None = None
+
+
+def texts_of_target(settings: Settings) -> Texts:
+    """Those of the target, for sources that have no model of their own."""
+    folder = find_model(settings, settings.target, "target")
+    config = load_config(folder)
+    context = min(settings.context or config.context, config.context)
+    return Texts(Tokenizer(folder).vocabulary_hash(), config.vocabulary, context, config.eos_token_ids)
