@@ -134,14 +134,13 @@ class SocketChannel:
         return len(self._outgoing)
 
     def send(self, message: Message) -> bool:
-        """See `Channel.send`. A message that is too large is a `ProtocolError`; the channel stays open."""
+        """A message that is too large is a `ProtocolError`; the channel stays open."""
         if not self.post(message):
             return False
         self.flush()
         return not self._ended
 
     def post(self, message: Message) -> bool:
-        """See `Channel.post`."""
         if self._ended:
             return False
         if len(self._outgoing) > self._queue_bytes:
@@ -176,7 +175,6 @@ class SocketChannel:
         return not self._outgoing
 
     def receive(self) -> list[Message]:
-        """See `Channel.receive`."""
         self._read_all()
         try:
             return self._reader.take()
@@ -214,7 +212,6 @@ class SocketChannel:
             self._ended = True  # somebody else has changed it: no peer to hear from
 
     def wait(self, timeout_s: float) -> bool:
-        """See `Channel.wait`."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._reader.ready or self._ended:

@@ -155,7 +155,6 @@ class Follower:
         return cls(wire)
 
     def say_ready(self) -> None:
-        """See `Leader.await_ready`."""
         self._wire.send(b"ready")
 
     def hear(self) -> bytearray | None:

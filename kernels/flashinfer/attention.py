@@ -126,7 +126,6 @@ class FlashInferAttention:
         return FlashInferPlan(self._planned, self._place(batch.write_slots), tuple(parts), paged)
 
     def plan_to_capture(self, batch: Batch) -> FlashInferPlan | None:
-        """See `Capturable`."""
         found = None if self._split_pages is not None else self._captured.plan(batch)
         if found is None:
             return None
@@ -136,7 +135,6 @@ class FlashInferAttention:
         return FlashInferPlan(self._planned, write_slots, (part,), None, "mask" if found.masked else "causal")
 
     def captured_as(self, plan: FlashInferPlan) -> Hashable | None:
-        """See `Capturable`."""
         return plan.captured_as
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: FlashInferPlan) -> None:

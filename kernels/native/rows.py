@@ -31,7 +31,7 @@ class NativeRows:
         norm: RmsNorm,
         result: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `RowOperations`; written to `result` if there is one."""
+        """The result is written to `result` if there is one."""
         result = torch.empty_like(hidden) if result is None else result
         rows, size = hidden.shape
         self._norm(
@@ -54,7 +54,7 @@ class NativeRows:
         norm: RmsNorm | None,
         result: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `RowOperations`. The result is float32; written to `result` if there is one."""
+        """The result is float32; it is written to `result` if there is one."""
         turn = self._rotate
         if norm is not None:
             qkv, turn = qkv.float(), self._rotate_float
@@ -66,7 +66,7 @@ class NativeRows:
         return result
 
     def gate(self, gate_up: torch.Tensor, result: torch.Tensor | None = None) -> torch.Tensor:
-        """See `RowOperations`; written to `result` if there is one."""
+        """The result is written to `result` if there is one."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         result = gate_up.new_empty((rows, width)) if result is None else result
         self._gate(gate_up.data_ptr(), result.data_ptr(), rows, width, torch.get_num_threads())

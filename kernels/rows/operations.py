@@ -38,7 +38,6 @@ class TorchRows:
         self._dtype = dtype
 
     def norm(self, hidden: torch.Tensor, added: torch.Tensor | None, norm: RmsNorm) -> torch.Tensor:
-        """See `RowOperations`."""
         if added is not None:
             hidden.add_(added)
         return norm(hidden)
@@ -46,7 +45,7 @@ class TorchRows:
     def rotate(
         self, qkv: torch.Tensor, rotations: torch.Tensor, rotated: int, norm: RmsNorm | None
     ) -> torch.Tensor:
-        """See `RowOperations`. Rotates in float32 whatever the dtype."""
+        """Rotates in float32 whatever the dtype."""
         qkv = qkv.to(self._dtype)
         qk = qkv[:, :rotated]
         if norm is not None:
@@ -58,6 +57,5 @@ class TorchRows:
         return qkv
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `RowOperations`."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)

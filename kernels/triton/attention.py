@@ -127,12 +127,11 @@ class TritonAttention:
         return TritonPlan(shape, memory, write_slots.long(), fixed and len(launches) == 1)
 
     def plan_to_capture(self, batch: Batch) -> TritonPlan | None:
-        """See `Capturable`. All plans that fit lie in fixed memory."""
+        """All plans that fit lie in fixed memory."""
         plan = self.plan(batch)
         return plan if plan.fixed else None
 
     def captured_as(self, plan: TritonPlan) -> Hashable | None:
-        """See `Capturable`."""
         return plan.shape if plan.fixed else None
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: TritonPlan) -> None:

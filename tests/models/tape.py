@@ -64,11 +64,9 @@ class Tape:
         return self._steps is not None
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """See `GraphCapture.warm_up`."""
         work()
 
     def capture(self, work: Callable[[], T]) -> tuple[CapturedGraph, T]:
-        """See `GraphCapture.capture`."""
         if self.refuses:
             raise CaptureError(self.refuses)
         self.runs += 1
