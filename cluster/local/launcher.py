@@ -14,7 +14,7 @@ from ssd_serve.cluster.local.run_dir import RunDir, make_run_dir
 from ssd_serve.cluster.placement import Placement, place, resolved
 from ssd_serve.cluster.running import CONNECT_S, RunningEngine
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
-from ssd_serve.cluster.supervision.pulse import PulseWatch
+from ssd_serve.cluster.supervision.pulse import LONGEST_SILENCE_S, PulseWatch
 from ssd_serve.cluster.supervision.supervisor import Supervisor
 from ssd_serve.devices import Machine, this_machine
 from ssd_serve.errors import EngineDeadError
@@ -37,13 +37,15 @@ class LocalEngine(RunningEngine):
         log: Logger,
         command: Command = worker_command,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+        silence_s: float = LONGEST_SILENCE_S,
     ) -> None:
+        """`silence_s`: how long a worker may give no sign of life."""
         # Said here once; the workers are told of a folder that nobody else can write to.
         folder = cache_folder(settings.cache_dir, log.warning)
         settings = resolved(settings, placement).model_copy(update={"cache_dir": folder})
         told = settings.model_copy(update={"run_dir": run_dir.path})
         plans = _plans(placement, settings, run_dir, command)
-        pulses = PulseWatch(run_dir.ranks.pulse)
+        pulses = PulseWatch(run_dir.ranks.pulse, longest_silence_s=silence_s)
         super().__init__(
             settings, placement, Supervisor(plans, told, log, on_failure=on_failure, pulses=pulses)
         )
@@ -68,6 +70,7 @@ def local_engine(
     machine: Machine | None = None,
     command: Command = worker_command,
     on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+    silence_s: float = LONGEST_SILENCE_S,
 ) -> Generator[LocalEngine]:
     """Start an engine for the length of a `with` block."""
     placement = place(settings, machine if machine is not None else this_machine())
@@ -79,7 +82,8 @@ def local_engine(
         )
     if placement.draft is not None and 0 < len(placement.draft.indices) < settings.drafter_count:
         log.warning("drafters share a device", draft=placement.draft, drafters=settings.drafter_count)
-    engine = LocalEngine(settings, placement, make_run_dir(settings.run_dir), log, command, on_failure)
+    run_dir = make_run_dir(settings.run_dir)
+    engine = LocalEngine(settings, placement, run_dir, log, command, on_failure, silence_s)
     try:
         engine.start()
         yield engine

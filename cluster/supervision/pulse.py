@@ -59,12 +59,18 @@ class Listening(Protocol):
 class PulseWatch:
     """Hears the pulses that are sent to `path`. A worker is watched from its first one on."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        longest_silence_s: float = LONGEST_SILENCE_S,
+    ) -> None:
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
         self._socket.setblocking(False)
         self._clock = clock
+        self._longest_silence_s = longest_silence_s
         self._heard: dict[str, float] = {}
         self._loaded: set[str] = set()
         self._listened = clock()
@@ -83,7 +89,7 @@ class PulseWatch:
                 if said.endswith(_LOADED):
                     self._loaded.add(name)
         silence = {name: now - heard for name, heard in self._heard.items()}
-        return {name: seconds for name, seconds in silence.items() if seconds > LONGEST_SILENCE_S}
+        return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
 
     def has_loaded(self, name: str) -> bool:
         """Whether it has said so."""

@@ -60,9 +60,10 @@ class Supervisor:
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
         pulses: Listening | None = None,
         starter: Starter = start_worker,
+        suspicion: HangDetector | None = None,
     ) -> None:
         """The first of `plans` is the verifier's. `pulses`: where signs of life are heard; who falls silent
-        is killed."""
+        is killed. `suspicion` judges a verifier that its front end suspects."""
         self._starter = starter
         self._plans = plans
         self._pulses = pulses
@@ -79,7 +80,7 @@ class Supervisor:
         self._failed = threading.Event()
         self._restarts = 0
         self._comeback = RestartPolicy()
-        self._suspicion = HangDetector()
+        self._suspicion = suspicion or HangDetector()
         self._told_silence_s = 0.0
         # Linux kills workers with the thread that started them: this one lives until `stop`.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)

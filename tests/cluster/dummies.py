@@ -1,0 +1,39 @@
+"""Tiny workers for tests of those who look after workers."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from ssd_serve.devices import Machine
+from ssd_serve.logs import get_logger
+
+HERE = Path(__file__).parent
+QUIET = get_logger("server", level="error")
+MACHINE = Machine(tuple(sorted(os.sched_getaffinity(0))), gpus=0)
+_BEATING = 3
+"""Threads of a worker that beats: its own, its lifeline's and its pulse's."""
+
+
+def workers(**behaviours: str) -> Callable[..., list[str]]:
+    """Commands for dummy workers: `workers(verifier="listen", drafter="crash")`."""
+
+    def command(role: str, *arguments: str) -> list[str]:
+        return [sys.executable, str(HERE / "worker_dummy.py"), role, behaviours[role], *arguments]
+
+    return command
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def beats(pid: int) -> bool:
+    """Whether a worker gives signs of life."""
+    return bool(psutil.Process(pid).num_threads() >= _BEATING)

@@ -1,0 +1,245 @@
+"""Workers that die or hang come back, less and less often where it helps nothing."""
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker
+from ssd_serve.cluster.supervision import restart_policy as comeback
+from ssd_serve.cluster.supervision import supervisor
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
+from ssd_serve.cluster.supervision.hang_detector import HangDetector
+from ssd_serve.cluster.supervision.supervisor import Supervisor
+from ssd_serve.messages import Progress
+from ssd_serve.settings import Mode, Settings
+from tests.cluster.dummies import MACHINE, QUIET, alive, beats, workers
+from tests.waiting import until
+
+SILENCE_S = 2.5
+"""Longer than a beating thread waits for its turn on a busy machine, and shorter than a user would like."""
+
+
+def test_a_drafter_that_worked_and_refuses_later_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_LONG_LIFE_S", 0.5)
+    command = workers(verifier="sleep", drafter="refuse late")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        engine.target_is_ready()
+        until(lambda: engine.restarts == 1)
+        assert engine.failure is None
+
+
+def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
+    command = workers(verifier="sleep", drafter="sleep")
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        before = engine.pids()
+        os.kill(before["drafter-0"], signal.SIGKILL)
+        until(lambda: engine.restarts == 1 and "drafter-0" in engine.pids())
+        after = engine.pids()
+        assert after["verifier"] == before["verifier"]
+        assert after["drafter-0"] != before["drafter-0"]
+        assert engine.failure is None
+
+
+@pytest.mark.slow
+def test_a_drafter_that_always_dies_is_restarted_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    def noted(deaths: int) -> float:
+        pauses.append(comeback.pause_before_restart(deaths))
+        return pauses[-1]
+
+    monkeypatch.setattr(supervisor, "pause_before_restart", noted)
+    command = workers(verifier="sleep", drafter="crash")
+    began = time.monotonic()
+    with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
+        until(lambda: engine.restarts >= 3)
+        assert time.monotonic() - began > 1.5, "the pauses are waited for"
+        assert pauses[:3] == [0.0, 0.5, 1.0]
+        assert engine.failure is None
+
+
+class _Broken:
+    """A watch that fails when it is asked."""
+
+    def silent(self) -> dict[str, float]:
+        raise RuntimeError("the cluster is gone")
+
+    def has_loaded(self, name: str) -> bool:
+        return False
+
+    def forget(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Short:
+    """Starts workers, but for a while whatever is asked finds no descriptor."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.starts = 0
+
+    def silent(self) -> dict[str, float]:
+        self.looks += 1
+        if self.looks < 5:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return {}
+
+    def has_loaded(self, name: str) -> bool:
+        return False
+
+    def forget(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    def start(self, plan: WorkerPlan, settings: Settings) -> WorkerProcess:
+        self.starts += 1
+        if self.starts in (2, 3):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return start_worker(plan, settings)
+
+
+def test_a_shortage_ends_no_supervision_and_a_worker_is_started_when_it_is_over() -> None:
+    plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
+    short = _Short()
+    supervisor = Supervisor([plan], Settings(mode=Mode.AR), QUIET, pulses=short, starter=short.start)
+    supervisor.start()
+    supervisor.target_is_ready()
+    until(lambda: short.looks > 5)
+    first = supervisor.pids()["verifier"]
+    os.kill(first, signal.SIGKILL)
+    until(lambda: supervisor.pids().get("verifier", first) != first)
+    assert (short.starts, supervisor.failure) == (4, None)
+    supervisor.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whoever_waits_hears_that_nobody_is_watched_any_more() -> None:
+    plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
+    supervisor = Supervisor([plan], Settings(mode=Mode.AR), QUIET, pulses=_Broken())
+    supervisor.start()
+    failure = supervisor.await_failure(20.0)
+    supervisor.stop()
+    assert "not watched any more: RuntimeError: the cluster is gone" in str(failure)
+    assert supervisor.over
+
+
+def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:
+    command = workers(verifier="lose a rank", rank="tell and crash")
+    settings = Settings(mode=Mode.AR, tensor_parallel=2)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        until(lambda: engine.failure is not None)
+        assert str(engine.failure).startswith("the rank-1 process was killed by SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_target_that_was_ready_comes_back_whole() -> None:
+    command = workers(verifier="listen", rank="sleep", drafter="sleep")
+    settings = Settings(mode=Mode.SSD, tensor_parallel=2)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
+        channel = engine.connect()
+        engine.target_is_ready()
+        for victim in ("verifier", "rank-1"):
+            before = engine.pids()
+            os.kill(before[victim], signal.SIGKILL)
+            until(lambda: not channel.receive() and channel.closed)  # noqa: B023
+            channel.close()
+            channel = engine.connect()
+            assert channel.wait(10.0)
+            assert isinstance(channel.receive()[0], Progress)
+            after = engine.pids()
+            assert {name for name in after if after[name] != before.get(name)} == {"verifier", "rank-1"}
+            assert not alive(before["verifier"])
+            assert not alive(before["rank-1"])
+            engine.target_is_ready()
+        assert engine.failure is None
+        channel.close()
+
+
+@pytest.mark.slow
+def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comeback, "pause_before_restart", lambda _restarts: 0.0)
+    command = workers(verifier="crash")
+    with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
+        engine.target_is_ready()
+        until(lambda: engine.failure is not None)
+        assert 3 <= engine.restarts <= 10
+        with pytest.raises(WorkerDiedError, match="verifier process was killed by SIGKILL"):
+            engine.connect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["verifier", "rank-1", "drafter-0"])
+def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Path) -> None:
+    command = workers(verifier="sleep", rank="sleep", drafter="sleep")
+    settings = Settings(mode=Mode.SSD, tensor_parallel=2, run_dir=tmp_path / "run")
+    with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
+        before = engine.pids()
+        until(lambda: all(beats(pid) for pid in before.values()))
+        time.sleep(1.0)  # long enough to beat
+        engine.target_is_ready()
+        os.kill(before[victim], signal.SIGSTOP)
+        began = time.monotonic()
+        lost = 1 if victim == "drafter-0" else 2
+        until(lambda: len(set(engine.pids().values()) - set(before.values())) == lost)
+        assert time.monotonic() - began > SILENCE_S - 1.0
+        assert not alive(before[victim])
+        assert engine.failure is None
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_loaded() -> None:
+    command = workers(verifier="sleep", drafter="load and sleep")
+    settings = Settings(mode=Mode.SSD)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
+        engine.target_is_ready()
+        first = engine.pids()["drafter-0"]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: engine.pids().get("drafter-0", first) != first)
+        second = engine.pids()["drafter-0"]
+        until(lambda: beats(second))
+        time.sleep(1.0)  # long enough to beat
+        os.kill(second, signal.SIGSTOP)
+        until(lambda: engine.pids().get("drafter-0", second) != second)
+        assert engine.failure is None
+
+
+@pytest.mark.slow
+def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() -> None:
+    """Both are suspected for as long as it takes to be sure of the one that does nothing."""
+    supervisors: list[Supervisor] = []
+    for behaviour in ("sleep", "compute"):
+        plan = WorkerPlan("verifier", tuple(workers(verifier=behaviour)("verifier")), vital=True)
+        suspicion = HangDetector(look_s=1.5)
+        supervisors.append(Supervisor([plan], Settings(mode=Mode.AR), QUIET, suspicion=suspicion))
+    idle, busy = supervisors
+    for each in supervisors:
+        each.start()
+        each.target_is_ready()
+
+    def is_back() -> bool:
+        for each in supervisors:
+            each.suspect_verifier(61.0)
+        return idle.restarts > 0
+
+    until(is_back)
+    assert (busy.restarts, busy.failure, idle.failure) == (0, None, None)
+    for each in supervisors:
+        each.stop()
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_is_not_taken_for_a_hanging_one() -> None:
+    command = workers(verifier="sleep", rank="compute")
+    settings = Settings(mode=Mode.AR, tensor_parallel=2)
+    with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
+        engine.target_is_ready()
+        until(lambda: beats(engine.pids()["rank-1"]))
+        assert engine.await_failure(2 * SILENCE_S) is None
+        assert engine.restarts == 0
