@@ -11,9 +11,10 @@ import torch
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError
-from ssd_serve.kernels.attention.backends import DEVICE_SCRATCH_BYTES, NAMES, AttentionWish, attention_for
+from ssd_serve.kernels.attention.backends import DEVICE_SCRATCH_BYTES, AttentionWish, attention_for
 from ssd_serve.kernels.attention.checked import Difference
 from ssd_serve.kernels.attention.contract import Capturable
+from ssd_serve.kernels.attention.registry import names
 from ssd_serve.kernels.attention.self_test import layout_order
 from ssd_serve.kernels.capture import DeviceGraphCapture
 from ssd_serve.kernels.native.library import NativeLibrary
@@ -186,7 +187,7 @@ def load_model(
     wish = replace(wish or AttentionWish(), invariant=batch_invariant, measured=parallel.size == 1)
     chosen = attention_for(wish, cache, config.heads, native, log)
     group.meet()
-    if not any(group.agree(chosen.name == name) for name in NAMES):
+    if not any(group.agree(chosen.name == name) for name in names()):
         raise UserError(
             "the ranks of the target have chosen different tree attention, for one does not work on all of "
             "their devices: name one that does with SSD_TREE_DECODE_BACKEND; `ssd doctor` shows them"

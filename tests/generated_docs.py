@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ssd_serve.cli.main import EXIT_CODES
 from ssd_serve.cli.settings_table import as_markdown
+from ssd_serve.kernels.attention.registry import BACKENDS
 from ssd_serve.messages import Ready, Status
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.metrics import ServerMetrics
@@ -63,7 +64,18 @@ def _metric_row(family: Metric) -> str:
     return f"| `{name}` | {family.type} | {shown} | {family.documentation} |"
 
 
-TABLES = {"settings": settings_table, "exit-codes": exit_codes_table, "metrics": metrics_table}
+def backends_table() -> str:
+    """Every tree attention backend."""
+    rows = [f"| `{each.name}` | {each.where.value} | {each.what} |" for each in BACKENDS]
+    return "\n".join(["| backend | where | what it is |", "|---|---|---|", *rows])
+
+
+TABLES = {
+    "kernels": backends_table,
+    "settings": settings_table,
+    "exit-codes": exit_codes_table,
+    "metrics": metrics_table,
+}
 """By the name of the page, which is that of the markers too."""
 
 

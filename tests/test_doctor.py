@@ -19,9 +19,9 @@ from ssd_serve.doctor.command import as_table
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.attention.backends import AttentionWish, Candidate, ChosenAttention
-from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Maker
+from ssd_serve.kernels.attention.self_test import RATIOS, SMALL
 from ssd_serve.settings import Settings
 
 CPU = Settings()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Asked, Heads, Maker, Trial, largest_error
+from ssd_serve.kernels.attention.contract import Maker
+from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Asked, Heads, Trial, largest_error
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

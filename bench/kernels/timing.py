@@ -20,9 +20,9 @@ from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line
 from ssd_serve.kernels.attention.backends import Candidate, candidates
-from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.kernels.attention.self_test import Asked, Maker, first_failure, layout_order, random_batch
+from ssd_serve.kernels.attention.self_test import Asked, first_failure, layout_order, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, native_library

@@ -1,42 +1,39 @@
 """Which tree attention runs: the one that was asked for, or the fastest that proves right on this device.
 
 A backend that fails its self-test is an error by name when it was asked for, and skipped with a warning under
-`auto`. Knows the backends by how they are made; not how they compute.
+`auto`. Knows the backends from the table of `registry.py`; not how they are made or compute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.errors import UserError, in_a_line
 from ssd_serve.kernels.attention.checked import CheckedAttention, Difference
-from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory, Maker, Means
 from ssd_serve.kernels.attention.invariance import depends_on_batch
-from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
-from ssd_serve.kernels.attention.self_test import Heads, Maker, first_failure
+from ssd_serve.kernels.attention.registry import (
+    AUTO,
+    BACKENDS,
+    VARIABLE,
+    RegisteredBackend,
+    Where,
+    choices,
+)
+from ssd_serve.kernels.attention.self_test import Heads, first_failure
 from ssd_serve.kernels.attention.timing import attention_seconds
 from ssd_serve.kernels.attention.unrolled import UnrolledAttention
-from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import Logger
 from ssd_serve.owned import cache_folder
 
-if TYPE_CHECKING:
-    from ssd_serve.kernels.flashinfer.adapter import Package
-
-AUTO = "auto"
-NAMES = ("native", "flashinfer", "triton", "sdpa")
 DEVICE_SCRATCH_BYTES = 1536 << 20
 """Of a GPU's memory: what a backend takes beside the cache, what recorded forwards share, and the logits of a
 large batch while tokens are chosen from them."""
-_SPLIT_PAGES = 512
-"""Where FlashInfer splits contexts so that results do not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +97,16 @@ def candidates(
     *,
     invariant: bool = False,
 ) -> list[Candidate]:
-    """All backends, the fastest first. `native` are the kernels compiled for this CPU; kernels that are
-    compiled at the first use are kept in `folder`. `invariant`: a row's result does not depend on its
-    batch; the compiled kernel's never does."""
-    flashinfer = _FlashInferMaker(folder, log, _SPLIT_PAGES if invariant else None)
-    makers: dict[str, Maker] = {"flashinfer": flashinfer, "triton": _triton_maker, "sdpa": SdpaAttention}
-    if invariant:
-        makers["sdpa"] = SdpaRows
-        makers = {name: _unrolling(make) for name, make in makers.items()}
-    missing = {name: _missing_package(cache, name) for name in ("flashinfer", "triton")}
-    return [
-        Candidate("native", _missing_native(cache, native), _native_maker(native), invariant),
-        *(Candidate(name, missing.get(name, ""), make, invariant) for name, make in makers.items()),
-    ]
+    """All backends of the table, in its order; see `Means`."""
+    means = Means(native, folder, log, invariant)
+    found: list[Candidate] = []
+    for row in BACKENDS:
+        factory: AttentionFactory = import_module(row.module).FACTORY
+        make = factory.maker(means)
+        if invariant and not factory.rows_alone:
+            make = _unrolling(make)
+        found.append(Candidate(row.name, _missing(row, factory, cache, means), make, invariant))
+    return found
 
 
 def choose_attention(
@@ -193,68 +187,22 @@ def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:
     if not wrong and candidate.invariant:
         depending = (form for form in forms if depends_on_batch(candidate.make, form, device))
         wrong = next((f"{form}: a row's result depends on its batch" for form in depending), "")
-    return wrong and f"its self-test failed ({wrong}); use SSD_TREE_DECODE_BACKEND=auto or sdpa"
+    return wrong and f"its self-test failed ({wrong}); use {VARIABLE}=auto or sdpa"
 
 
-def _missing_native(cache: KVCache, native: NativeLibrary | None) -> str:
-    shapes = {(layer.heads, layer.head_dim) for layer in cache.layout.layers}
-    on_cpu = cache.keys(0).device.type == "cpu" and cache.layout.dtype is torch.float32
-    if native is not None and on_cpu and len(shapes) == 1 and cache.layout.order == "heads":
-        return ""
-    return (
-        "it needs a CPU, a C compiler on the PATH and SSD_NATIVE_KERNELS=true; "
-        "use SSD_TREE_DECODE_BACKEND=auto or sdpa"
-    )
-
-
-def _missing_package(cache: KVCache, name: str) -> str:
-    """Of a backend for GPUs."""
-    if cache.keys(0).device.type == "cpu":
-        return "it needs a GPU; use SSD_TREE_DECODE_BACKEND=auto, native or sdpa"
-    if find_spec(name) is None:
-        return f'it is not installed: pip install "ssd-serve[{name}]" on CUDA, ./setup_rocm.sh on ROCm'
-    return ""
-
-
-def _native_maker(native: NativeLibrary | None) -> Maker:
-    def make(cache: KVCache, heads: int) -> AttentionBackend[Any]:
-        if native is None:
-            raise UserError("there are no compiled kernels")
-        return NativeAttention(native, cache, heads)
-
-    return make
-
-
-class _FlashInferMaker:
-    """Loads the package at the first use, and once: it reads its folder when it is imported."""
-
-    def __init__(self, folder: Path, log: Logger | None, split_pages: int | None = None) -> None:
-        self._folder = folder
-        self._log = log
-        self._split_pages = split_pages
-        self._package: Package | None = None
-
-    def __call__(self, cache: KVCache, heads: int) -> AttentionBackend[Any]:
-        from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
-        from ssd_serve.kernels.flashinfer.loading import load_package
-        from ssd_serve.kernels.flashinfer.page_size import fastest_page_size
-
-        if self._package is None:
-            self._package = load_package(cache.keys(0).device, self._folder / "flashinfer", self._log)
-        if self._split_pages is not None:
-            return FlashInferAttention(cache, heads, self._package, split_pages=self._split_pages)
-        page_size = fastest_page_size(cache, heads, self._package, self._log)
-        return FlashInferAttention(cache, heads, self._package, page_size=page_size)
+def _missing(row: RegisteredBackend, factory: AttentionFactory, cache: KVCache, means: Means) -> str:
+    lacks = factory.missing(cache, means)
+    on_cpu = cache.keys(0).device.type == "cpu"
+    if not lacks and row.where is (Where.GPUS if on_cpu else Where.CPUS):
+        needed, here = ("GPU", Where.CPUS) if on_cpu else ("CPU", Where.GPUS)
+        lacks = f"it needs a {needed}; use {VARIABLE}={choices(here)}"
+    if not lacks and row.package and find_spec(row.package) is None:
+        lacks = (
+            f'it is not installed: pip install "ssd-serve[{row.package}]" on CUDA, ./setup_rocm.sh on ROCm'
+        )
+    return lacks
 
 
 def _unrolling(make: Maker) -> Maker:
     """Rows come to the backend one by one."""
     return lambda cache, heads: UnrolledAttention(make(cache, heads))
-
-
-def _triton_maker(cache: KVCache, heads: int) -> AttentionBackend[Any]:
-    from ssd_serve.kernels.triton.attention import TritonAttention
-    from ssd_serve.kernels.triton.private import keep_private
-
-    keep_private()
-    return TritonAttention(cache, heads)

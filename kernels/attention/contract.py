@@ -6,12 +6,17 @@ slots a row may read is defined in `ssd_serve.kernels.batch`; `kernels/attention
 Knows no request, no architecture and no weights.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.logs import Logger
 
 PlanT = TypeVar("PlanT")
 
@@ -71,3 +76,36 @@ class Capturable(Protocol):
         None: a forward of this plan cannot be captured.
         """
         ...
+
+
+Maker = Callable[[KVCache, int], AttentionBackend[Any]]
+"""Makes a backend over a cache, for a number of query heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a backend is made with, beside the cache and the heads.
+
+    `native` are the kernels compiled for this CPU; kernels that are compiled at their first use are kept in
+    `folder`. `invariant`: a row's result must be the same to the bit in any batch, tree or chunk.
+    """
+
+    native: NativeLibrary | None
+    folder: Path
+    log: Logger | None = None
+    invariant: bool = False
+
+
+def _nothing(_cache: KVCache, _means: Means) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFactory:
+    """How a backend is made: the `FACTORY` of its module, which `kernels/attention/registry.py` names."""
+
+    maker: Callable[[Means], Maker]
+    missing: Callable[[KVCache, Means], str] = _nothing
+    """What it lacks here beside its device and its package, and what to do about it; empty: nothing."""
+    rows_alone: bool = False
+    """A row's result never depends on its batch. Other backends get rows one by one where that is asked."""

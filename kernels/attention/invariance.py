@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.attention.contract import AttentionBackend
-from ssd_serve.kernels.attention.self_test import SMALL, Asked, Heads, Maker, layout_order, random_batch
+from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
+from ssd_serve.kernels.attention.self_test import SMALL, Asked, Heads, layout_order, random_batch
 from ssd_serve.kernels.attention.unrolled import single, unrolled
 from ssd_serve.kernels.batch import Batch
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.attention.contract import AttentionFactory, Maker, Means
 from ssd_serve.kernels.batch import Batch, BoolArray, Int32Array
 
 _FOLD_ROWS = 32
@@ -164,3 +165,14 @@ def _span(prefix: Int32Array, tree: Int32Array) -> tuple[int, int, bool]:
     if span <= 1.5 * number + 64:
         return low, span, True
     return low, number, False
+
+
+def _maker(means: Means) -> Maker:
+    if not means.invariant:
+        return SdpaAttention
+    from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
+
+    return SdpaRows
+
+
+FACTORY = AttentionFactory(_maker)

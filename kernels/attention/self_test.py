@@ -6,7 +6,7 @@ compared with the obvious reference, for every shape of heads. Knows no model.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,15 +15,12 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import in_a_line
-from ssd_serve.kernels.attention.contract import AttentionBackend, Capturable
+from ssd_serve.kernels.attention.contract import AttentionBackend, Capturable, Maker
 from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch, padded
 from ssd_serve.kernels.capture import captured_rows
 from ssd_serve.kernels.dtypes import dtype_name
-
-Maker = Callable[[KVCache, int], AttentionBackend[Any]]
-"""Makes a backend over a cache, for a number of query heads."""
 
 RATIOS = ((4, 4), (16, 4), (32, 4))
 """Query heads and KV heads: alone, and groups of four and eight."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout
-from ssd_serve.kernels.attention.contract import AttentionBackend
-from ssd_serve.kernels.attention.self_test import Asked, Maker, layout_order, random_batch
+from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
+from ssd_serve.kernels.attention.self_test import Asked, layout_order, random_batch
 from ssd_serve.kernels.batch import Batch
 
 Clock = Callable[[], float]

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from ssd_serve.cache.kv import KVCache
+from ssd_serve.errors import UserError
+from ssd_serve.kernels.attention.contract import AttentionFactory, Maker, Means
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import POINTER, SIZE, NativeLibrary
 
@@ -156,3 +158,26 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     """The tensor [rows, heads, head_dim] with every row in one piece; copied only if it is not."""
     head_dim = heads.shape[2]
     return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()
+
+
+def _maker(means: Means) -> Maker:
+    def make(cache: KVCache, heads: int) -> NativeAttention:
+        if means.native is None:
+            raise UserError("there are no compiled kernels")
+        return NativeAttention(means.native, cache, heads)
+
+    return make
+
+
+def _missing(cache: KVCache, means: Means) -> str:
+    shapes = {(layer.heads, layer.head_dim) for layer in cache.layout.layers}
+    on_cpu = cache.keys(0).device.type == "cpu" and cache.layout.dtype is torch.float32
+    if means.native is not None and on_cpu and len(shapes) == 1 and cache.layout.order == "heads":
+        return ""
+    return (
+        "it needs a CPU, a C compiler on the PATH and SSD_NATIVE_KERNELS=true; "
+        "use SSD_TREE_DECODE_BACKEND=auto or sdpa"
+    )
+
+
+FACTORY = AttentionFactory(_maker, _missing, rows_alone=True)

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.attention.registry import AUTO, BACKENDS, names
 
 EMBEDDED = "embedded"
 PREFIX = "SSD_"
@@ -88,6 +89,15 @@ def _cluster_key(value: str) -> str:
     return key
 
 
+def _tree_attention(value: str) -> str:
+    *others, last = (repr(name) for name in (AUTO, *names()))
+    if value not in (AUTO, *names()):
+        raise PydanticCustomError(
+            "backend", "Input should be {backends}", {"backends": f"{', '.join(others)} or {last}"}
+        )
+    return value
+
+
 class Settings(BaseSettings):
     """Settings of a deployment; every field is a variable `SSD_<NAME>` and a flag `--<name>`."""
 
@@ -147,10 +157,10 @@ class Settings(BaseSettings):
         description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
         "int8: weights of 8 bits, activations in bf16, on CPUs",
     )
-    tree_decode_backend: Literal["auto", "native", "flashinfer", "triton", "sdpa"] = Field(
-        default="auto",
-        description="tree attention kernel: native (compiled for this CPU), flashinfer or triton (GPUs), "
-        "sdpa (torch's, anywhere) or auto",
+    tree_decode_backend: Annotated[str, AfterValidator(_tree_attention)] = Field(
+        default=AUTO,
+        description=f"tree attention: {', '.join(f'{each.name} ({each.where.value})' for each in BACKENDS)} "
+        f"or {AUTO}, the fastest that works",
     )
     tree_decode_check: Literal["", "sdpa"] = Field(
         default="",

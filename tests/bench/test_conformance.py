@@ -13,8 +13,8 @@ from ssd_serve.bench.kernels.conformance import (
     every_shape,
 )
 from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.attention.contract import Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.attention.self_test import Maker
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.triton.attention import TritonAttention

@@ -15,9 +15,9 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli.main import build_parser, main
 from ssd_serve.errors import SettingsError, UserError
 from ssd_serve.kernels.attention.backends import Candidate
-from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.attention.self_test import Asked, Heads, Maker, Trial, largest_error, random_batch
+from ssd_serve.kernels.attention.self_test import Asked, Heads, Trial, largest_error, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.plan.roof import Roof

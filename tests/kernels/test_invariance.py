@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention.backends import candidates, choose_attention
+from ssd_serve.kernels.attention.contract import Maker
 from ssd_serve.kernels.attention.invariance import depends_on_batch
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
-from ssd_serve.kernels.attention.self_test import Heads, Maker
+from ssd_serve.kernels.attention.self_test import Heads
 from ssd_serve.kernels.attention.unrolled import UnrolledAttention, single, unrolled
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.native.attention import NativeAttention

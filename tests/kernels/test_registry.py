@@ -1,0 +1,54 @@
+"""The table of tree attention backends: a row is built or says what it lacks, and settings know it."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.attention.backends import candidates
+from ssd_serve.kernels.attention.contract import AttentionFactory
+from ssd_serve.kernels.attention.registry import AUTO, BACKENDS, RegisteredBackend, Where, choices, names
+from ssd_serve.settings import Settings
+from ssd_serve.settings_sources import resolve
+
+
+def test_names_are_each_there_once_and_auto_is_none_of_them() -> None:
+    assert len({*names(), AUTO}) == len(BACKENDS) + 1
+    assert set(names()) == {name for where in Where for name in names(where)}
+
+
+@pytest.mark.parametrize("row", BACKENDS, ids=names())
+def test_every_module_has_a_factory(row: RegisteredBackend) -> None:
+    assert isinstance(import_module(row.module).FACTORY, AttentionFactory)
+
+
+def test_every_backend_is_a_candidate_and_some_run_anywhere(tmp_path: Path) -> None:
+    cache = KVCache(KVLayout((LayerKV(2, 16),), torch.float32), 16, "cpu")
+    found = candidates(cache, None, tmp_path)
+    assert tuple(each.name for each in found) == names()
+    assert {each.name for each in found if not each.missing} == set(names(Where.ANY))
+    told = {each.name: each.missing for each in found}
+    assert told["triton"] == f"it needs a GPU; use SSD_TREE_DECODE_BACKEND={choices(Where.CPUS)}"
+    assert choices(Where.CPUS) == "auto, native or sdpa"
+
+
+@pytest.mark.parametrize("name", [AUTO, *names()])
+def test_a_backend_can_be_asked_for(name: str) -> None:
+    assert Settings(tree_decode_backend=name).tree_decode_backend == name
+
+
+def test_another_cannot() -> None:
+    with pytest.raises(SettingsError) as error:
+        resolve({"tree_decode_backend": "fast"})
+    assert str(error.value).endswith("input should be 'auto', 'native', 'flashinfer', 'triton' or 'sdpa'")
+
+
+def test_settings_need_no_torch() -> None:
+    said = "import sys, ssd_serve.settings; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
