@@ -273,7 +273,7 @@ class Engine:
             return
         hit = replica.advance(walk.tokens).hit
         if not walk.ended:
-            self.drafters.outcome(request, walk.tokens, replica.tree.root.name)
+            self.drafters.outcome(request)
         if self.drafters.working and not first:
             self.watch.observe(0 in walk.accepted if len(walk.work.tree) else None, hit)
         for figures in (request.figures, self.totals.figures):

@@ -90,19 +90,18 @@ class Request:
         """Output tokens that may still come."""
         return self.parameters.max_tokens - self.generated
 
-    def open(self) -> Open:
-        """Begin a new epoch: a fresh replica, and the message that says so to the drafters."""
+    def open(self) -> Replica:
+        """Begin a new epoch, with a fresh replica."""
         self.epoch += 1
         root = root_name(self.number, self.epoch, len(self.tokens) - 1)
         self.replica = Replica(self.number, self.epoch, root, self.limit, self.vocabulary)
-        return self._opening(root)
+        return self.replica
 
     def opened(self) -> Open:
-        """The message for a drafter that hears of the request in the middle of its epoch, or begins one."""
-        return self.open() if self.replica is None else self._opening(self.replica.tree.root.name)
-
-    def _opening(self, root: int) -> Open:
+        """The message for a drafter that hears of the request; without a replica an epoch begins."""
+        replica = self.replica if self.replica is not None else self.open()
         prompt, output = tuple(self.tokens.prompt), tuple(self.tokens.output)
+        root = replica.tree.root.name
         return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed, root)
 
 

@@ -135,10 +135,10 @@ class VirtualDrafters(Drafters):
         self.candidates += self._not_host.of(lambda: _candidates(requests)) - before
         return grown
 
-    def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
+    def outcome(self, request: Request) -> None:
         """See `Drafters.outcome`."""
         outcome = super().outcome
-        self.host.of(lambda: outcome(request, tokens, root))
+        self.host.of(lambda: outcome(request))
 
     def flush(self) -> None:
         """See `Drafters.flush`."""

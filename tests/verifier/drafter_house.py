@@ -45,7 +45,7 @@ class House:
         request.tokens.extend(tokens)
         assert request.replica is not None
         request.replica.advance(tokens)
-        self.drafters.outcome(request, tokens, request.replica.tree.root.name)
+        self.drafters.outcome(request)
 
 
 def make_request(number: int) -> Request:

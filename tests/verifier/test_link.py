@@ -1,5 +1,6 @@
-"""Links under any sequence of events: once all is said, the working drafters know exactly the open requests,
-each one of them, at their current tokens, and their growth fits the replicas."""
+"""Links under any sequence of events: each request is in one state, which is what its drafter knows. Once all
+is said, the working drafters know exactly the open requests, each one of them, at their current tokens, and
+their growth fits the replicas."""
 
 import hypothesis.strategies as st
 import pytest
@@ -7,11 +8,23 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.messages import Close, Growth, Open, Outcome, Pause, Resync, SamplingParameters, Submit
+from ssd_serve.messages import (
+    Close,
+    Growth,
+    Message,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+    SamplingParameters,
+    Submit,
+)
 from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafts.link import Knows, Link
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.request import Request, accept, share
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
+from tests.verifier.drafter_house import make_request
 
 NUMBERS = range(3)
 
@@ -63,7 +76,7 @@ class World:
                 tokens = (children[0] if children else token, (token + number) % VOCABULARY)
                 request.tokens.extend(tokens)
                 request.replica.advance(tokens)
-                self.drafters.outcome(request, tokens, request.replica.tree.root.name)
+                self.drafters.outcome(request)
         elif action == "end" and request is not None:
             self.drafters.close(self.open.pop(number))
         elif action == "set aside" and request is not None:  # as the engine does when memory is short
@@ -135,3 +148,135 @@ def test_whoever_pauses_forgets_what_has_ended(layout: Layout) -> None:
         world.act("end", number, 0)
     world.settle(layout)
     assert [len(far.core.requests) for several in world.far.values() for far in several] == [0, 0]
+
+
+class Ear:
+    """A channel to a drafter that does what it is told at once, while there is room for messages."""
+
+    closed, pending = False, 0
+
+    def __init__(self) -> None:
+        self.room = 3
+        self.texts: dict[int, tuple[int, list[int]]] = {}
+        """By request: the epoch, and the tokens that the drafter knows."""
+        self.paused = False
+
+    def send(self, message: Message) -> bool:
+        if not self.room:
+            return False
+        self.room -= 1
+        if isinstance(message, Open):
+            self.texts[message.request] = message.epoch, [*message.prompt, *message.output]
+        elif isinstance(message, Outcome):
+            epoch, text = self.texts[message.request]
+            assert (message.epoch, message.position) == (epoch, len(text)), "a gap"
+            text.extend(message.tokens)
+        elif isinstance(message, Close):
+            self.texts.pop(message.request, None)
+        elif isinstance(message, Pause):
+            self.paused = message.paused
+        return True
+
+    post = send
+
+    def flush(self) -> bool:
+        return True
+
+    def receive(self) -> list[Message]:
+        return []
+
+    def wait(self, timeout_s: float) -> bool:
+        return timeout_s < 0
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Desk:
+    """One link, and the requests that its drafter has and has not."""
+
+    def __init__(self) -> None:
+        self.ear = Ear()
+        self.link = Link(self.ear, lambda: 0.0)
+        self.link.join(HELLO, HELLO)
+        self.requests = [make_request(number) for number in NUMBERS]
+        self.given: dict[int, Request] = {}
+        for request in self.requests:
+            request.open()
+
+    def act(self, event: str, number: int, count: int) -> None:
+        request = self.requests[number]
+        given = number in self.given
+        if event == "give" and not given:
+            self.given[number] = request
+            self.link.open(request)
+        elif event == "take" and given:
+            self.link.close(self.given.pop(number))
+        elif event == "begin again":
+            request.open()
+            if given:
+                self.link.open(request)
+        elif event == "commit":
+            assert request.replica is not None
+            tokens = tuple(token % VOCABULARY for token in range(count))
+            request.tokens.extend(tokens)
+            request.replica.advance(tokens)
+            if given:
+                self.link.outcome(request)
+        elif event == "resync" and given:
+            self.link.resync(request)
+        elif event == "pause":
+            self.link.pause(number > 0)
+        elif event == "catch up":
+            self.link.catch_up()
+        elif event == "room":
+            self.ear.room += count
+
+    def check(self, number: int) -> None:
+        """The state of a request says what the drafter knows."""
+        request, state = self.given.get(number), self.link.knows(number)
+        known = self.ear.texts.get(number)
+        if request is None:
+            assert state is Knows.CLOSING or (state is None and known is None)
+        elif state is Knows.FOLLOWS:
+            assert known is not None
+            epoch, text = known
+            missing = len(request.tokens) - len(text)
+            assert epoch == request.epoch
+            assert text == request.tokens[: len(text)]
+            assert missing == 0 or (self.link.paused and missing < 64)
+        elif state is Knows.UNKNOWN:
+            assert known is None
+            assert self.link.paused
+        else:
+            assert state is Knows.LOST
+
+
+EVENTS = ("give", "take", "begin again", "commit", "commit", "resync", "pause", "catch up", "room")
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(EVENTS), st.sampled_from(NUMBERS), st.sampled_from((1, 2, 70))), min_size=15
+    )
+)
+def test_each_request_is_in_one_state_which_is_what_the_drafter_knows(
+    events: list[tuple[str, int, int]],
+) -> None:
+    desk = Desk()
+    for event in events:
+        desk.act(*event)
+        for number in NUMBERS:
+            desk.check(number)
+    desk.ear.room = 1000
+    desk.link.catch_up()
+    desk.link.pause(paused=False)
+    assert desk.ear.texts == {
+        number: (request.epoch, list(request.tokens)) for number, request in desk.given.items()
+    }
+    assert not desk.ear.paused
+    assert {desk.link.knows(number) for number in desk.given} <= {Knows.FOLLOWS}

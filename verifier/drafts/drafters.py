@@ -120,13 +120,15 @@ class Drafters:
     @property
     def step_s(self) -> float:
         """Seconds of the fastest working drafter's step; 0 when unknown."""
-        steps = (link.step_s for link in self._links.values() if link.working and link.step_s > 0)
-        return min(steps, default=0.0)
+        steps = (link.liveness.step_s for link in self._links.values() if link.working)
+        return min((step for step in steps if step > 0), default=0.0)
 
     @property
     def overrun_share(self) -> float:
         """Share of the drafters' emulated forwards that took longer than their table says."""
-        late, forwards = (sum(link.overruns[index] for link in self._links.values()) for index in range(2))
+        late, forwards = (
+            sum(link.liveness.overruns[index] for link in self._links.values()) for index in range(2)
+        )
         return late / forwards if forwards else 0.0
 
     def admit(self, channel: Channel, peer: str, stranger: bool) -> None:
@@ -157,21 +159,21 @@ class Drafters:
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, or start again at its current tokens, under a new epoch."""
-        message = request.open()
+        request.open()
         for team in self._teams.values():
             home = team.give(request.number)
             if home is not None:
                 link = self._links[home]
-                self._attempt(link, link.open, request, message)
+                self._attempt(link, link.open, request)
 
-    def outcome(self, request: Request, tokens: tuple[int, ...], root: int) -> None:
+    def outcome(self, request: Request) -> None:
         """Publish what a round committed, with the next `flush`; call after the request's tokens were
         extended and its replica has moved."""
         for team in self._teams.values():
             home = team.home(request.number)
             if home is not None:
                 link = self._links[home]
-                self._attempt(link, link.outcome, request, tokens, root)
+                self._attempt(link, link.outcome, request)
 
     def flush(self) -> None:
         """The end of a round: send its outcomes together."""
@@ -198,7 +200,7 @@ class Drafters:
             if link.failed or (link.channel.closed and not link.inbox):
                 self._leave(link, requests)
             else:
-                self._attempt(link, link.catch_up, requests)
+                self._attempt(link, link.catch_up)
         if self._round_over:
             self._round_over = False
             self._balance(requests)
@@ -225,7 +227,7 @@ class Drafters:
         """Send heartbeats when they are due, and see who sends none. The time is asked for only here and in
         rounds, so that a session can be run again."""
         now = self._clock()
-        self._silent = {link.number for link in self._beside() if link.silent_s > _ANSWERS_S}
+        self._silent = {link.number for link in self._beside() if link.liveness.silent_s > _ANSWERS_S}
         for link in self._links.values():
             if not link.joined and not link.synchronous and now - link.since > _HELLO_S:
                 self._fail(link, ProtocolError(f"it did not say who it is in {_HELLO_S:.0f} s"))
@@ -289,7 +291,7 @@ class Drafters:
         return grown
 
     def _take(self, link: Link, message: Message, requests: Mapping[int, Request]) -> int:
-        link.heard(message)
+        link.liveness.heard(message)
         link.credit -= 1
         if isinstance(message, Growth) and link.joined:
             self._grow(link, message, requests)
@@ -300,11 +302,11 @@ class Drafters:
             self._refused.warning("drafter left", name=link.name, reason=message.message[:_LONGEST_REASON])
             link.channel.close()
         elif not link.joined:
-            link.said_nothing()  # who has not been checked yet is not listened to
+            link.liveness.said_nothing()  # who has not been checked yet is not listened to
         elif isinstance(message, Resync):
             request = requests.get(message.request)
             if request is None or message.epoch != request.epoch or not self._drafts(link, message.request):
-                link.said_nothing()
+                link.liveness.said_nothing()
             else:
                 link.resync(request)
         elif not isinstance(message, Heartbeat | Hello):
@@ -324,10 +326,10 @@ class Drafters:
             or team is None
             or team.home(growth.request) != link.number
         ):
-            link.said_nothing()
+            link.liveness.said_nothing()
             return
         if not expansions or growth.epoch != replica.epoch:
-            link.said_nothing()
+            link.liveness.said_nothing()
         if not replica.apply(growth, link.number):
             link.channel.send(Resync(growth.request, growth.epoch))
         link.credit -= replica.merged // _CANDIDATES_A_WORK
@@ -354,7 +356,7 @@ class Drafters:
     def _replace(self, other: Link, link: Link, hello: Hello) -> None:
         """A name comes again: of the same drafter, whose old connection was not seen to end, or of another
         one. This server's own drafters come before strangers."""
-        same = other.instance == hello.instance or other.silent_s >= _HERE_S
+        same = other.instance == hello.instance or other.liveness.silent_s >= _HERE_S
         if link.stranger > other.stranger or (link.stranger == other.stranger and not same):
             raise PairMismatchError(
                 f"another drafter has joined as {hello.name}: give each a name of its own (--name)"
@@ -381,7 +383,7 @@ class Drafters:
         """Let a few requests move where drafters lag, or have more than others."""
         for link in self._links.values():
             if link.joined:
-                self._teams[_team(link)].judge(link.number, link.step_s, link.lags())
+                self._teams[_team(link)].judge(link.number, link.liveness.step_s, link.lags())
         for team in self._teams.values():
             self._move(team.balance(), requests)
 
@@ -396,7 +398,7 @@ class Drafters:
                 origin = self._links[move.origin]
                 self._attempt(origin, origin.close, request)
             home = self._links[move.home]
-            self._attempt(home, home.open, request, request.opened())
+            self._attempt(home, home.open, request)
 
 
 def _team(link: Link) -> tuple[bool, str]:
