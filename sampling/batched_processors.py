@@ -1,7 +1,8 @@
 """`processors.process` for many rows at once, on any device: a few operators a batch and nothing read back.
 
 A row's result is that of `process`, to the bit where the device's softmax does not depend on how many rows
-it is given. Knows rows and parameters; nothing of noise or trees.
+it is given. Rows with a parameter that `BATCHED` does not list are given to `process` itself. Knows rows and
+parameters; nothing of noise or trees.
 """
 
 import math
@@ -11,17 +12,36 @@ import torch
 
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.edits import EditedRow, Edits, Places, edit_rows
-from ssd_serve.sampling.parameters import is_greedy, needs_editing, penalises, truncates
-from ssd_serve.sampling.processors import TOP_P_UNITS, TokenCounts, smallest_share
+from ssd_serve.sampling.parameters import Declined, is_greedy, needs_editing, penalises, truncates
+from ssd_serve.sampling.processors import TOP_P_UNITS, TokenCounts, edit, process, smallest_share
 from ssd_serve.sampling.rows import SamplingRows
 
+BATCHED = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "logit_bias",
+        "min_tokens",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+    }
+)
+"""The parameters that are built here."""
+_DECLINED = Declined(BATCHED)
 _TOGETHER = 4 << 20
 """Most logits that are ordered together: each takes some 40 bytes meanwhile."""
 
 
-def process_rows(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:
+def process_rows(
+    logits: torch.Tensor, rows: Sequence[SamplingRows], declined: Declined = _DECLINED
+) -> torch.Tensor:
     """Processed logits of single rows: float32 [rows, vocabulary] -> the same, a new tensor."""
-    values = edited(logits, rows)
+    values = edited(logits, rows, declined)
     parameters = [row.parameters for row in rows]
     if not all(map(is_greedy, parameters)):
         values = values / _column(values, [1.0 if is_greedy(p) else p.temperature for p in parameters])
@@ -35,6 +55,9 @@ def process_rows(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Te
             index = torch.tensor(some).to(values.device)
             kept = keep(values.index_select(0, index), [parameters[row] for row in some])
             values.index_copy_(0, index, kept)
+    for place, row in () if declined.nothing else enumerate(rows):
+        if declined.everything(row.parameters) or declined.edits(row.parameters, row.generated):
+            values[place] = process(logits[place], *row.definition)
     return values
 
 
@@ -58,11 +81,16 @@ def _column(like: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32).to(like.device)[:, None]
 
 
-def edited(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:
+def edited(
+    logits: torch.Tensor, rows: Sequence[SamplingRows], declined: Declined = _DECLINED
+) -> torch.Tensor:
     """The steps of `process_rows` before division by the temperature; the same arguments, a new tensor."""
     values = torch.where(torch.isnan(logits), -torch.inf, logits)
     edit_rows(values, _edited_rows(rows))
     _penalise(values, rows)
+    for place, row in () if declined.nothing else enumerate(rows):
+        if declined.edits(row.parameters, row.generated):
+            values[place] = edit(logits[place], *row.definition)
     return values
 
 

@@ -1,8 +1,7 @@
 """Logits processors: pure functions of (parameters, prompt ids, output ids + the row's path, EOS ids).
 
-Order, as in vLLM: allowed tokens, bad words, logit bias, EOS mask until min_tokens, repetition, frequency and
-presence penalties, temperature, min-p, top-k, top-p. Masked tokens are -inf. At temperature 0 the steps from
-temperature on are left out: none of them can change the most probable token.
+They follow one another as in the table of `parameters.py`, which is vLLM's order. Masked tokens are -inf. At
+temperature 0 the steps from temperature on are left out: none of them can change the most probable token.
 
 Everything here works on one row [vocabulary] at a time, so that a row's result cannot depend on its batch,
 and is deterministic: equal logits keep the lowest ids. A NaN logit counts as -inf. This module knows nothing
@@ -11,14 +10,17 @@ of noise, requests or trees.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ssd_serve.kernels.batch import Int32Array, Int64Array
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.sampling.parameters import is_greedy, penalises
+from ssd_serve.sampling.parameters import Parameter, Stage, at, is_greedy
 
 TOP_P_UNITS = 2.0**50
 
@@ -90,6 +92,22 @@ class TokenCounts:
         return text[max(0, len(text) - count) :]
 
 
+class TextBefore(NamedTuple):
+    """The text before the token that a row chooses, and how it may end."""
+
+    counts: TokenCounts | None
+    path: Sequence[int] = ()
+    """The tokens beyond the counted output."""
+    generated: int = 0
+    """Output tokens, path included."""
+    ends: Sequence[int] = ()
+    """Tokens that end a text."""
+
+
+Change = Callable[[torch.Tensor, Any, TextBefore], torch.Tensor]
+"""What a value of a parameter makes of a row, float32 [vocabulary]; may change it in place and return it."""
+
+
 def process(
     logits: torch.Tensor,
     parameters: SamplingParameters,
@@ -106,15 +124,8 @@ def process(
     row = edit(logits, parameters, counts, path, generated, eos)
     if is_greedy(parameters):
         return row
-    # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
-    row = row / torch.tensor(parameters.temperature, dtype=torch.float32).to(row.device)
-    if parameters.min_p > 0.0:
-        row = keep_min_p(row, parameters.min_p)
-    if 0 < parameters.top_k < len(row):
-        row = keep_top_k(row, parameters.top_k)
-    if parameters.top_p < 1.0:
-        row = keep_top_p(row, parameters.top_p)
-    return row
+    before = TextBefore(counts, path, generated, (*eos, *parameters.stop_token_ids))
+    return _changed(row, parameters, before, Stage.TEMPERATURE, Stage.TRUNCATION)
 
 
 def edit(
@@ -127,22 +138,34 @@ def edit(
 ) -> torch.Tensor:
     """The steps of `process` before division by the temperature; the same arguments."""
     row = torch.where(torch.isnan(logits), -torch.inf, logits)  # [vocabulary]
-    if parameters.allowed_token_ids is not None:
-        row = keep_only(row, parameters.allowed_token_ids)
-    if parameters.bad_words:
-        _mask(row, completing(parameters, counts, path))
-    if parameters.logit_bias:
-        _add_bias(row, parameters.logit_bias)
-    if generated < parameters.min_tokens:
-        _mask(row, (*eos, *parameters.stop_token_ids))
-    if penalises(parameters):
-        if counts is None:
-            raise ValueError("penalties need the counts of prompt and output tokens")
-        _penalise(row, parameters, *counts.with_path(path))
+    before = TextBefore(counts, path, generated, (*eos, *parameters.stop_token_ids))
+    return _changed(row, parameters, before, Stage.TOKENS, Stage.START, Stage.PENALTY)
+
+
+def _changed(
+    row: torch.Tensor, parameters: SamplingParameters, before: TextBefore, *stages: Stage
+) -> torch.Tensor:
+    for each, change in _changes(*stages):
+        value = getattr(parameters, each.name)
+        if value != each.neutral and (each.stage is not Stage.START or before.generated < value):
+            row = change(row, value, before)
     return row
 
 
-def keep_only(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+@cache
+def _changes(*stages: Stage) -> tuple[tuple[Parameter, Change], ...]:
+    """The parameters of these stages in the table's order, each with its function."""
+    return tuple((each, change_of(each)) for each in at(*stages))
+
+
+def change_of(parameter: Parameter) -> Change:
+    """The function that the table names."""
+    module, _, name = parameter.function.rpartition(":")
+    change: Change = getattr(import_module(module or __name__), name)
+    return change
+
+
+def keep_only(row: torch.Tensor, tokens: Sequence[int], _before: TextBefore) -> torch.Tensor:
     """Mask all but these tokens; ids outside the vocabulary are passed over."""
     index = _indices(row, tokens)
     result = torch.full_like(row, -torch.inf)
@@ -150,9 +173,10 @@ def keep_only(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return result
 
 
-def _mask(row: torch.Tensor, tokens: Sequence[int]) -> None:
+def _masked(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """Make these tokens impossible, in place; ids outside the vocabulary are passed over."""
     row[_indices(row, tokens)] = -torch.inf
+    return row
 
 
 def _indices(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
@@ -160,56 +184,80 @@ def _indices(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(ids[(ids >= 0) & (ids < len(row))]).to(row.device)
 
 
-def completing(parameters: SamplingParameters, counts: TokenCounts | None, path: Sequence[int]) -> list[int]:
-    """The tokens that would complete a bad word: its last one, where the output ends with the rest.
+def mask_words(row: torch.Tensor, words: Sequence[tuple[int, ...]], before: TextBefore) -> torch.Tensor:
+    """Mask the tokens that would complete a word: its last one, where the output ends with the rest.
 
     As in vLLM, a word that began in the prompt is not one that was generated.
     """
-    longest = max(map(len, parameters.bad_words)) - 1
-    if longest > 0 and counts is None:
+    longest = max(map(len, words)) - 1
+    if longest > 0 and before.counts is None:
         raise ValueError("bad words of several tokens need the counts of prompt and output tokens")
-    text = counts.end_of_output(longest, path) if counts is not None else ()
-    return [
-        word[-1]
-        for word in parameters.bad_words
-        if word and text[max(0, len(text) - len(word) + 1) :] == word[:-1]
-    ]
+    text = before.counts.end_of_output(longest, before.path) if before.counts is not None else ()
+    ends = [word[-1] for word in words if word and text[max(0, len(text) - len(word) + 1) :] == word[:-1]]
+    return _masked(row, ends)
 
 
-def _add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:
+def add_bias(row: torch.Tensor, bias: dict[int, float], _before: TextBefore) -> torch.Tensor:
+    """Add to the logits of single tokens; ids outside the vocabulary are passed over."""
     tokens = np.fromiter(bias, np.int64, len(bias))
     values = np.fromiter(bias.values(), np.float32, len(bias))
     known = (tokens >= 0) & (tokens < len(row))
     row[torch.from_numpy(tokens[known]).to(row.device)] += torch.from_numpy(values[known]).to(row.device)
+    return row
 
 
-def _penalise(
-    row: torch.Tensor, parameters: SamplingParameters, tokens: Int64Array, counts: Int32Array
-) -> None:
-    """Penalties, in place.
-
-    Repetition (Keskar et al. 2019; prompt and output): positive logits are divided, others multiplied.
-    Frequency and presence (OpenAI; output only): logit -= count * frequency + (count > 0) * presence.
-    """
-    index = torch.from_numpy(tokens).to(row.device)  # [n]
-    times = torch.from_numpy(counts).to(row.device, torch.float32)  # [n]
-    values = row[index]
-    if parameters.repetition_penalty != 1.0:
-        penalty = torch.tensor(parameters.repetition_penalty, dtype=torch.float32).to(row.device)
-        values = torch.where(values > 0, values / penalty, values * penalty)
-    values = values - parameters.frequency_penalty * times
-    row[index] = values - parameters.presence_penalty * (times > 0).to(torch.float32)
+def mask_ends(row: torch.Tensor, _min_tokens: int, before: TextBefore) -> torch.Tensor:
+    """Mask what would end the text."""
+    return _masked(row, before.ends)
 
 
-def keep_min_p(row: torch.Tensor, min_p: float) -> torch.Tensor:
+def _counted(row: torch.Tensor, before: TextBefore) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [n] tokens of the text, and float32 [n] how often each stands in the output."""
+    if before.counts is None:
+        raise ValueError("penalties need the counts of prompt and output tokens")
+    tokens, counts = before.counts.with_path(before.path)
+    return torch.from_numpy(tokens).to(row.device), torch.from_numpy(counts).to(row.device, torch.float32)
+
+
+def penalise_repetition(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+    """Of tokens of prompt and output, positive logits are divided, others multiplied (Keskar et al. 2019)."""
+    index, _ = _counted(row, before)
+    # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
+    factor, values = torch.tensor(penalty, dtype=torch.float32).to(row.device), row[index]
+    row[index] = torch.where(values > 0, values / factor, values * factor)
+    return row
+
+
+def penalise_frequency(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+    """Of tokens of the output, logit -= count * penalty (OpenAI)."""
+    index, times = _counted(row, before)
+    row[index] = row[index] - penalty * times
+    return row
+
+
+def penalise_presence(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+    """Of tokens of the output, logit -= penalty (OpenAI)."""
+    index, times = _counted(row, before)
+    row[index] = row[index] - penalty * (times > 0).to(torch.float32)
+    return row
+
+
+def divide(row: torch.Tensor, temperature: float, _before: TextBefore) -> torch.Tensor:
+    """Logits over the temperature; by a tensor, as in `penalise_repetition`."""
+    return row / torch.tensor(temperature, dtype=torch.float32).to(row.device)
+
+
+def keep_min_p(row: torch.Tensor, min_p: float, _before: TextBefore) -> torch.Tensor:
     """Mask tokens whose probability is less than `min_p` times that of the most probable token."""
     if min_p >= 1.0:
         return torch.where(row < row.max(), -torch.inf, row)
     return torch.where(row < row.max() + math.log(min_p), -torch.inf, row)
 
 
-def keep_top_k(row: torch.Tensor, k: int) -> torch.Tensor:
+def keep_top_k(row: torch.Tensor, k: int, _before: TextBefore) -> torch.Tensor:
     """Mask all but exactly the k largest logits; of equal ones the lowest ids stay."""
+    if not 0 < k < len(row):
+        return row
     threshold = torch.topk(row, k).values[-1]
     above = row > threshold
     equal = row == threshold
@@ -218,7 +266,7 @@ def keep_top_k(row: torch.Tensor, k: int) -> torch.Tensor:
     return torch.where(stay, row, -torch.inf)
 
 
-def keep_top_p(row: torch.Tensor, top_p: float) -> torch.Tensor:
+def keep_top_p(row: torch.Tensor, top_p: float, _before: TextBefore) -> torch.Tensor:
     """Mask all but the smallest set of most probable tokens whose probabilities sum to at least `top_p`.
 
     The most probable token always stays; of equal ones the lowest ids stay. Probabilities are float64: where

@@ -53,6 +53,13 @@ class SamplingRows(NamedTuple):
             return None
         return self.seed, self.position, 1 + max(self.depths, default=0)
 
+    @property
+    def definition(
+        self,
+    ) -> tuple[SamplingParameters, TokenCounts | None, Sequence[int], int, Sequence[int]]:
+        """What `processors.process` is told of the first row, besides its logits."""
+        return self.parameters, self.counts, self.path, self.generated, self.eos
+
     def paths(self) -> list[tuple[int, ...]]:
         """Each row's tokens beyond the counted output."""
         paths = [self.path]

@@ -13,16 +13,7 @@ import torch
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.batched_processors import edited, process_rows
-from ssd_serve.sampling.parameters import (
-    Parameter,
-    Stage,
-    any_on,
-    at,
-    during,
-    is_greedy,
-    penalises,
-    truncates,
-)
+from ssd_serve.sampling.parameters import Declined, is_greedy, penalises, truncates
 from ssd_serve.sampling.processors import TOP_P_UNITS, smallest_share
 from ssd_serve.sampling.rows import SamplingRows
 
@@ -65,26 +56,6 @@ class NativeChoice:
         return call.run(self._choose), call.processed
 
 
-class Declined:
-    """What the kernel is not asked: the parameters that change logits and are not `compiled`."""
-
-    def __init__(self, compiled: Collection[str]) -> None:
-        def others(*stages: Stage) -> list[Parameter]:
-            return [each for each in at(*stages) if each.name not in compiled]
-
-        self._edits = any_on(others(Stage.TOKENS, Stage.PENALTY))
-        self._early = during(others(Stage.START))
-        self._rest = any_on(others(Stage.TEMPERATURE, Stage.TRUNCATION))
-
-    def edits(self, request: SamplingRows) -> bool:
-        """Whether logits must be edited and penalised before."""
-        return self._edits(request.parameters) or self._early(request.parameters, request.generated)
-
-    def everything(self, request: SamplingRows) -> bool:
-        """Whether logits must be processed before: only noise and argmax are left."""
-        return self._rest(request.parameters)
-
-
 class _Call:
     """The arguments of one call, gathered request by request. Layouts are those of choosing.c."""
 
@@ -107,9 +78,9 @@ class _Call:
         parameters, rows = request.parameters, request.rows
         place = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
         penalised = penalises(parameters)
-        if self._declined.everything(request):
+        if self._declined.everything(parameters):
             place, parameters, penalised = self._changed(process_rows, request), _PLAIN, False
-        elif self._declined.edits(request):
+        elif self._declined.edits(parameters, request.generated):
             place, penalised = self._changed(edited, request), False
         tokens_at = counts_at = known = 0
         if penalised:

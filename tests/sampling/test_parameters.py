@@ -8,12 +8,13 @@ from msgspec.structs import asdict, replace
 
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.sampling.batched_processors import process_rows
+from ssd_serve.sampling.batched_processors import BATCHED, edited, process_rows
 from ssd_serve.sampling.choice import sample
-from ssd_serve.sampling.native.choosing import COMPILED, Declined, NativeChoice
+from ssd_serve.sampling.native.choosing import COMPILED, NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import (
     PARAMETERS,
+    Declined,
     Parameter,
     Stage,
     any_on,
@@ -24,7 +25,7 @@ from ssd_serve.sampling.parameters import (
     penalises,
     truncates,
 )
-from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.sampling.processors import TokenCounts, change_of, edit, process
 from ssd_serve.sampling.rows import SamplingRows
 from tests.sampling.test_sampling_processors import reference
 
@@ -72,6 +73,14 @@ def test_the_table_has_every_field_and_its_default_is_neutral() -> None:
     """`max_tokens` has no neutral value: a text always ends."""
     assert {each.name: each.neutral for each in PARAMETERS} == asdict(SamplingParameters())
     assert len(PARAMETERS) == len({each.name for each in PARAMETERS})
+
+
+def test_what_acts_on_logits_has_a_function_and_stands_in_order() -> None:
+    stages = [each.stage for each in PARAMETERS]
+    assert stages == sorted(stages, key=list(Stage).index)
+    for each in PARAMETERS:
+        assert bool(each.function) == (each.stage not in (Stage.END, Stage.REPORT))
+        assert not each.function or callable(change_of(each))
 
 
 def test_rows_of_neutral_parameters_need_nothing() -> None:
@@ -122,6 +131,20 @@ def test_torch_does_what_the_definition_says(parameter: Parameter, value: object
     assert torch.equal(found, before) != acts
 
 
+@pytest.mark.parametrize("declined", [None, *sorted(BATCHED)])
+@pytest.mark.parametrize(("parameter", "value"), CASES)
+def test_what_is_not_built_for_many_rows_is_done_one_by_one(
+    parameter: Parameter, value: object, declined: str | None
+) -> None:
+    """Also beside rows that need nothing."""
+    rows = [*tree(SamplingParameters()).single(), *tree(given(parameter, value)).single()]
+    rest, before = Declined(BATCHED - {declined}), logits(len(rows))
+    assert rest.nothing == (declined is None)
+    for together, alone in ((process_rows, process), (edited, edit)):
+        expected = [alone(line, *row.definition) for line, row in zip(before, rows, strict=True)]
+        assert torch.equal(together(before, rows, rest), torch.stack(expected))
+
+
 @pytest.mark.parametrize("declined", [None, *sorted(COMPILED)])
 @pytest.mark.parametrize(("parameter", "value"), CASES)
 def test_the_kernel_leaves_to_torch_what_it_does_not_list(
@@ -145,9 +168,11 @@ def test_the_kernel_leaves_to_torch_what_it_does_not_list(
 def test_what_the_kernel_is_not_asked(parameter: Parameter, value: object, declined: str | None) -> None:
     rest, rows = Declined(COMPILED - {declined}), tree(given(parameter, value))
     unknown, stage = parameter.name not in COMPILED - {declined}, parameter.stage
-    assert rest.edits(rows) == (unknown and stage in (Stage.TOKENS, Stage.START, Stage.PENALTY))
-    assert rest.everything(rows) == (unknown and stage in (Stage.TEMPERATURE, Stage.TRUNCATION))
+    assert rest.edits(rows.parameters, rows.generated) == (
+        unknown and stage in (Stage.TOKENS, Stage.START, Stage.PENALTY)
+    )
+    assert rest.everything(rows.parameters) == (unknown and stage in (Stage.TEMPERATURE, Stage.TRUNCATION))
 
 
 def test_the_kernel_lists_parameters_of_the_table() -> None:
-    assert {each.name for each in PARAMETERS} > COMPILED
+    assert {each.name for each in PARAMETERS} > BATCHED > COMPILED

@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.parameters import needs_counts, needs_processing
-from ssd_serve.sampling.processors import (
-    TokenCounts,
-    keep_top_k,
-    keep_top_p,
-    process,
-)
+from ssd_serve.sampling.processors import TextBefore, TokenCounts, keep_top_k, keep_top_p, process
 
 VOCABULARY = 12
+NOWHERE = TextBefore(None)
 TOKENS = st.integers(0, VOCABULARY - 1)
 # Multiples of 1/2 make equal logits common.
 LOGITS = st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=VOCABULARY, max_size=VOCABULARY)
@@ -141,24 +137,24 @@ def test_counts_grow_beyond_their_first_room() -> None:
 
 
 def test_top_k_keeps_exactly_k_and_the_lowest_ids() -> None:
-    row = keep_top_k(torch.tensor([1.0, 2.0, 1.0, 1.0, 3.0, 1.0]), 4)
+    row = keep_top_k(torch.tensor([1.0, 2.0, 1.0, 1.0, 3.0, 1.0]), 4, NOWHERE)
     assert torch.isfinite(row).tolist() == [True, True, True, False, True, False]
 
 
 def test_top_p_keeps_the_lowest_ids_and_never_nothing() -> None:
     row = torch.zeros(8)
-    assert torch.isfinite(keep_top_p(row, 0.5)).tolist() == [True] * 4 + [False] * 4
-    many = torch.isfinite(keep_top_p(torch.zeros(8192), 0.5))
+    assert torch.isfinite(keep_top_p(row, 0.5, NOWHERE)).tolist() == [True] * 4 + [False] * 4
+    many = torch.isfinite(keep_top_p(torch.zeros(8192), 0.5, NOWHERE))
     assert many.sum() == 4096
     assert bool(many[:4096].all())
-    assert torch.isfinite(keep_top_p(row, 0.0)).tolist() == [True] + [False] * 7
-    assert torch.isfinite(keep_top_p(torch.full((8,), -torch.inf), 0.5)).tolist() == [False] * 8
+    assert torch.isfinite(keep_top_p(row, 0.0, NOWHERE)).tolist() == [True] + [False] * 7
+    assert torch.isfinite(keep_top_p(torch.full((8,), -torch.inf), 0.5, NOWHERE)).tolist() == [False] * 8
 
 
 def test_top_p_of_a_large_vocabulary_is_the_smallest_sufficient_set() -> None:
     row = torch.randn(50_000, generator=torch.Generator().manual_seed(1)) * 3
     for top_p in (0.3, 0.9, 0.999):
-        kept = torch.isfinite(keep_top_p(row, top_p))
+        kept = torch.isfinite(keep_top_p(row, top_p, NOWHERE))
         probabilities = torch.softmax(row.to(torch.float64), 0)
         mass = float(probabilities[kept].sum())
         assert mass >= top_p - 1e-6
