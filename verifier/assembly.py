@@ -4,13 +4,12 @@ Knows the parts; it opens no sockets and runs no round.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ssd_serve.cluster.channels.rank_sockets import Leader
-from ssd_serve.devices import Device, parse_device
+from ssd_serve.devices import parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import MemoryShortError
@@ -32,8 +31,9 @@ from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello
+from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.outside import Environment
+from ssd_serve.verifier.environment import Environment, Measured
 from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
@@ -55,31 +55,36 @@ class AssembledVerifier:
     engine: Engine
     facts: ModelFacts
     hello: Hello
-    slots: int
+    measured: Measured
     step_s: float
     emulated: EmulatedModel | None
     inline: InlineChannel | None
-    layouts: GainFile
+    gains: GainFile
     differences: DifferenceLog
+
+    @property
+    def slots(self) -> int:
+        """KV slots of the target."""
+        return self.measured.slots
 
     def remember(self) -> None:
         """Keep for the next start what each layout gave."""
         gains = self.engine.decider.layout_gains()
         if gains:
-            self.layouts.write(gains)
+            self.gains.write(gains)
 
 
 def assemble_verifier(
     settings: Settings,
     say: Callable[[str], None],
-    policy: GrowPolicy | None = None,
     log: Logger | None = None,
     ranks: LeadingRank | None = None,
-    outside: Environment | None = None,
+    environment: Environment | None = None,
 ) -> AssembledVerifier:
     """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
-    draft beside it. `outside`: what is heard from there may be recorded, or come from a recording."""
-    outside = outside or Environment()
+    draft beside it. `environment`: what is heard from there may be recorded, or come from a recording."""
+    environment = environment or Environment()
+    known = environment.measured
     device = settings.target_device or "cpu"
     path = find_model(settings, settings.target, "target", report=say)
     sizes = model_sizes(
@@ -90,7 +95,7 @@ def assemble_verifier(
         allow_pickle=settings.allow_pickle,
     )
     leader = None if ranks is None else ranks.meet()
-    slots = outside.found("slots", int, lambda: _slots(settings, sizes, device, leader))
+    slots = _slots(settings, sizes, device, leader) if known is None else known.slots
     say(f"loading the target {model_name(path)} on {device}")
     log = log or get_logger("verifier")
     native, differences = native_library(settings, log), DifferenceLog(log)
@@ -108,36 +113,36 @@ def assemble_verifier(
         model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
     say("measuring step times")
     folder = cache_folder(settings.cache_dir, log.warning)
-    governing = _governing(settings, model, TimingFiles(folder, log), outside)
-    layouts = _gain_file(settings, model, folder, log)
-    gains = outside.found("gains", dict[int, dict[str, float]], layouts.read)
-    governing.governor.recall(_by_layout(gains))
-    cost = next(iter(governing.costs.values()))
-    step_s = cost.seconds(1)
+    cores = _cores(settings)
+    layouts = _layouts(settings.mode, cores)
+    gains = _gain_file(settings, model, folder, log)
+    measured = known or Measured(
+        slots, _timings(model, cores, layouts, TimingFiles(folder, log)), gains.read()
+    )
+    governing = _governing(settings, cores, layouts, measured)
+    cost = governing.costs[layouts[0]]
     hello = _hello(model.facts, Tokenizer(path))
-    if policy is None:
-        policy = next(iter(governing.policies.values()))
-    drafters = outside.drafters(hello, log)
+    drafters = Drafters(hello, environment.clock, log, environment.poll, environment.tap)
     drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
     parts = EngineParts(
-        model=outside.model(model),
+        model=environment.model(model),
         drafters=drafters,
         cost=cost,
         slots=slots,
         limits=SchedulerLimits(settings.max_running, settings.max_waiting, settings.prefill_chunk),
-        policy=policy,
+        policy=governing.policies[layouts[0]],
         governing=governing if settings.speculation_may_stop and settings.mode is not Mode.AR else None,
         native=native,
-        clock=outside.clock,
-        engine_kind=outside.engine_kind,
+        clock=environment.clock,
+        observer=environment.observer,
     )
     engine = build_engine(_bounded(parts, settings))
-    wanted = Layout.SYNC in governing.policies and outside.drafts_inline
+    wanted = Layout.SYNC in layouts and environment.drafts_inline
     inline = _inline(settings, hello, native, say) if wanted else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
     return AssembledVerifier(
-        engine, model.facts, hello, slots, step_s, emulated, inline, layouts, differences
+        engine, model.facts, hello, measured, cost.seconds(1), emulated, inline, gains, differences
     )
 
 
@@ -174,35 +179,51 @@ def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[Layou
     }
 
 
-def _governing(settings: Settings, model: Model, files: TimingFiles, outside: Environment) -> Governing:
+def _cores(settings: Settings) -> Cores:
+    alone = parse_device(settings.target_device_alone) if settings.target_device_alone else None
+    return Cores(parse_device(settings.target_device or "cpu"), alone)
+
+
+def _layouts(mode: Mode, cores: Cores) -> tuple[Layout, ...]:
     """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
     last."""
-    beside = parse_device(settings.target_device or "cpu")
-    alone = parse_device(settings.target_device_alone) if settings.target_device_alone else beside
-    layouts = {
-        Mode.AR: (Layout.OFF,),
-        Mode.SD: (Layout.SYNC, Layout.OFF),
-        Mode.SSD: (Layout.ASYNC, Layout.OFF),
-    }.get(settings.mode, (Layout.OFF,))
-    if settings.mode is Mode.SSD and alone != beside:
-        layouts = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
-    cores = Cores(beside, alone)
-    tables: dict[Device, CostTable] = {}
-    for layout in reversed(layouts):  # the first one's cores are those that remain
+    if mode is Mode.SD:
+        return Layout.SYNC, Layout.OFF
+    if mode is not Mode.SSD:
+        return (Layout.OFF,)
+    if cores.of(Layout.SYNC) != cores.of(Layout.ASYNC):
+        return Layout.ASYNC, Layout.SYNC, Layout.OFF
+    return Layout.ASYNC, Layout.OFF
+
+
+def _timings(
+    model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles
+) -> dict[str, list[Timing]]:
+    """What forwards cost on the cores of each layout, on which they are computed for that."""
+    timings: dict[str, list[Timing]] = {}
+    for layout in reversed(layouts):
         cores.enter(layout)
-        if cores.of(layout) not in tables:
-            tables[cores.of(layout)] = _cost(model, str(cores.of(layout)), files, outside)
+        device = str(cores.of(layout))
+        if device not in timings:
+            timings[device] = remembered_timings(model, device, files)
+    return timings
+
+
+def _governing(
+    settings: Settings, cores: Cores, layouts: tuple[Layout, ...], measured: Measured
+) -> Governing:
+    """What may change while the engine runs, beginning with the first layout."""
+    cores.enter(layouts[0])
+    devices = {layout: str(cores.of(layout)) for layout in layouts}
+    tables = {device: CostTable(measured.timings_on(device)) for device in set(devices.values())}
+    governor = Governor(layouts)
+    governor.recall(_by_layout(measured.gains))
     return Governing(
-        Governor(layouts),
+        governor,
         cores,
-        {layout: tables[cores.of(layout)] for layout in layouts},
+        {layout: tables[device] for layout, device in devices.items()},
         {layout: _policy(settings, layout) for layout in layouts},
     )
-
-
-def _cost(model: Model, device: str, files: TimingFiles, outside: Environment) -> CostTable:
-    measure = partial(remembered_timings, model, device, files)
-    return CostTable(outside.found(f"timings on {device}", list[Timing], measure))
 
 
 def _policy(settings: Settings, layout: Layout) -> GrowPolicy:

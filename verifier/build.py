@@ -15,14 +15,12 @@ from ssd_serve.models.interface import Model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.cost import CostTable, HostCost
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never
 from ssd_serve.verifier.planning.planner import DraftBounds, Governing, RoundPlanner
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
-
-EngineKind = Callable[[Rounds, Scheduler, Drafters, RoundPlanner, Bounds, Callable[[], float]], Engine]
-"""`Engine`, or what makes one that also tells what it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class EngineParts:
     rounds: Rounds | None = None
     """Rounds of another kind, with the same model; None: the usual ones."""
     decider_kind: type[RoundPlanner] = RoundPlanner
-    engine_kind: EngineKind = Engine
+    observer: Observer | None = None
 
 
 def build_engine(parts: EngineParts) -> Engine:
@@ -72,7 +70,7 @@ def build_engine(parts: EngineParts) -> Engine:
     )
     bounds = Bounds(context, facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
     rounds = parts.rounds or _rounds(parts)
-    return parts.engine_kind(rounds, scheduler, parts.drafters, decider, bounds, parts.clock)
+    return Engine(rounds, scheduler, parts.drafters, decider, bounds, parts.clock, parts.observer)
 
 
 def _rounds(parts: EngineParts) -> Rounds:

@@ -14,9 +14,11 @@ from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.messages import (
     Committed,
     Figures,
+    Finish,
     Finished,
     Refused,
     SamplingParameters,
+    ServerMessage,
     Submit,
     SubmitChoices,
     VerifierReport,
@@ -24,6 +26,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.memory import release_memory
 from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
 from ssd_serve.verifier.planning.planner import Round, RoundPlanner
@@ -82,12 +85,13 @@ class Engine:
         decider: RoundPlanner,
         bounds: Bounds,
         clock: Callable[[], float] = time.perf_counter,
-        witness: Callable[[Sequence[Walk]], None] | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        """`witness` sees what each round decided before it is committed."""
+        """`observer`: whoever looks on."""
         self.scheduler = scheduler
         self.drafters = drafters
         self.decider = decider
+        self.observer = observer or Observer()
         self.watch = AcceptanceMonitor()
         self.clocked = Clocked()
         self.totals = Totals()
@@ -97,7 +101,6 @@ class Engine:
         self._rounds = rounds
         self._bounds = bounds
         self._clock = clock
-        self._witness = witness
         self._requests: dict[int, Request] = {}
         self._active: dict[int, Request] = {}
 
@@ -105,6 +108,16 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has work."""
         return bool(self._requests)
+
+    def ask(self, message: ServerMessage) -> Sequence[Refused | Finished]:
+        """Do what a front end asks for; returns what it must know of that at once."""
+        if isinstance(message, Submit | SubmitChoices):
+            return self.submit_all(message)
+        if isinstance(message, Finish):
+            finished = self.finish(message.request)
+            return [finished] if finished is not None else []
+        self.abort(message.request)
+        return []
 
     def submit(self, message: Submit) -> Refused | Finished | None:
         """`submit_all` of one request; None: it is queued."""
@@ -167,8 +180,7 @@ class Engine:
             sum([len(each.tree) for each in flight.work]),
             Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS,
         )
-        if self._witness is not None:
-            self._witness(walks)
+        self.observer.decided(walks, self.decision)
         reports: list[VerifierReport] = []
         rejected: list[int] = []
         for walk in walks:
@@ -200,9 +212,13 @@ class Engine:
 
     def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         """Run a round's forward, listen meanwhile, and decide; also the seconds that the forward took."""
-        flight = self._rounds.launch(work)
-        forward_s = self._listen(flight)
-        return flight, forward_s, self._rounds.finish(flight)
+        try:
+            flight = self._rounds.launch(work)
+            forward_s = self._listen(flight)
+            return flight, forward_s, self._rounds.finish(flight)
+        except DeviceMemoryError as error:
+            self.observer.short(str(error))
+            raise
 
     def _listen(self, flight: InFlight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""

@@ -13,27 +13,26 @@ from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.cluster.channels.rank_sockets import RankFiles
 from ssd_serve.cluster.placement import of_rank
-from ssd_serve.errors import EngineDeadError, PermissionProblemError
+from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import (
-    Abort,
     AcceptanceHealth,
-    Finish,
     Message,
     Price,
     Progress,
+    ServerMessage,
     Status,
-    Submit,
-    SubmitChoices,
     Why,
 )
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import AssembledVerifier, assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.environment import Environment
+from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.replay.recording import SessionRecorder, is_full, recorded_bytes
+from ssd_serve.verifier.replay.recording import session_recorder
 
 _STATUS_S = 1.0
 _CONNECT_S = 3600.0
@@ -60,10 +59,14 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     server = _await_server(servers)
     recorder = session_recorder(own, log)
     verifier = assemble_verifier(
-        own, lambda text: _say(server, log, text), log=log, ranks=ranks, outside=recorder
+        own,
+        lambda text: _say(server, log, text),
+        log=log,
+        ranks=ranks,
+        environment=recorder.environment if recorder else Environment(),
     )
     if recorder is not None:
-        recorder.begin(own, verifier.facts, verifier.hello)
+        recorder.begin(own, verifier)
     settle_memory()
     loop = VerifierLoop(
         server, [joining, *others], verifier.engine, lambda: _whole_status(verifier), verifier.remember, log
@@ -96,6 +99,7 @@ class VerifierLoop:
         self._server = server
         self._joining = joining
         self._engine = engine
+        self._observer = engine.observer
         self._unsent: deque[Message] = deque()
         self._status_at = 0.0
         self._remember = remember
@@ -111,40 +115,47 @@ class VerifierLoop:
     def await_drafters(self, timeout_s: float, count: int) -> None:
         """Wait until so many drafters with a device of their own have joined; go on without those that do not
         come, or when requests wait that a verifier before this one has begun."""
-        self._engine.drain()
+        self._drain()
         deadline = time.monotonic() + timeout_s
         while self._engine.drafters.beside < count and time.monotonic() < deadline:
             if self._server.wait(0.0):  # taken once the server knows that this verifier can generate
                 return
             self._accept()
             self._sleep(0.05)
-            self._engine.drain()
+            self._drain()
 
     def run(self) -> None:
         """Until the server is gone."""
-        while not self._server.closed:
-            self._take()
-            self._accept()
-            if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
-                self._unsent.extend(self._engine.step())
-            else:
-                self._sleep(_STATUS_S / 2)
-                self._engine.drain()
-            self._report()
+        try:
+            while not self._server.closed:
+                self._turn()
+        finally:
+            self._observer.rests()
+
+    def _turn(self) -> None:
+        self._take()
+        self._accept()
+        if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
+            self._observer.asked(Turn.STEP)
+            self._unsent.extend(self._engine.step())
+        else:
+            self._sleep(_STATUS_S / 2)
+            self._drain()
+        self._report()
 
     def _take(self) -> None:
         for message in self._server.receive():
-            if isinstance(message, Submit | SubmitChoices):
-                self._unsent.extend(self._engine.submit_all(message))
-            elif isinstance(message, Finish):
-                finished = self._engine.finish(message.request)
-                if finished is not None:
-                    self._unsent.append(finished)
-            elif isinstance(message, Abort):
-                self._engine.abort(message.request)
+            if isinstance(message, ServerMessage):
+                self._observer.asked(message)
+                self._unsent.extend(self._engine.ask(message))
+
+    def _drain(self) -> None:
+        self._observer.asked(Turn.DRAIN)
+        self._engine.drain()
 
     def _sleep(self, timeout_s: float) -> None:
         """Until anybody says anything."""
+        self._observer.rests()
         sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
         poll(sources, timeout_s)
 
@@ -166,6 +177,7 @@ class VerifierLoop:
             if len(self._unsent) < _MAX_UNSENT:
                 self._unsent.append(self._status())
             self._tell_health()
+            self._observer.asked(Turn.BEAT)
             self._engine.drafters.beat()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now
@@ -228,27 +240,6 @@ def _others(settings: Settings, log: Logger) -> list[Listener]:
         sparingly.warning("drafter refused", reason=why)
 
     return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
-
-
-def session_recorder(settings: Settings, log: Logger) -> SessionRecorder | None:
-    """The recorder that is asked for. A disk that earlier ones have filled ends nothing, and they count:
-    a server that is started again and again fills no disk."""
-    if settings.record is None:
-        return None
-    left = (settings.record_mb << 20) - recorded_bytes(settings.record)
-    if left <= 0:
-        log.warning(
-            "this session is not recorded: those before it have reached SSD_RECORD_MB; delete old ones",
-            folder=str(settings.record),
-        )
-        return None
-    try:
-        return SessionRecorder(settings.record, left, log)
-    except PermissionProblemError as error:
-        if not is_full(error.__cause__):
-            raise
-        log.warning("this session is not recorded", reason=str(error))
-        return None
 
 
 def _await_server(servers: Listener) -> Channel:

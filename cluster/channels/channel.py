@@ -156,6 +156,8 @@ class SocketChannel:
 
     def flush(self) -> bool:
         """Send what can be sent now; True when nothing is pending."""
+        if not self._outgoing:
+            return True
         sent = 0
         try:
             # The view must be gone before the buffer is resized.

@@ -1,6 +1,8 @@
 """A recorded session runs again as it was; what is changed, cut off or damaged is found and said."""
 
+import dataclasses
 import errno
+import itertools
 import json
 import os
 import random
@@ -8,7 +10,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,25 +24,29 @@ from ssd_serve.errors import PermissionProblemError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
+    Abort,
     Choice,
     Close,
+    Finish,
     Open,
     Outcome,
     Pause,
     Resync,
     SamplingParameters,
+    ServerMessage,
     Submit,
     SubmitChoices,
 )
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.sampling.choice import Sampled, sample
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.outside import T
+from ssd_serve.verifier.environment import Environment, Measured
+from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.planning.cost import Timing
-from ssd_serve.verifier.process import session_recorder
-from ssd_serve.verifier.replay.recording import SessionRecorder, recorded_bytes
+from ssd_serve.verifier.replay.recording import SessionRecorder, recorded_bytes, session_recorder
 from ssd_serve.verifier.replay.replay import Replay, Replayed
 from ssd_serve.verifier.replay.tape import HEADER, TAPE, RoundTrace, TapeReader, framed, read_pages
 from tests.end_to_end.tiny_pair import write_pair
@@ -49,21 +55,8 @@ LOG = get_logger("test", "error")
 SLOTS = 220
 
 
-class SmallRecorder(SessionRecorder):
-    """A recorder on a machine with little memory, where requests are preempted, and with cheap rows, so that
-    guesses are verified however busy the machine really is."""
-
-    def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
-        cheap = [Timing(1, 64, 0.005), Timing(64, 64, 0.0051)]
-        known = {"slots": SLOTS, "timings": cheap}.get(name.partition(" ")[0])
-        return super().found(name, kind, find if known is None else lambda: cast(T, known))
-
-    def model(self, model: Model) -> Model:
-        return super().model(Scarce(model))
-
-
 class Scarce(WrappedModel):
-    """Has too little memory for a few rounds."""
+    """Has too little memory for a few forwards."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -74,6 +67,30 @@ class Scarce(WrappedModel):
         if self._forwards % 50 == 20:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self._model.forward(batch)
+
+
+def small(recorder: SessionRecorder) -> Environment:
+    """A machine with little memory, where requests are preempted, and with cheap rows, so that guesses are
+    verified however busy the machine really is."""
+    environment = recorder.environment
+    cheap = [Timing(1, 64, 0.005), Timing(64, 64, 0.0051)]
+    return dataclasses.replace(
+        environment,
+        measured=Measured(SLOTS, {"cpu": cheap}, {}),
+        model=lambda model: environment.model(Scarce(model)),
+    )
+
+
+def scarce(calls: Callable[..., Sampled]) -> Callable[..., Sampled]:
+    """`calls` on a device that has too little memory now and then."""
+    count = itertools.count(1)
+
+    def called(*args: Any) -> Sampled:
+        if next(count) % 70 == 60:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return calls(*args)
+
+    return called
 
 
 @dataclass(frozen=True)
@@ -132,29 +149,39 @@ def drafter(engine: Engine, settings: Settings) -> tuple[MemoryChannel, Callable
     return its, work
 
 
+def ask(engine: Engine, what: ServerMessage | Turn) -> None:
+    """Ask an engine for something as the process does."""
+    engine.observer.asked(what)
+    if isinstance(what, Turn):
+        {Turn.STEP: engine.step, Turn.DRAIN: engine.drain, Turn.BEAT: engine.drafters.beat}[what]()
+    else:
+        engine.ask(what)
+
+
 def live(engine: Engine, settings: Settings) -> None:
     """A session: requests come while others run, two go away, the drafter leaves and another one comes."""
     its, work = drafter(engine, settings)
-    engine.drain()
+    ask(engine, Turn.DRAIN)
     waiting = submits()
     step = 0
     while engine.busy or waiting:
         if waiting and step % 4 == 0:
             first = waiting.pop(0)
             choices = Choice(first.request, 1), Choice(first.request + 100, 2, (5, 6))
-            engine.submit_all(SubmitChoices(first.prompt, first.parameters, choices))
+            ask(engine, SubmitChoices(first.prompt, first.parameters, choices))
         if step == 21:
-            engine.abort(2)
+            ask(engine, Abort(2))
         if step == 33:
-            engine.finish(4)
+            ask(engine, Finish(4))
         if step == 30:
             its.close()
         if step == 40:
             its, work = drafter(engine, settings)
-        engine.step()
+        ask(engine, Turn.STEP)
         work()
-        engine.drafters.beat()
+        ask(engine, Turn.BEAT)
         step += 1
+    engine.observer.rests()
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +199,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         record=folder / "sessions",
         hf_token="sesame",
     )
-    recorder = SmallRecorder(folder / "sessions", 1 << 20, LOG)
-    verifier = assemble_verifier(settings, lambda _: None, log=LOG, outside=recorder)
-    recorder.begin(settings, verifier.facts, verifier.hello)
-    live(verifier.engine, settings)
+    recorder = SessionRecorder(folder / "sessions", 1 << 20, LOG)
+    verifier = assemble_verifier(settings, lambda _: None, log=LOG, environment=small(recorder))
+    recorder.begin(settings, verifier)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ssd_serve.verifier.round.sample", scarce(sample))
+        live(verifier.engine, settings)
     engine, figures = verifier.engine, verifier.engine.totals.figures
     prefix = engine.scheduler.prefix
     return Recorded(
@@ -193,9 +222,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 def replay(recorded: Recorded, folder: Path, seen: list[RoundTrace] | None = None) -> Replayed:
     rounds: list[RoundTrace] = [] if seen is None else seen
     run = Replay(
-        TapeReader(folder / TAPE), read_header(folder).found, lambda _number, told: rounds.append(told)
+        TapeReader(folder / TAPE), read_header(folder).measured, lambda _number, told: rounds.append(told)
     )
-    return run.run(assemble_verifier(recorded.settings, lambda _: None, log=LOG, outside=run).engine)
+    return run.run(
+        assemble_verifier(recorded.settings, lambda _: None, log=LOG, environment=run.environment).engine
+    )
 
 
 def copy_of(recorded: Recorded, tmp_path: Path, tape: bytes | None = None) -> Path:
@@ -265,25 +296,28 @@ def test_a_tape_that_is_cut_off_runs_as_far_as_it_goes(recorded: Recorded, tmp_p
     whole = (recorded.folder / TAPE).read_bytes()
     folder = copy_of(recorded, tmp_path, whole[:-7])
     tape = TapeReader(folder / TAPE)
-    run = Replay(tape, read_header(folder).found)
-    result = run.run(assemble_verifier(recorded.settings, lambda _: None, log=LOG, outside=run).engine)
+    run = Replay(tape, read_header(folder).measured)
+    result = run.run(
+        assemble_verifier(recorded.settings, lambda _: None, log=LOG, environment=run.environment).engine
+    )
     assert tape.cut
     assert result.difference == ""
     assert result.rounds < recorded.rounds
 
 
 def test_a_limit_ends_the_recording_and_not_the_session(recorded: Recorded, tmp_path: Path) -> None:
-    recorder = SmallRecorder(tmp_path / "sessions", 2000, LOG)
+    recorder = SessionRecorder(tmp_path / "sessions", 2000, LOG)
     settings = recorded.settings
-    verifier = assemble_verifier(settings, lambda _: None, log=LOG, outside=recorder)
-    recorder.begin(settings, verifier.facts, verifier.hello)
+    verifier = assemble_verifier(settings, lambda _: None, log=LOG, environment=small(recorder))
+    recorder.begin(settings, verifier)
     for number in range(6):
-        verifier.engine.submit(Submit(number, (1, 2, 3), SamplingParameters(max_tokens=20), number))
+        ask(verifier.engine, Submit(number, (1, 2, 3), SamplingParameters(max_tokens=20), number))
         while verifier.engine.busy:
-            verifier.engine.step()
+            ask(verifier.engine, Turn.STEP)
+        verifier.engine.observer.rests()
     tape = TapeReader(recorder.path / TAPE)
-    run = Replay(tape, read_header(recorder.path).found)
-    result = run.run(assemble_verifier(settings, lambda _: None, log=LOG, outside=run).engine)
+    run = Replay(tape, read_header(recorder.path).measured)
+    result = run.run(assemble_verifier(settings, lambda _: None, log=LOG, environment=run.environment).engine)
     assert tape.full
     assert result.difference == ""
     assert 0 < result.rounds < verifier.engine.clocked.rounds
@@ -317,14 +351,14 @@ def test_a_disk_that_is_full_ends_no_session(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, settings = tmp_path / "next", recorded.settings
-    recorder = SmallRecorder(tmp_path / "first", 1 << 20, LOG)
-    verifier = assemble_verifier(settings, lambda _: None, log=LOG, outside=recorder)
+    recorder = SessionRecorder(tmp_path / "first", 1 << 20, LOG)
+    verifier = assemble_verifier(settings, lambda _: None, log=LOG, environment=small(recorder))
 
     def full(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "open", full)
-    recorder.begin(settings, verifier.facts, verifier.hello)
+    recorder.begin(settings, verifier)
     following = settings.model_copy(update={"record": folder})
     assert session_recorder(following, LOG) is None
     monkeypatch.undo()

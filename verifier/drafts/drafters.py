@@ -42,6 +42,15 @@ _LONGEST_REASON = 200
 _HERE_S = 2.0
 """Who has said something since then holds its name; drafters beat four times as often."""
 
+Tap = Callable[[Channel, bool, bool, str], Channel]
+"""Stands before a channel that has connected, which is told as to `Drafters.connect`."""
+
+
+def untapped(channel: Channel, synchronous: bool, stranger: bool, peer: str) -> Channel:
+    """Nothing stands before it."""
+    del synchronous, stranger, peer
+    return channel
+
 
 class Drafters:
     """A list of drafters. `hello` is what they must agree with."""
@@ -52,11 +61,13 @@ class Drafters:
         clock: Callable[[], float] = time.monotonic,
         log: Logger | None = None,
         poll: Callable[[Sequence[Channel], float], Sequence[Channel]] = poll,
+        tap: Tap = untapped,
     ) -> None:
-        """`poll` waits until one of some channels has something to say."""
+        """`poll` waits until one of some channels has something to say; `tap` puts something before each."""
         self._hello = hello
         self._clock = clock
         self._poll = poll
+        self._tap = tap
         self._log = log or get_logger("verifier")
         self._refused, self._banned = Sparingly(self._log), Sparingly(self._log)
         self.admission = Admission(hello, clock)
@@ -146,6 +157,7 @@ class Drafters:
         self, channel: Channel, synchronous: bool = False, stranger: bool = False, peer: str = ""
     ) -> None:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
+        channel = self._tap(channel, synchronous, stranger, peer)
         link = Link(channel, self._clock, synchronous, self._connected, stranger, peer)
         self._connected += 1
         self._links[link.number] = link

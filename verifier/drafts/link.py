@@ -176,8 +176,7 @@ class Link:
 
     def flush(self) -> None:
         """Send the outcomes of a round together."""
-        if self.channel.pending:
-            self.channel.flush()
+        self.channel.flush()
 
     def close(self, request: Request) -> None:
         """A request has ended, or went to another drafter."""

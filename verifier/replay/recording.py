@@ -10,29 +10,35 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from ssd_serve.errors import PermissionProblemError
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Hello
+from ssd_serve.messages import Refusal, ServerMessage
 from ssd_serve.models.fingerprint import fingerprint
 from ssd_serve.models.hub import find_model
-from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.owned import is_private
 from ssd_serve.settings import SECRETS, Settings
-from ssd_serve.verifier.build import EngineKind
-from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.outside import Environment
-from ssd_serve.verifier.replay.recorded import RecordedDrafters, RecordedEngine, RecordedModel
-from ssd_serve.verifier.replay.tape import FORMAT, HEADER, TAPE, Kind, TapeWriter
-
-T = TypeVar("T")
+from ssd_serve.verifier.assembly import AssembledVerifier
+from ssd_serve.verifier.environment import Measured
+from ssd_serve.verifier.observer import Observer, Turn
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.replay.tape import (
+    FORMAT,
+    HEADER,
+    TAPE,
+    ChunkTrace,
+    Kind,
+    RoundTrace,
+    TapeWriter,
+)
+from ssd_serve.verifier.replay.taped import taped
+from ssd_serve.verifier.round import Walk
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,23 +57,24 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     kernels: str
     ranks: int
-    found: dict[str, Any]
-    """What was measured or found at the start, by name."""
+    measured: Measured
 
 
-class SessionRecorder(Environment):
-    """The world, and a tape of it in a new folder below `folder`."""
+class SessionRecorder(Observer):
+    """A tape of the world and of what the engine makes of it, in a new folder below `folder`."""
 
     def __init__(self, folder: Path, max_bytes: int, log: Logger) -> None:
         self.path = _session_folder(folder.expanduser())
         self._tape = TapeWriter(
             self.path / TAPE, max_bytes, lambda why: log.warning("the recording has ended", reason=why)
         )
-        self._found: dict[str, Any] = {}
+        self.environment = taped(self._tape, self)
+        """What the verifier must be given that is to be recorded."""
         log.warning("this session is recorded, with all prompts and outputs", folder=str(self.path))
 
-    def begin(self, settings: Settings, facts: ModelFacts, hello: Hello) -> None:
+    def begin(self, settings: Settings, verifier: AssembledVerifier) -> None:
         """Write the header, once everything is loaded and measured."""
+        facts = verifier.facts
         header = Header(
             format=FORMAT,
             started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -76,11 +83,11 @@ class SessionRecorder(Environment):
             settings=settings.model_dump(mode="json", exclude=set(SECRETS)),
             model=facts.name,
             weights=fingerprint(find_model(settings, settings.target, "target")),
-            tokenizer=hello.tokenizer,
+            tokenizer=verifier.hello.tokenizer,
             attention=facts.attention,
             kernels=facts.kernels,
             ranks=facts.ranks,
-            found=self._found,
+            measured=verifier.measured,
         )
         path = self.path / HEADER
         try:
@@ -91,34 +98,61 @@ class SessionRecorder(Environment):
             self._tape.stop(f"{path} cannot be written: {error.strerror}")
         self._tape.flush()
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """See `Environment.clock`."""
-        return self._now
+    def asked(self, what: ServerMessage | Turn) -> None:
+        if isinstance(what, Turn):
+            self._tape.note(Kind.TURN, what)
+            self._tape.flush_when_due()
+        else:
+            self._tape.say(Kind.ASKED, what)
 
-    def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
-        """See `Environment.found`."""
-        value = super().found(name, kind, find)
-        self._found[name] = msgspec.to_builtins(value, str_keys=True)
-        return value
+    def rests(self) -> None:
+        self._tape.flush()  # the process may be ended now
 
-    def model(self, model: Model) -> Model:
-        """See `Environment.model`."""
-        return RecordedModel(model, self._tape)
+    def decided(self, walks: Sequence[Walk], decision: Decision) -> None:
+        self._tape.say(Kind.ROUND, round_trace(walks, decision))
 
-    def drafters(self, hello: Hello, log: Logger) -> Drafters:
-        """See `Environment.drafters`."""
-        return RecordedDrafters(self._tape, hello, self._now, log)
+    def short(self, reason: str) -> None:
+        self._tape.say(Kind.SHORT, Refusal(reason))
 
-    @property
-    def engine_kind(self) -> EngineKind:
-        """See `Environment.engine_kind`."""
-        return partial(RecordedEngine, self._tape)
 
-    def _now(self) -> float:
-        now = time.perf_counter()
-        self._tape.note(Kind.CLOCK, now)
-        return now
+def round_trace(walks: Sequence[Walk], decision: Decision) -> RoundTrace:
+    """What a round decided; call before it is committed."""
+    return RoundTrace(tuple([_chunk_trace(walk) for walk in walks]), decision.told())
+
+
+def _chunk_trace(walk: Walk) -> ChunkTrace:
+    part, tree = walk.work.part, walk.work.tree
+    request = part.request
+    return ChunkTrace(
+        request.number,
+        len(request.tokens),
+        len(part.slots),
+        tuple(tree.tokens),
+        tuple(tree.parents),
+        len(walk.accepted),
+        walk.tokens,
+    )
+
+
+def session_recorder(settings: Settings, log: Logger) -> SessionRecorder | None:
+    """The recorder that is asked for. A disk that earlier ones have filled ends nothing, and they count:
+    a server that is started again and again fills no disk."""
+    if settings.record is None:
+        return None
+    left = (settings.record_mb << 20) - recorded_bytes(settings.record)
+    if left <= 0:
+        log.warning(
+            "this session is not recorded: those before it have reached SSD_RECORD_MB; delete old ones",
+            folder=str(settings.record),
+        )
+        return None
+    try:
+        return SessionRecorder(settings.record, left, log)
+    except PermissionProblemError as error:
+        if not _is_full(error.__cause__):
+            raise
+        log.warning("this session is not recorded", reason=str(error))
+        return None
 
 
 def recorded_bytes(folder: Path) -> int:
@@ -130,7 +164,7 @@ def recorded_bytes(folder: Path) -> int:
     return total
 
 
-def is_full(error: BaseException | None) -> bool:
+def _is_full(error: BaseException | None) -> bool:
     """Whether it says that there is no room on a disk."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 

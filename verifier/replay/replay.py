@@ -5,32 +5,21 @@ compared with what was recorded. Drafters do not run: what they said is on the t
 prints nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.drafter.inline import ChannelWithin
 from ssd_serve.errors import DeviceMemoryError, ProtocolError, RecordingError
-from ssd_serve.kernels.batch import Batch
-from ssd_serve.logs import Logger
-from ssd_serve.messages import Abort, Finish, Hello, Message, Refusal, Submit, SubmitChoices
-from ssd_serve.models.interface import ForwardEnd, ForwardResult, Model
-from ssd_serve.models.wrapped import WrappedModel
-from ssd_serve.verifier.build import EngineKind
-from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
-from ssd_serve.verifier.outside import Environment
-from ssd_serve.verifier.planning.planner import RoundPlanner
-from ssd_serve.verifier.replay.recorded import round_told
-from ssd_serve.verifier.replay.tape import ChunkTrace, Kind, RoundTrace, TapeReader
-from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, Walk
-from ssd_serve.verifier.scheduler import Scheduler
-
-T = TypeVar("T")
-Said = TypeVar("Said")
+from ssd_serve.messages import Message, Refusal, ServerMessage, Submit, SubmitChoices
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.environment import Measured
+from ssd_serve.verifier.observer import Observer, Turn
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.replay.recording import round_trace
+from ssd_serve.verifier.replay.tape import Answer, ChunkTrace, Connection, Kind, RoundTrace, TapeReader
+from ssd_serve.verifier.replay.taped import taped
+from ssd_serve.verifier.round import Walk
 
 
 class TapeEndedError(RecordingError):
@@ -52,18 +41,19 @@ class Replayed:
     """The first one; empty while everything is as it was recorded."""
 
 
-class Replay(Environment):
-    """Answers from a tape. `found` are the header's findings; `see` is shown every round that is equal."""
+class Replay(Observer):
+    """Answers from a tape, in the place of the world. `see` is shown every round that is equal."""
 
     def __init__(
         self,
         tape: TapeReader,
-        found: Mapping[str, Any],
+        measured: Measured,
         see: Callable[[int, RoundTrace], None] = lambda _number, _round: None,
     ) -> None:
         self._tape = tape
-        self._found = found
         self._see = see
+        self.environment = replace(taped(self, self), measured=measured, drafts_inline=False)
+        """What the verifier must be given that runs the session again."""
         self.result = Replayed()
 
     def run(self, engine: Engine, until: int | None = None) -> Replayed:
@@ -81,28 +71,59 @@ class Replay(Environment):
         return self.result
 
     def _call(self, engine: Engine, kind: Kind, value: float) -> None:
-        if kind is Kind.STEP:
-            engine.step()
-        elif kind is Kind.DRAIN:
-            engine.drain()
-        elif kind is Kind.SUBMIT:
-            self._submit(engine)
-        elif kind is Kind.ABORT:
-            engine.abort(self._said(Abort).request)
-        elif kind is Kind.FINISH:
-            engine.finish(self._said(Finish).request)
-        elif kind is Kind.BEAT:
-            engine.drafters.beat()
+        if kind is Kind.TURN:
+            turns = {Turn.STEP: engine.step, Turn.DRAIN: engine.drain, Turn.BEAT: engine.drafters.beat}
+            turns[Turn(int(value))]()
+        elif kind is Kind.ASKED:
+            self._ask(engine)
         elif kind is Kind.CONNECT:
-            synchronous, stranger, peer = (bool(int(value) & bit) for bit in (1, 2, 4))
-            engine.drafters.connect(
-                _ReplayedChannel(self), synchronous, stranger, "elsewhere" if peer else ""
-            )
+            how: Connection = self._said(Connection)
+            peer = "elsewhere" if how.elsewhere else ""
+            engine.drafters.connect(_Nobody(), how.synchronous, how.stranger, peer)
         else:
             raise DifferenceError(f"{self._where()}: the engine does not ask for {kind.name} any more")
 
-    def take(self, *expected: Kind) -> tuple[Kind, float]:
-        """The next answer, which must be of an expected kind."""
+    def _ask(self, engine: Engine) -> None:
+        message: ServerMessage = self._said(ServerMessage)
+        answers = engine.ask(message)
+        if isinstance(message, Submit | SubmitChoices):
+            asked = len(message.choices) if isinstance(message, SubmitChoices) else 1
+            self.result.requests += asked - len(answers)
+
+    def answer(self, kind: Kind, value: Answer) -> Answer:
+        """What was answered then."""
+        answer = type(value)(self._take(kind)[1])
+        if kind is Kind.ENDED:
+            self._fail_if_short()  # there was too little memory to choose tokens
+        return answer
+
+    def messages(self, receive: Callable[[], list[Message]]) -> list[Message]:
+        """What a channel gave then, or its `ProtocolError`."""
+        del receive
+        kind, count = self._take(Kind.HEARD, Kind.BROKEN)
+        if kind is Kind.BROKEN:
+            broken: Refusal = self._said(Refusal)
+            raise ProtocolError(broken.message)
+        return [self._said(Message) for _ in range(int(count))]
+
+    def connected(self, connection: Connection) -> None:
+        """Nothing: it is this replay's doing."""
+
+    def decided(self, walks: Sequence[Walk], decision: Decision) -> None:
+        """Compare what a round decided with what was recorded."""
+        trace = round_trace(walks, decision)
+        self._take(Kind.ROUND)
+        recorded: RoundTrace = self._said(RoundTrace)
+        difference = first_difference(recorded, trace)
+        if difference:
+            raise DifferenceError(f"{self._where()}, {difference}")
+        self.result.rounds += 1
+        self.result.tokens += sum(len(part.tokens) for part in trace.parts)
+        self._see(self.result.rounds, recorded)
+
+    def _take(self, *expected: Kind) -> tuple[Kind, float]:
+        """The next entry, which must be of an expected kind."""
+        self._fail_if_short()
         kind = self._tape.next_kind()
         if kind is None:
             raise TapeEndedError
@@ -112,189 +133,36 @@ class Replay(Environment):
             )
         return kind, self._tape.take()
 
-    def messages(self) -> list[Message]:
-        """What a channel gave; `ProtocolError` where it broke the protocol."""
-        kind, count = self.take(Kind.HEARD, Kind.BROKEN)
-        if kind is Kind.BROKEN:
-            raise ProtocolError(self._said(Refusal).message)
-        return [_as_message(self._tape.said()) for _ in range(int(count))]
+    def _fail_if_short(self) -> None:
+        """Have too little memory where the device had."""
+        if self._tape.next_kind() is Kind.SHORT:
+            self._tape.take()
+            refusal: Refusal = self._said(Refusal)
+            raise DeviceMemoryError(refusal.message)
 
-    def shortage(self) -> str:
-        """What a device said that has too little memory for this round; empty where it had enough."""
-        if self._tape.next_kind() is not Kind.SHORT:
-            return ""
-        self._tape.take()
-        return self._said(Refusal).message
-
-    def _submit(self, engine: Engine) -> None:
-        said = self._tape.said()
-        if not isinstance(said, Submit | SubmitChoices):
-            raise _misplaced(said)
-        asked = len(said.choices) if isinstance(said, SubmitChoices) else 1
-        self.result.requests += asked - len(engine.submit_all(said))
-
-    def _said(self, kind: type[Said]) -> Said:
+    def _said(self, kind: Any) -> Any:
         said = self._tape.said()
         if not isinstance(said, kind):
-            raise _misplaced(said)
+            raise RecordingError(f"the recording has a {type(said).__name__} in a wrong place: it is damaged")
         return said
 
     def _where(self) -> str:
         return f"round {self.result.rounds + 1}"
 
-    def witness(self, walks: Sequence[Walk]) -> None:
-        """Compare what a round decided with what was recorded."""
-        told = round_told(walks)
-        self.take(Kind.ROUND)
-        recorded = self._said(RoundTrace)
-        difference = first_difference(recorded, told)
-        if difference:
-            raise DifferenceError(f"{self._where()}, {difference}")
-        self.result.rounds += 1
-        self.result.tokens += sum(len(part.tokens) for part in told.parts)
-        self._see(self.result.rounds, msgspec.structs.replace(told, decision=recorded.decision))
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """See `Environment.clock`."""
-        return lambda: self.take(Kind.CLOCK)[1]
-
-    @property
-    def drafts_inline(self) -> bool:
-        """What an inline drafter said is on the tape too."""
-        return False
-
-    def found(self, name: str, kind: type[T], find: Callable[[], T]) -> T:
-        """See `Environment.found`."""
-        del find
-        if name not in self._found:
-            raise RecordingError(f"the recording does not say: {name}")
-        try:
-            return msgspec.convert(self._found[name], kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise RecordingError(f"the recording's {name} cannot be read: {error}") from error
-
-    def model(self, model: Model) -> Model:
-        """See `Environment.model`."""
-        return _ReplayedModel(model, self)
-
-    def drafters(self, hello: Hello, log: Logger) -> Drafters:
-        """See `Environment.drafters`."""
-
-        def poll(channels: Sequence[Channel], timeout_s: float) -> Sequence[Channel]:
-            del timeout_s
-            return channels if self.take(Kind.POLLED)[1] else ()
-
-        return Drafters(hello, self.clock, log, poll)
-
-    @property
-    def engine_kind(self) -> EngineKind:
-        """See `Environment.engine_kind`."""
-        return partial(_ReplayedEngine, self)
-
-
-class _ReplayedEngine(Engine):
-    """An engine whose device has too little memory where it had."""
-
-    def __init__(
-        self,
-        replay: Replay,
-        rounds: Rounds,
-        scheduler: Scheduler,
-        drafters: Drafters,
-        decider: RoundPlanner,
-        bounds: Bounds,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(rounds, scheduler, drafters, decider, bounds, clock, replay.witness)
-        self._replay = replay
-
-    def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
-        done = super()._compute(work)
-        if reason := self._replay.shortage():
-            raise DeviceMemoryError(reason)
-        return done
-
-
-class _ReplayedChannel:
-    """A drafter's channel whose answers come from the tape; nobody is at the other end."""
-
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-
-    @property
-    def closed(self) -> bool:
-        """See `Channel.closed`."""
-        return bool(self._replay.take(Kind.CLOSED)[1])
-
-    @property
-    def pending(self) -> int:
-        """See `Channel.pending`."""
-        return int(self._replay.take(Kind.PENDING)[1])
+class _Nobody(ChannelWithin):
+    """The other end of a drafter's channel: what it said is on the tape."""
 
     def send(self, message: Message) -> bool:
-        """See `Channel.send`."""
         del message
-        return bool(self._replay.take(Kind.TAKEN)[1])
-
-    def post(self, message: Message) -> bool:
-        """See `Channel.post`."""
-        return self.send(message)
-
-    def flush(self) -> bool:
-        """See `Channel.flush`."""
-        return bool(self._replay.take(Kind.FLUSHED)[1])
-
-    def receive(self) -> list[Message]:
-        """See `Channel.receive`."""
-        return self._replay.messages()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Never: whether there was something to hear is on the tape."""
-        del timeout_s
         return False
 
-    def fileno(self) -> int:
-        """There is no descriptor."""
-        return -1
+    def receive(self) -> list[Message]:
+        return []
 
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-class _ReplayedModel(WrappedModel):
-    """The real model; what its forwards' times are good for, and when they were over, is on the tape."""
-
-    def __init__(self, model: Model, replay: Replay) -> None:
-        super().__init__(model)
-        self._replay = replay
-
-    def forward(self, batch: Batch) -> ForwardResult:
-        """See `Model.forward`."""
-        result = self._model.forward(batch)
-        if reason := self._replay.shortage():
-            raise DeviceMemoryError(reason)
-        captured_now = bool(self._replay.take(Kind.CAPTURED)[1])
-        return replace(
-            result, completion=_ReplayedEnd(result.completion, self._replay), captured_now=captured_now
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplayedEnd:
-    """A `ForwardEnd` of a forward of today that was over then."""
-
-    inner: ForwardEnd
-    replay: Replay
-
-    def ready(self) -> bool:
-        """See `ForwardEnd.ready`."""
-        return bool(self.replay.take(Kind.READY)[1])
-
-    def wait(self) -> float:
-        """See `ForwardEnd.wait`."""
-        self.inner.wait()
-        return self.replay.take(Kind.ENDED)[1]
+    def wait(self, timeout_s: float) -> bool:
+        del timeout_s
+        return False
 
 
 def first_difference(recorded: RoundTrace, told: RoundTrace) -> str:
@@ -325,13 +193,3 @@ def _token_difference(recorded: ChunkTrace, told: ChunkTrace) -> str:
 
 def _work(part: ChunkTrace) -> str:
     return f"position {part.position}, {part.rows} rows, nodes {list(part.nodes)}, {part.accepted} accepted"
-
-
-def _misplaced(said: Message | RoundTrace) -> RecordingError:
-    return RecordingError(f"the recording has a {type(said).__name__} in a wrong place: it is damaged")
-
-
-def _as_message(said: Message | RoundTrace) -> Message:
-    if isinstance(said, RoundTrace):
-        raise _misplaced(said)
-    return said

@@ -13,14 +13,16 @@ from array import array
 from collections.abc import Callable, Generator
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
-from ssd_serve.errors import PermissionProblemError, RecordingError
-from ssd_serve.messages import Decided, Message
+from ssd_serve.errors import PermissionProblemError, ProtocolError, RecordingError
+from ssd_serve.messages import Decided, Message, Refusal
 
-FORMAT = 3
+Answer = TypeVar("Answer", bool, float)
+
+FORMAT = 4
 TAPE, HEADER = "tape.msgpack", "header.json"
 MAX_PAGE_BYTES = 1 << 30
 
@@ -29,7 +31,8 @@ _FRAME = struct.Struct("<II")
 
 
 class Kind(IntEnum):
-    """What an entry is. The first ones are answers from outside, the last ones calls of the engine."""
+    """What an entry is: an answer from outside, something that the engine did, or something that it was made
+    to do."""
 
     CLOCK = 1
     """A clock's seconds."""
@@ -38,31 +41,36 @@ class Kind(IntEnum):
     TAKEN = 3
     """Whether a channel took a message."""
     FLUSHED = 4
-    PENDING = 5
-    CLOSED = 6
-    HEARD = 7
+    CLOSED = 5
+    HEARD = 6
     """How many messages a channel gave; they follow in `said`."""
-    BROKEN = 8
+    BROKEN = 7
     """A channel broke the protocol; a `Refusal` in `said` says how."""
+    CAPTURED = 8
+    """Whether a forward was captured first, as GPUs capture them."""
     READY = 9
     ENDED = 10
     """The clock when a forward was over."""
-    ROUND = 11
+    ROUND = 20
     """What a round decided: a `RoundTrace` in `said`."""
-    FULL = 12
-    """The recording has reached its limit."""
-    CAPTURED = 13
-    """Whether a forward was recorded first, as GPUs record them."""
-    SHORT = 14
+    SHORT = 21
     """A device had too little memory for a round; a `Refusal` in `said` says what it said."""
-    SUBMIT = 20
-    ABORT = 21
-    FINISH = 22
-    STEP = 23
-    DRAIN = 24
-    BEAT = 25
-    CONNECT = 26
-    """A drafter has connected; 1: a synchronous one."""
+    ASKED = 30
+    """The engine was asked for something by a message in `said`."""
+    TURN = 31
+    """The engine had a `Turn`."""
+    CONNECT = 32
+    """A drafter has connected; a `Connection` in `said`."""
+    FULL = 40
+    """The recording has reached its limit."""
+
+
+class Connection(msgspec.Struct, frozen=True, tag=True):
+    """How a drafter has connected. `elsewhere`: from another machine, whose address is not kept."""
+
+    synchronous: bool
+    stranger: bool
+    elsewhere: bool
 
 
 class ChunkTrace(msgspec.Struct, frozen=True, array_like=True):
@@ -87,12 +95,15 @@ class RoundTrace(msgspec.Struct, frozen=True, tag=True):
     """Why it had these nodes; for people, and compared with nothing. None where it is not told."""
 
 
+Said = Message | RoundTrace | Connection
+
+
 class Page(msgspec.Struct, frozen=True, array_like=True):
     """Entries: `kinds` (u8), `values` (f64), and what some of them said, in order."""
 
     kinds: bytes
     values: bytes
-    said: list[Message | RoundTrace]
+    said: list[Said]
 
 
 class TapeWriter:
@@ -110,7 +121,7 @@ class TapeWriter:
         self._flushed_at = time.perf_counter()
         self._kinds = bytearray()
         self._values = array("d")
-        self._said: list[Message | RoundTrace] = []
+        self._said: list[Said] = []
         self._bytes = 0
 
     def note(self, kind: Kind, value: float = 0.0) -> None:
@@ -118,15 +129,31 @@ class TapeWriter:
         self._kinds.append(kind)
         self._values.append(value)
 
-    def say(self, kind: Kind, message: Message | RoundTrace, value: float = 0.0) -> None:
+    def say(self, kind: Kind, message: Said) -> None:
         """Append an entry with what was said."""
-        self.note(kind, value)
+        self.note(kind)
         self._said.append(message)
 
-    def hear(self, messages: list[Message]) -> None:
-        """Append what a channel gave."""
+    def answer(self, kind: Kind, value: Answer) -> Answer:
+        """Append an answer, and give it back."""
+        self._kinds.append(kind)
+        self._values.append(value)
+        return value
+
+    def messages(self, receive: Callable[[], list[Message]]) -> list[Message]:
+        """Append what a channel gives, or the `ProtocolError` that it raises, and give it back."""
+        try:
+            messages = receive()
+        except ProtocolError as error:
+            self.say(Kind.BROKEN, Refusal(str(error)))
+            raise
         self.note(Kind.HEARD, len(messages))
         self._said.extend(messages)
+        return messages
+
+    def connected(self, connection: Connection) -> None:
+        """Append that a drafter has connected."""
+        self.say(Kind.CONNECT, connection)
 
     def flush_when_due(self) -> None:
         """`flush`, five times a second."""
@@ -167,7 +194,7 @@ class TapeReader:
 
     def __init__(self, path: Path) -> None:
         self._pages = read_pages(path)
-        self._said: list[Message | RoundTrace] = []
+        self._said: list[Said] = []
         self._kinds = b""
         self._values = array("d")
         self._at = self._said_at = 0
@@ -198,7 +225,7 @@ class TapeReader:
         self._at += 1
         return self._values[self._at - 1]
 
-    def said(self) -> Message | RoundTrace:
+    def said(self) -> Said:
         """The next of what was said."""
         self._said_at += 1
         return self._said[self._said_at - 1]

@@ -24,6 +24,12 @@ from ssd_serve.verifier.replay.tape import FORMAT, HEADER, TAPE, ChunkTrace, Rou
 DIFFERENT = 1
 
 
+class _Format(msgspec.Struct):
+    """What a header of any version says."""
+
+    format: int
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What to show: every round (`verbose`), or those of one `request`; `until`: the last round to run."""
@@ -45,9 +51,9 @@ def run_replay(folder: Path, view: View, target: str | None = None) -> int:
     notes += _enter_cores(settings.target_device or "cpu")
     tape = TapeReader(session / TAPE)
     printer = Printer(view)
-    replay = Replay(tape, header.found, printer.show)
+    replay = Replay(tape, header.measured, printer.show)
     log = get_logger("replay", "error")
-    verifier = assemble_verifier(settings, lambda _: None, log=log, outside=replay)
+    verifier = assemble_verifier(settings, lambda _: None, log=log, environment=replay.environment)
     for note in (*notes, *_model_notes(header, verifier)):
         print(f"note: {note}")
     result = replay.run(verifier.engine, view.until)
@@ -112,13 +118,14 @@ def read_header(session: Path) -> Header:
     """What the session was; `RecordingError` where this version cannot replay it."""
     path = session / HEADER
     try:
-        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        if raw.get("format") != FORMAT:
+        raw = path.read_bytes()
+        recorded = msgspec.json.decode(raw, type=_Format).format
+        if recorded != FORMAT:
             raise RecordingError(
-                f"{session} was recorded in format {raw.get('format')}, this version reads format {FORMAT}: "
+                f"{session} was recorded in format {recorded}, this version reads format {FORMAT}: "
                 "replay it with the version that recorded it"
             )
-        return msgspec.convert(raw, Header)
+        return msgspec.json.decode(raw, type=Header)
     except FileNotFoundError as error:
         raise RecordingError(
             f"{session} has no {HEADER}: the verifier ended before it was ready, there is nothing to replay"
