@@ -28,7 +28,6 @@ from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import SsdError
 from ssd_serve.http_port import listen
 from ssd_serve.memory import settle_memory
-from ssd_serve.messages import Committed, Message
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.serving import build_server
@@ -201,31 +200,8 @@ def _front_end(tokenizer: Tokenizer) -> Generator[tuple[str, _Probe]]:
         sock.close()
 
 
-class _InChunks(FakeEngine):
-    """Tells of prompts in chunks, as verifiers do, and keeps nothing that it was sent."""
-
-    def _take(self, message: Message) -> None:
-        super()._take(message)
-        self.received.clear()
-
-
 def _play(channel: SocketChannel, vocabulary: int) -> None:
-    send = channel.send
-
-    def in_chunks(message: Message) -> bool:
-        if not isinstance(message, Committed) or len(message.prompt_logprobs) <= _PROMPT_CHUNK:
-            return send(message)
-        scored = message.prompt_logprobs
-        for place in range(0, len(scored), _PROMPT_CHUNK):
-            last = place + _PROMPT_CHUNK >= len(scored)
-            part = scored[place : place + _PROMPT_CHUNK]
-            mine = (message.tokens, message.logprobs) if last else ((), ())
-            send(Committed(message.request, mine[0], mine[1], part))
-            time.sleep(0.02)
-        return True
-
-    channel.send = in_chunks  # type: ignore[method-assign]
-    engine = _InChunks(channel, lambda _: say("hello " * 400, group=4))
+    engine = FakeEngine(channel, lambda _: say("hello " * 400, group=4), prompt_chunk=_PROMPT_CHUNK)
     engine.tell(msgspec.structs.replace(READY, context=CONTEXT, vocabulary=vocabulary))
     engine.start()
     threading.Event().wait()

@@ -166,6 +166,8 @@ class FakeEngine:
     released: threading.Event = field(default_factory=threading.Event)
     mute: bool = False
     """Take `Finish` without an answer."""
+    prompt_chunk: int = 0
+    """How many scored tokens of a prompt one message tells of; 0: half of them."""
 
     def __post_init__(self) -> None:
         self._plays: dict[int, _Play] = {}
@@ -261,10 +263,11 @@ class FakeEngine:
         of_prompt = self._prompt_logprobs(play) if play.played == 0 else ()
         play.played += 1
         play.tokens += len(kept)
-        half = len(of_prompt) // 2  # a prompt is read in chunks; the last one brings the first token
-        if half:
-            self.channel.send(Committed(request, (), prompt_logprobs=of_prompt[:half]))
-        self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept), of_prompt[half:]))
+        size = self.prompt_chunk or -(-len(of_prompt) // 2) or 1
+        while len(of_prompt) > size:  # a prompt is read in chunks; the last one brings the first token
+            self.channel.send(Committed(request, (), prompt_logprobs=of_prompt[:size]))
+            of_prompt = of_prompt[size:]
+        self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept), of_prompt))
         self._end_if_over(play, kept)
 
     @staticmethod
