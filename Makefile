@@ -19,6 +19,7 @@ CACHE := $(patsubst ~/%,$(HOME)/%,$(or $(SSD_CACHE_DIR),~/.cache/ssd-serve))
 
 SERVING := $(VENV)/.stamp-serving$(if $(EXTRAS),-nvidia)
 DEVELOPING := $(VENV)/.stamp-developing
+MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-all check format bench bench-check clean
@@ -41,6 +42,10 @@ $(BIN)/python:
 
 $(SERVING): $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e ".$(EXTRAS)"
+	@touch $@
+
+$(MEASURING): $(SERVING)
+	$(PIP) install -c constraints.txt -e ".[bench]"
 	@touch $@
 
 $(DEVELOPING): $(SERVING)
@@ -83,11 +88,11 @@ format: $(DEVELOPING)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(SERVING)
+bench: $(MEASURING)
 	$(BIN)/python -m lab.packed --json lab/results/packed.json
 	$(BIN)/ssd bench modes --json bench/results/modes.json $(ARGS)
 
-bench-check: $(SERVING)
+bench-check: $(MEASURING)
 	@$(BIN)/ssd bench check $(if $(BASE),--base $(BASE)) $(ARGS)
 
 clean:

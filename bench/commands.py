@@ -5,14 +5,12 @@ Parses arguments, prints tables and writes result files; everything heavy is imp
 """
 
 import argparse
-import json
 import os
-import sys
 from pathlib import Path
 
 from ssd_serve.bench.check.commands import add_check
 from ssd_serve.bench.devices import add_device_flags, chosen_devices
-from ssd_serve.bench.document import write_json
+from ssd_serve.bench.document import read_json, replace_block, say, show
 from ssd_serve.bench.kernels.commands import add_kernels
 from ssd_serve.bench.load.commands import add_load
 from ssd_serve.bench.lossless.commands import add_lossless
@@ -78,14 +76,12 @@ def _run_modes(args: argparse.Namespace) -> int:
         tokens=args.tokens,
         table=args.table,
         equal_devices=not args.no_equal_devices,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=say,
         devices=devices,
     )
-    _write(result, args.json)
-    if args.json is not None:
-        from ssd_serve.bench.report import markdown_table
+    from ssd_serve.bench.report import modes_tables
 
-        print(markdown_table(result))
+    show(result, args.json, "" if args.json is None else modes_tables(result))
     return 0
 
 
@@ -97,23 +93,14 @@ def _add_report(commands: Commands) -> None:
 
 
 def _run_report(args: argparse.Namespace) -> int:
-    from ssd_serve.bench.load.report import load_tables, replace_load_block
-    from ssd_serve.bench.report import markdown_table, read_result, replace_block
+    from ssd_serve.bench.load.report import load_tables
+    from ssd_serve.bench.report import modes_tables
 
-    result = read_result(args.file)
+    result = read_json(args.file, "ssd bench modes")
     load = result.get("benchmark") == "load"
-    table = load_tables(result) if load else markdown_table(result)
+    table = load_tables(result) if load else modes_tables(result)
     if args.readme is None:
         print(table)
     else:
-        text = args.readme.read_text(encoding="utf-8")
-        replaced = replace_load_block(text, table) if load else replace_block(text, table)
-        args.readme.write_text(replaced, encoding="utf-8")
+        replace_block(args.readme, "load" if load else "modes", table)
     return 0
-
-
-def _write(result: dict[str, object], path: Path | None) -> None:
-    if path is None:
-        print(json.dumps(result, indent=1))
-    else:
-        write_json(result, path)

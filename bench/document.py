@@ -4,6 +4,7 @@ Knows files and text, not what was measured.
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -17,18 +18,37 @@ Result = TypeVar("Result")
 
 def read_json(path: Path, command: str) -> dict[str, object]:
     """The JSON of a result file that `command` has written."""
+    return read_file(dict[str, object], path, command)
+
+
+def read_file(kind: type[Result], path: Path, command: str) -> Result:
+    """A result file that `command` has written, as its type."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise UserError(f"{path} is not a result of `{command}`: {error}") from error
 
 
-def write_json(result: Mapping[str, object], path: Path) -> None:
-    """Write a result file; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def say(text: str) -> None:
+    """A line on stderr while something is measured: lines and no bar, because log files keep them."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write(text: str, path: Path | None) -> None:
+    """Write a file, where one is wanted; its folder is made."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def show(result: Mapping[str, object], path: Path | None, text: str = "") -> None:
+    """Write the result file, where one is wanted, and print the text; where neither is, print the result."""
+    as_json = json.dumps(result, indent=1)
+    write(as_json + "\n", path)
+    if text or path is None:
+        print(text or as_json)
 
 
 def read_as(kind: type[Result], result: Mapping[str, object], command: str) -> Result:
@@ -39,10 +59,11 @@ def read_as(kind: type[Result], result: Mapping[str, object], command: str) -> R
         raise UserError(f"this is not a result of `{command}`: {error}") from error
 
 
-def replace_between(begin: str, end: str, document: str, text: str) -> str:
-    """The document with the text between its two markers."""
-    before, found, rest = document.partition(begin)
+def replace_block(file: Path, name: str, text: str) -> None:
+    """Put the text into a document, between the two markers of this name."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, found, rest = file.read_text(encoding="utf-8").partition(begin)
     _, found_end, after = rest.partition(end)
     if not found or not found_end:
-        raise UserError(f"the document has no block between {begin} and {end}")
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+        raise UserError(f"{file} has no block between {begin} and {end}")
+    file.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")

@@ -1,16 +1,15 @@
-"""`ssd bench report`: a result of `ssd bench modes` as Markdown, and the block that holds it in a document.
+"""`ssd bench report`: a result of `ssd bench modes` as Markdown.
 
 Knows the shape of the result file, and nothing of how it was measured.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
-from ssd_serve.bench.document import read_as, read_json, replace_between
+from ssd_serve.bench.document import read_as
+from ssd_serve.bench.tables import markdown_table
 
-BEGIN, END = "<!-- modes:begin -->", "<!-- modes:end -->"
 _ALL_CORES = "-both-cores"
 
 _MEANING = {
@@ -28,8 +27,16 @@ _ON_GPU = (
 )
 _MODES = {"ar": "plain (ar)", "sd-chain": "chain (sd)", "sd-tree": "tree (sd)", "ssd": "SSD (ssd)"}
 _HEAD = (
-    "| mode | T | tokens/s (quartiles) | SSD is faster by | tokens a round | accepted nodes | hit rate "
-    "| forward / wait / host |"
+    *(
+        "mode",
+        "T",
+        "tokens/s (quartiles)",
+        "SSD is faster by",
+        "tokens a round",
+        "accepted nodes",
+        "hit rate",
+    ),
+    "forward / wait / host",
 )
 _NOTES = {
     "target_overrun_share": "share of target forwards that took longer than the table says",
@@ -78,29 +85,16 @@ class _Result(msgspec.Struct, frozen=True):
     """Of target and drafter; older results have none."""
 
 
-def read_result(path: Path) -> dict[str, object]:
-    """The JSON of a result file."""
-    return read_json(path, "ssd bench modes")
-
-
-def markdown_table(result: Mapping[str, object]) -> str:
+def modes_tables(result: Mapping[str, object]) -> str:
     """Tables of all settings, and below them where they were measured."""
     found = read_as(_Result, result, "ssd bench modes")
     parts: list[str] = []
     for setting in dict.fromkeys(row.setting for row in found.results):
         rows = [row for row in found.results if row.setting == setting]
-        lines = [_line(row, _factor(found, row)) for row in rows]
-        parts.append("\n".join([_meaning(setting, found.devices), "", _HEAD, "|" + "---|" * 8, *lines]))
-        notes = _notes(found.notes.get(setting, {}))
-        if notes:
-            parts.append(notes)
-    parts.append(_where(found))
-    return "\n\n".join(parts)
-
-
-def replace_block(document: str, table: str) -> str:
-    """The document with the table between its markers."""
-    return replace_between(BEGIN, END, document, table)
+        parts.append(_meaning(setting, found.devices))
+        parts.append(markdown_table(_HEAD, (_cells(row, _factor(found, row)) for row in rows)))
+        parts.append(_notes(found.notes.get(setting, {})))
+    return "\n\n".join(part for part in [*parts, _where(found)] if part)
 
 
 def _meaning(setting: str, devices: Mapping[str, str]) -> str:
@@ -124,11 +118,11 @@ def _factor(found: _Result, row: _Row) -> float | None:
     return None
 
 
-def _line(row: _Row, ratio: float | None) -> str:
+def _cells(row: _Row, ratio: float | None) -> tuple[str, ...]:
     low, high = row.tokens_per_s_quartiles[0], row.tokens_per_s_quartiles[-1]
     name = _MODES.get(row.mode, row.mode)
     shape = row.shape.removeprefix(row.mode).strip()
-    cells = (
+    return (
         f"{name} {shape}".strip(),
         f"{row.temperature:g}",
         f"{row.tokens_per_s:.1f} ({low:.1f} to {high:.1f})",
@@ -138,7 +132,6 @@ def _line(row: _Row, ratio: float | None) -> str:
         _share(row.hit_rate),
         f"{row.forward_share:.2f} / {row.wait_share:.2f} / {row.host_share:.2f}",
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def _share(value: float | None) -> str:

@@ -1,11 +1,12 @@
-"""Results as Markdown: every mode has its line, absent figures are blank, a document's block is replaced."""
+"""Results as Markdown: every mode has its line, absent figures are blank."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.report import BEGIN, END, markdown_table, read_result, replace_block
+from ssd_serve.bench.document import read_json
+from ssd_serve.bench.report import modes_tables
 from ssd_serve.cli.main import main
 from ssd_serve.errors import UserError
 
@@ -54,7 +55,7 @@ RESULT: dict[str, object] = {
 
 
 def test_every_mode_has_its_line() -> None:
-    lines = markdown_table(RESULT).splitlines()
+    lines = modes_tables(RESULT).splitlines()
     assert "| plain (ar) | 0 | 50.0 (49.0 to 51.0) | 2.40x | 2.50 |  |  | 0.90 / 0.06 / 0.04 |" in lines
     assert "| plain (ar) | 0 | 80.0 (79.0 to 81.0) | 1.50x | 2.50 |  |  | 0.90 / 0.06 / 0.04 |" in lines
     assert any(line.startswith("| chain (sd) 3 | 0 |") for line in lines)
@@ -66,24 +67,15 @@ def test_every_mode_has_its_line() -> None:
 
 def test_a_table_of_gpus_names_them() -> None:
     where = {"devices": {"target": "cuda:0", "draft": "cuda:1"}, "hardware": {"gpus": ["A card", "Another"]}}
-    table = markdown_table({**RESULT, **where})
+    table = modes_tables({**RESULT, **where})
     assert table.splitlines()[0].endswith("target on cuda:0, drafter on cuda:1.")
     assert "A card, Another; Python" in table
-
-
-def test_the_block_of_a_document_is_replaced_and_nothing_else() -> None:
-    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    once = replace_block(document, "table")
-    assert once == f"before\n{BEGIN}\n\ntable\n\n{END}\nafter\n"
-    assert replace_block(once, "table") == once
-    with pytest.raises(UserError, match="has no block"):
-        replace_block("no markers", "table")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, readme = tmp_path / "modes.json", tmp_path / "README.md"
     file.write_text(json.dumps(RESULT))
-    readme.write_text(f"{BEGIN}\n{END}\n")
+    readme.write_text("<!-- modes:begin -->\n<!-- modes:end -->\n")
     assert main(["bench", "report", str(file)]) == 0
     assert capsys.readouterr().out.startswith("**Real devices**")
     assert main(["bench", "report", str(file), "--readme", str(readme)]) == 0
@@ -95,4 +87,4 @@ def test_something_else_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(content)
     with pytest.raises(UserError, match="not a result"):
-        markdown_table(read_result(file))
+        modes_tables(read_json(file, "ssd bench modes"))

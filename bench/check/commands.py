@@ -1,10 +1,10 @@
 """The command line of `ssd bench check`. Everything heavy is imported when it runs."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
+from ssd_serve.bench.document import say, show
+from ssd_serve.bench.extra import need
 from ssd_serve.cli.flags import Commands
 
 _ENOUGH_PAIRS = 3
@@ -25,17 +25,11 @@ def add_check(commands: Commands) -> None:
 
 def _run_check(args: argparse.Namespace) -> int:
     """0: no ratio's interval lies wholly below the bound; 1: one does."""
+    need("ssd bench check", "scipy")
     from ssd_serve.bench.check.checkouts import both_codes
     from ssd_serve.bench.check.comparison import compare, table
 
-    with both_codes(args.base, _say) as codes:
-        result = compare(codes.new, codes.old, seconds=args.seconds, least=_ENOUGH_PAIRS, say=_say)
-        print(table(result, codes.name))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result.as_json(codes.name), indent=1) + "\n", encoding="utf-8")
+    with both_codes(args.base, say) as codes:
+        result = compare(codes.new, codes.old, seconds=args.seconds, least=_ENOUGH_PAIRS, say=say)
+        show(result.as_json(codes.name), args.json, table(result, codes.name))
     return 1 if result.slower else 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ssd_serve.bench.load.statistics import Interval, ratio_interval
+from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import SsdError
 
 MODES = ("ar", "ssd")
@@ -95,15 +96,19 @@ def compare(
 
 def table(found: Found, base: str) -> str:
     """The verdict for people."""
-    pairs = len(found.new[MODES[0]])
-    lines = [
-        f"this checkout against {base}, temperature 0, {pairs} interleaved pairs",
-        f"{'mode':>5}{'new tok/s':>11}{'old tok/s':>11}{'new/old':>9}  95 % interval",
-    ]
-    lines += [
-        f"{mode:>5}{statistics.median(found.new[mode]):>11.1f}{statistics.median(found.old[mode]):>11.1f}"
-        f"{ratio.mean:>9.3f}  {ratio.low:.3f} to {ratio.high:.3f}"
+    rows = (
+        (
+            mode,
+            f"{statistics.median(found.new[mode]):.1f}",
+            f"{statistics.median(found.old[mode]):.1f}",
+            f"{ratio.mean:.3f}",
+            f"{ratio.low:.3f} to {ratio.high:.3f}",
+        )
         for mode, ratio in found.ratios.items()
-    ]
+    )
     verdict = f"slower: {', '.join(found.slower)}" if found.slower else "no mode is slower"
-    return "\n".join([*lines, f"{verdict} (an interval wholly below {BOUND:g} is)"])
+    return (
+        f"this checkout against {base}, temperature 0, {len(found.new[MODES[0]])} interleaved pairs\n"
+        f"{text_table(('mode', 'new tok/s', 'old tok/s', 'new/old', '95 % interval'), rows)}\n"
+        f"{verdict} (an interval wholly below {BOUND:g} is)"
+    )

@@ -3,10 +3,9 @@ they run."""
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from ssd_serve.bench.document import write_json
+from ssd_serve.bench.document import say, show
 from ssd_serve.cli.flags import Commands
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import check_device, parse_device, pin, this_machine
@@ -47,9 +46,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
     if min(args.heads) < 1 or heads % kv_heads:
         raise SettingsError("--heads: query heads must be a multiple of KV heads, and all at least 1")
     plan = Plan(_chosen(args.device), heads, kv_heads, head_dim, args.repeats)
-    result = run_kernels(plan, native_library(Settings()), _say)
-    print(table(result))
-    _write(result, args.json)
+    result = run_kernels(plan, native_library(Settings()), say)
+    show(result, args.json, table(result))
     return 0
 
 
@@ -58,8 +56,9 @@ def _run_conformance(args: argparse.Namespace) -> int:
     os.environ.update(worker_environment())
     from ssd_serve.bench.kernels.timing import check_conformance
 
-    result = check_conformance(_chosen(args.device), _say, quick=args.quick)
-    _write(result, args.json)
+    result = check_conformance(_chosen(args.device), say, quick=args.quick)
+    if args.json is not None:
+        show(result, args.json)
     return 0 if result["right"] else 1
 
 
@@ -70,12 +69,3 @@ def _chosen(name: str) -> str:
     if device.kind == "cuda" or device.indices:
         pin(device)
     return device.torch_name
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _write(result: dict[str, object], path: Path | None) -> None:
-    if path is not None:
-        write_json(result, path)

@@ -17,6 +17,7 @@ import torch
 
 from ssd_serve.bench.kernels.conformance import DTYPES, conformance
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.tables import markdown_table
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line
 from ssd_serve.kernels.attention.backends import Candidate, candidates
@@ -165,24 +166,23 @@ class _Willing:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
-    lines = ["| batch | backend | ms a layer (quartiles) | GB/s | of the roof |", "|---|---|---|---|---|"]
-    for row in result["results"]:
-        low, high = row["quartiles"]
-        cells = (
+    heads, kv_heads, head_dim = result["heads"]
+    rows = (
+        (
             row["shape"],
             row["backend"],
-            f"{row['ms']} ({low} to {high})",
+            f"{row['ms']} ({row['quartiles'][0]} to {row['quartiles'][1]})",
             row["gb_per_s"],
             row["of_roof"],
         )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    heads, kv_heads, head_dim = result["heads"]
-    lines.append(
-        f"\n{heads} query heads, {kv_heads} KV heads of {head_dim}, {result['dtype']}, {result['threads']} "
-        f"threads; the device reads {result['bandwidth_gb_per_s']} GB/s and computes {result['gflops']} "
-        "GFLOP/s in torch's product of large matrices, which a kernel may beat."
+        for row in result["results"]
     )
-    return "\n".join(lines)
+    return (
+        markdown_table(("batch", "backend", "ms a layer (quartiles)", "GB/s", "of the roof"), rows)
+        + f"\n\n{heads} query heads, {kv_heads} KV heads of {head_dim}, {result['dtype']}, "
+        f"{result['threads']} threads; the device reads {result['bandwidth_gb_per_s']} GB/s and computes "
+        f"{result['gflops']} GFLOP/s in torch's product of large matrices, which a kernel may beat."
+    )
 
 
 def _shape(

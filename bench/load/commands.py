@@ -1,14 +1,13 @@
 """The command line of `ssd bench load`. Parses arguments and writes files; what is heavy is imported late."""
 
 import argparse
-import importlib.util
-import json
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ssd_serve.bench.document import say, show, write
+from ssd_serve.bench.extra import need
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.errors import UserError
 from ssd_serve.settings import KEY_SETTINGS, Mode
@@ -82,8 +81,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_load(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("httpx") is None:
-        raise UserError("ssd bench load needs the package httpx: pip install httpx")
+    need("ssd bench load", "httpx", "scipy", *(("matplotlib",) if args.plot else ()))
     from ssd_serve.bench.load.report import load_plot, load_tables
     from ssd_serve.bench.load.session import Plan, run_load
     from ssd_serve.bench.load.statistics import Limits
@@ -110,22 +108,16 @@ def _run_load(args: argparse.Namespace) -> int:
     )
     settings = settings_from(args)
     signal.signal(signal.SIGTERM, leave_tidily)
-    result = run_load(settings, plan, lambda text: print(text, file=sys.stderr, flush=True))
-    _write(args.json, json.dumps(result, indent=1) + "\n")
-    _write(args.plot, load_plot(result))
-    print(load_tables(result))
+    result = run_load(settings, plan, say)
+    if args.plot is not None:
+        write(load_plot(result), args.plot)
+    show(result, args.json, load_tables(result))
     return 0
 
 
 def leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
     """SIGTERM: leave through every `finally`, so that the servers go too."""
     raise SystemExit(128 + signal.SIGTERM)
-
-
-def _write(path: Path | None, text: str) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
 
 
 def _count(text: str) -> int:

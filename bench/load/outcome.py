@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.bench.load.client import Answer
+from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, PLAIN, SAME
 from ssd_serve.bench.load.statistics import (
     Limits,
     duration,
@@ -17,13 +18,6 @@ from ssd_serve.bench.load.statistics import (
     summary,
     throughput,
 )
-
-AUTO, PLAIN = "auto", "ar"
-ALL_DEVICES = "-all-devices"
-"""Ends the names of modes in which the target may use the drafter's device as well."""
-SAME = ("ar", "sd", "ssd", AUTO)
-ALL = (f"ar{ALL_DEVICES}", f"sd{ALL_DEVICES}", "ssd", f"{AUTO}{ALL_DEVICES}")
-"""Modes that are compared with one another; the last is judged by the others. SSD always has both devices."""
 
 _MIN_MEDIAN = 0.95
 _REACH = 0.98

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ssd_serve.bench.document import read_as, replace_between
-from ssd_serve.bench.load.outcome import ALL, ALL_DEVICES, SAME
-from ssd_serve.bench.load.plot import Panel, draw
+from ssd_serve.bench.document import read_as
+from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
+from ssd_serve.bench.tables import markdown_table
 
-BEGIN, END = "<!-- load:begin -->", "<!-- load:end -->"
 _MODES = {
     "ar": "plain (ar)",
     "sd": "synchronous (sd)",
@@ -29,7 +28,10 @@ _SAME = (
     "never stop speculating."
 )
 _ALL = "Closed loop, all devices: where no drafter works beside the target, it has the drafter's as well."
-_LATENCY = "TTFT ms p50 / p90 / p99 | TPOT ms p50 / p90 / p99 | good"
+_COLUMNS = (
+    *("mode", "tokens/s (quartiles)", "TTFT ms p50 / p90 / p99", "TPOT ms p50 / p90 / p99", "good"),
+    *("tokens a round", "nodes a round"),
+)
 
 
 class _Percentiles(msgspec.Struct, frozen=True):
@@ -129,21 +131,13 @@ def load_tables(result: Mapping[str, object]) -> str:
 
 def load_plot(result: Mapping[str, object]) -> str:
     """The closed loop as SVG: tokens a second, and the median time per output token."""
+    from ssd_serve.bench.charts import as_svg
+    from ssd_serve.bench.load.plot import Panel, plot
+
     rows = _converted(result).results
-    return draw(
-        [
-            Panel("tokens a second", _lines(rows, lambda row: row.tokens_per_s)),
-            Panel(
-                "ms per output token, median",
-                _lines(rows, lambda row: None if row.tpot_ms is None else row.tpot_ms.p50),
-            ),
-        ]
-    )
-
-
-def replace_load_block(document: str, tables: str) -> str:
-    """The document with the tables between its markers."""
-    return replace_between(BEGIN, END, document, tables)
+    speeds = _lines(rows, lambda row: row.tokens_per_s)
+    waits = _lines(rows, lambda row: None if row.tpot_ms is None else row.tpot_ms.p50)
+    return as_svg(plot([Panel("tokens a second", speeds), Panel("ms per output token, median", waits)]))
 
 
 def _converted(result: Mapping[str, object]) -> _Result:
@@ -160,21 +154,20 @@ def _lines(rows: Sequence[_Row], value: Callable[[_Row], float | None]) -> dict[
 
 
 def _closed(rows: Sequence[_Row]) -> str:
-    head = f"| at once | mode | tokens/s (quartiles) | {_LATENCY} | tokens a round | nodes a round |"
-    return _table(head, [f"| {row.concurrency} {_cells(row)}" for row in rows])
+    return markdown_table(("at once", *_COLUMNS), ((row.concurrency, *_cells(row)) for row in rows))
 
 
 def _trace_table(rows: Sequence[_Row]) -> str:
-    head = f"| mode | tokens/s | {_LATENCY} | tokens a round | nodes a round |"
-    return _table(head, [_cells(row) for row in rows])
+    mode, _, *others = _COLUMNS
+    return markdown_table((mode, "tokens/s", *others), map(_cells, rows))
 
 
-def _cells(row: _Row) -> str:
+def _cells(row: _Row) -> tuple[str, ...]:
     """From the mode on."""
     quartiles = row.tokens_per_s_quartiles
     spread = f" ({quartiles[0]:.1f} to {quartiles[-1]:.1f})" if quartiles else ""
     failed = f", {row.failed} failed" if row.failed else ""
-    cells = (
+    return (
         _mode(row.mode),
         f"{row.tokens_per_s:.1f}{spread}",
         _latency(row.ttft_ms),
@@ -183,7 +176,6 @@ def _cells(row: _Row) -> str:
         _number(row.tokens_per_round),
         _number(row.nodes_per_round),
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def _ratio_table(ratios: Sequence[_Ratio], prefix: str) -> str:
@@ -192,21 +184,20 @@ def _ratio_table(ratios: Sequence[_Ratio], prefix: str) -> str:
     if not some:
         return ""
     names = list(dict.fromkeys(each.ratio for each in some))
-    lines: list[str] = []
+    rows: list[tuple[object, ...]] = []
     for concurrency in dict.fromkeys(each.concurrency for each in some):
         here = {each.ratio: each for each in some if each.concurrency == concurrency}
         cells = [_ratio(here[name]) if name in here else "" for name in names]
         best = next((each for each in here.values() if each.best), None)
         holds = "" if best is None or best.holds is None else "yes" if best.holds else "no"
-        lines.append("| " + " | ".join([str(concurrency), *cells, holds]) + " |")
-    head = "| " + " | ".join(["at once", *names, "as good as the best"]) + " |"
+        rows.append((concurrency, *cells, holds))
     counts = sorted({each.pairs for each in some})
     told = (
         f"Throughput of auto over that of another mode: median of {' or '.join(map(str, counts))} pairs, and "
         "the 95 % interval of their geometric mean (Student's t on the logarithms). Bold: the best of the "
         "other modes. As good as that: the interval reaches 0.98 (0.97 against ar), the median 0.95."
     )
-    return f"{_table(head, lines)}\n\n{told}"
+    return f"{markdown_table(('at once', *names, 'as good as the best'), rows)}\n\n{told}"
 
 
 def _ratio(each: _Ratio) -> str:
@@ -231,25 +222,21 @@ def _trace_head(found: _Result) -> str:
 def _resume_table(checks: Sequence[_Resume]) -> str:
     """One row a check; times from the moment when the load ended, or from the request's first token."""
     head = (
-        "| mode | load | tokens a chunk under it | survivor: first accepted guess, longest gap "
-        "| new request: the same | before the load: the same |"
+        *("mode", "load", "tokens a chunk under it", "survivor: first accepted guess, longest gap"),
+        *("new request: the same", "before the load: the same"),
     )
-    lines = [
-        "| "
-        + " | ".join(
-            (
-                _mode(check.mode),
-                str(check.concurrency),
-                _number(check.tokens_per_chunk_under_load),
-                _resumed(check.survivor_after_burst) if check.outlived_the_burst else "ended before",
-                _resumed(check.single_after_burst),
-                _resumed(check.single_before_burst),
-            )
+    rows = (
+        (
+            _mode(check.mode),
+            check.concurrency,
+            _number(check.tokens_per_chunk_under_load),
+            _resumed(check.survivor_after_burst) if check.outlived_the_burst else "ended before",
+            _resumed(check.single_after_burst),
+            _resumed(check.single_before_burst),
         )
-        + " |"
         for check in checks
-    ]
-    return f"**When the load goes**: ms until a round accepts a guess again.\n\n{_table(head, lines)}"
+    )
+    return f"**When the load goes**: ms until a round accepts a guess again.\n\n{markdown_table(head, rows)}"
 
 
 def _resumed(steps: _Steps) -> str:
@@ -271,10 +258,6 @@ def _where(found: _Result) -> str:
         f"{hardware.get('cpu')}, {hardware.get('cores')} cores, {hardware.get('memory_gib')} GiB; Python "
         f"{versions.get('python')}, torch {versions.get('torch')}."
     )
-
-
-def _table(head: str, lines: Sequence[str]) -> str:
-    return "\n".join([head, "|" + "---|" * (head.count("|") - 1), *lines])
 
 
 def _latency(found: _Percentiles | None, decimals: int = 0) -> str:

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ssd_serve.bench.load.client import Answer, LoadClient, Wanted
-from ssd_serve.bench.load.outcome import AUTO, Burst, pairs, ratios, results
+from ssd_serve.bench.load.groups import AUTO
+from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
 from ssd_serve.bench.load.resume import ResumePlan, check_resume
 from ssd_serve.bench.load.servers import Server, on_cores, served
 from ssd_serve.bench.load.setups import Devices, ballast_pair, setups

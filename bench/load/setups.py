@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ssd_serve.bench.both import BALLAST_HIDDEN, DRAFT_LAYERS, TARGET_LAYERS
-from ssd_serve.bench.load.outcome import ALL, ALL_DEVICES, SAME
+from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Device, Machine
 from ssd_serve.errors import UserError

@@ -1,12 +1,10 @@
 """The command line of `ssd bench lossless`. Everything heavy is imported when it runs."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 from ssd_serve.bench.devices import Devices, add_device_flags, chosen_devices
-from ssd_serve.bench.document import write_json
+from ssd_serve.bench.document import say, show
 from ssd_serve.cli.flags import Commands
 from ssd_serve.devices import this_machine
 
@@ -26,9 +24,6 @@ def _run_lossless(args: argparse.Namespace) -> int:
     from ssd_serve.bench.lossless.proof import QUICK, Plan, run_lossless
 
     plan = QUICK if args.quick else Plan()
-    result = run_lossless(plan, lambda text: print(text, file=sys.stderr, flush=True), devices)
-    if args.json is None:
-        print(json.dumps(result, indent=1))
-    else:
-        write_json(result, args.json)
+    result = run_lossless(plan, say, devices)
+    show(result, args.json)
     return 0 if result["lossless"] else 1

@@ -2,12 +2,13 @@
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 
+from ssd_serve.bench.document import read_json, replace_block, say, show, write
+from ssd_serve.bench.extra import need
 from ssd_serve.cli.flags import Commands
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import parse_device
@@ -46,20 +47,24 @@ def add_peers(commands: Commands) -> None:
 
 def run_peers_command(args: argparse.Namespace) -> int:
     """0: every engine that is there was measured; 1: one failed, and the result says which and why."""
-    from ssd_serve.bench.peers.report import bar_chart, markdown, read_result, replace_block
+    from ssd_serve.bench.peers.report import markdown
 
-    result = _measured(args) if args.source is None else read_result(args.source)
+    need(
+        "ssd bench peers",
+        *(("gguf",) if args.source is None else ()),
+        *(("matplotlib",) if args.plot else ()),
+    )
+    result = _measured(args) if args.source is None else read_json(args.source, "ssd bench peers")
     text = markdown(result)
-    if args.json is not None:
-        _write(args.json, json.dumps(result, indent=1) + "\n")
-    if args.markdown is not None:
-        _write(args.markdown, text + "\n")
+    write(text + "\n", args.markdown)
     if args.plot is not None:
-        _write(args.plot, bar_chart(result))
+        from ssd_serve.bench.peers.chart import bar_chart
+
+        write(bar_chart(result), args.plot)
     if args.readme is not None:
         chart = "" if args.plot is None else _image(args.plot, args.readme)
-        _write(args.readme, replace_block(args.readme.read_text(encoding="utf-8"), chart + text))
-    print(text)
+        replace_block(args.readme, "peers", chart + text)
+    show(result, args.json, text)
     return 1 if result["failures"] else 0
 
 
@@ -74,7 +79,7 @@ def _measured(args: argparse.Namespace) -> dict[str, object]:
         Peers(args.llama_server, args.vllm_python, args.transformers_python or _own_python()),
         parse_device(f"cpu:{args.cores}").indices,
         args.work,
-        lambda text: print(text, file=sys.stderr, flush=True),
+        say,
     )
 
 
@@ -85,8 +90,3 @@ def _image(plot: Path, document: Path) -> str:
 
 def _own_python() -> Path | None:
     return Path(sys.executable) if importlib.util.find_spec("transformers") else None
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")

@@ -1,23 +1,18 @@
-"""A result of `ssd bench peers` as Markdown and as a bar chart (SVG), and the block that shows both.
+"""A result of `ssd bench peers` as Markdown.
 
 Knows the shape of the result file, and nothing of how it was measured.
 """
 
 from collections.abc import Mapping
-from html import escape
-from pathlib import Path
 
 import msgspec
 
-from ssd_serve.bench.document import read_as, read_json, replace_between
+from ssd_serve.bench.document import read_as
 from ssd_serve.bench.peers.ways import BF16, INT8, OURS
-
-BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
-_OUR_COLOUR, _PEER_COLOUR, _TEXT = "#3fa37c", "#a9b1bc", "#1f2328"
-_WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _HEAD = 920, 310, 90, 16, 24, 46
+from ssd_serve.bench.tables import markdown_table
 
 
-class _Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True):
     """One way at one temperature."""
 
     engine: str
@@ -88,8 +83,8 @@ class _Plan(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class _Result(msgspec.Struct, frozen=True):
-    results: list[_Row]
+class Result(msgspec.Struct, frozen=True):
+    results: list[Row]
     ratios: list[_Ratio]
     failures: list[_Failure]
     left_out: list[_LeftOut]
@@ -100,124 +95,70 @@ class _Result(msgspec.Struct, frozen=True):
     versions: dict[str, str]
 
 
-def read_result(path: Path) -> dict[str, object]:
-    """The JSON of a result file."""
-    return read_json(path, "ssd bench peers")
-
-
 def markdown(result: Mapping[str, object]) -> str:
     """Tables of speeds and ratios, what failed, what limits the figures, and where they were measured."""
-    found = _read(result)
+    found = read(result)
     parts = [_speeds(found), _ratios(found), _failures(found), _limits(found), _where(found)]
     return "\n\n".join(part for part in parts if part)
 
 
-def replace_block(document: str, text: str) -> str:
-    """The document with the text between its markers."""
-    return replace_between(BEGIN, END, document, text)
+def read(result: Mapping[str, object]) -> Result:
+    """The result as its type."""
+    return read_as(Result, result, "ssd bench peers")
 
 
-def bar_chart(result: Mapping[str, object]) -> str:
-    """One bar a way, grouped by weights and temperature; whiskers from the slowest to the fastest launch."""
-    found = _read(result)
-    longest = max((row.spread[-1] for row in found.results), default=1.0)
-    scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    parts: list[str] = []
-    y = _HEAD
-    for eight_bits, temperature in sorted({row.group for row in found.results}):
-        rows = [row for row in found.results if row.group == (eight_bits, temperature)]
-        heading = f"temperature {temperature:g}, {'weights of 8 bits' if eight_bits else BF16}"
-        parts.append(_label(12, y + 12, heading, bold=True))
-        y += _STEP
-        for row in sorted(rows, key=lambda row: -row.tokens_per_s):
-            parts.append(_bar(row, y, scale))
-            y += _STEP
-        y += _STEP // 2
-    title = f"Decoding speed in tokens/s, one request, {found.plan.cores} cores in all"
-    parts.insert(0, _label(12, 24, title, bold=True))
-    machine = f"{found.hardware.get('cpu')}; whiskers: slowest and fastest of {found.plan.launches} launches"
-    parts.append(_label(12, y + 12, machine))
-    size = f'width="{_WIDTH}" height="{y + 28}" viewBox="0 0 {_WIDTH} {y + 28}"'
-    style = f'font-family="sans-serif" font-size="13" fill="{_TEXT}"'
-    ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{ground}\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+_SPEEDS = (
+    *("engine and mode (draft length)", "weights", "T", "tokens/s (launches)", "first token, ms"),
+    *("tokens a round", "accepted drafts", "read, GB/s", "of read speed"),
+)
 
 
-def _read(result: Mapping[str, object]) -> _Result:
-    return read_as(_Result, result, "ssd bench peers")
-
-
-def _bar(row: _Row, y: int, scale: float) -> str:
-    name = row.name if row.dtype == BF16 else f"{row.name}, {row.weights}"
-    colour = _OUR_COLOUR if row.engine == OURS else _PEER_COLOUR
-    low, high = (_LEFT + value * scale for value in (row.spread[0], row.spread[-1]))
-    middle = y + _BAR // 2
-    size = f'width="{row.tokens_per_s * scale:.1f}" height="{_BAR}"'
-    return "\n".join(
+def _speeds(found: Result) -> str:
+    rows = sorted(found.results, key=lambda row: (row.group, -row.tokens_per_s))
+    return markdown_table(
+        _SPEEDS,
         (
-            _label(_LEFT - 8, y + 13, name, anchor="end"),
-            f'<rect x="{_LEFT}" y="{y}" {size} fill="{colour}"/>',
-            f'<path d="M{low:.1f} {middle}H{high:.1f}M{low:.1f} {y + 4}v8M{high:.1f} {y + 4}v8" '
-            f'stroke="{_TEXT}" fill="none"/>',
-            _label(round(high) + 8, y + 13, f"{row.tokens_per_s:.1f}"),
-        )
+            (
+                f"**{row.name}**" if row.engine == OURS else row.name,
+                row.weights,
+                f"{row.temperature:g}",
+                f"{row.tokens_per_s:.1f} ({row.spread[0]:.1f} to {row.spread[-1]:.1f})",
+                f"{row.first_token_ms:.0f}",
+                f"{row.tokens_per_round:.2f}",
+                "" if row.acceptance is None else f"{row.acceptance:.2f}",
+                f"{row.weights_gb_per_s:.1f}",
+                f"{row.share_of_read_speed:.0%}",
+            )
+            for row in rows
+        ),
     )
 
 
-def _label(x: int, y: int, text: str, *, bold: bool = False, anchor: str = "start") -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+def _ratios(found: Result) -> str:
+    if not found.ratios:
+        return ""
+    return markdown_table(
+        ("ours", "against", "T", "ratio (launches)", "aim"),
+        (
+            (
+                each.ours,
+                each.theirs,
+                f"{each.temperature:g}",
+                f"{each.median:.2f}x ({each.spread[0]:.2f} to {each.spread[-1]:.2f})",
+                "" if each.aim is None else f"{each.aim:g}: {'reached' if each.reached else 'missed'}",
+            )
+            for each in found.ratios
+        ),
+    )
 
 
-def _speeds(found: _Result) -> str:
-    lines = [
-        "| engine and mode (draft length) | weights | T | tokens/s (launches) | first token, ms "
-        "| tokens a round | accepted drafts | read, GB/s | of read speed |",
-        "|" + "---|" * 9,
-    ]
-    for row in sorted(found.results, key=lambda row: (row.group, -row.tokens_per_s)):
-        name = f"**{row.name}**" if row.engine == OURS else row.name
-        cells = (
-            name,
-            row.weights,
-            f"{row.temperature:g}",
-            f"{row.tokens_per_s:.1f} ({row.spread[0]:.1f} to {row.spread[-1]:.1f})",
-            f"{row.first_token_ms:.0f}",
-            f"{row.tokens_per_round:.2f}",
-            "" if row.acceptance is None else f"{row.acceptance:.2f}",
-            f"{row.weights_gb_per_s:.1f}",
-            f"{row.share_of_read_speed:.0%}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _ratios(found: _Result) -> str:
-    lines = ["| ours | against | T | ratio (launches) | aim |", "|---|---|---|---|---|"]
-    for ratio in found.ratios:
-        aim = "" if ratio.aim is None else f"{ratio.aim:g}: {'reached' if ratio.reached else 'missed'}"
-        cells = (
-            ratio.ours,
-            ratio.theirs,
-            f"{ratio.temperature:g}",
-            f"{ratio.median:.2f}x ({ratio.spread[0]:.2f} to {ratio.spread[-1]:.2f})",
-            aim,
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) if found.ratios else ""
-
-
-def _failures(found: _Result) -> str:
+def _failures(found: Result) -> str:
     lines = [f"- failed: {one.way}, {one.when}: {one.reason}" for one in found.failures]
     lines += [f"- not measured: {one.engine}: {one.reason}" for one in found.left_out]
     return "\n".join(lines)
 
 
-def _limits(found: _Result) -> str:
+def _limits(found: Result) -> str:
     limits, best = found.limits, 1e9 * found.limits.read_gb_per_s / found.limits.target_bytes
     eight = "".join(
         f" In {kind} the target's forward reads {sizes.target_bytes / 1e6:.0f} MB, the draft's "
@@ -235,7 +176,7 @@ def _limits(found: _Result) -> str:
     )
 
 
-def _where(found: _Result) -> str:
+def _where(found: Result) -> str:
     plan, hardware = found.plan, found.hardware
     engines = ", ".join(f"{name} {version}" for name, version in found.engines.items())
     reused = ", in bf16" if INT8 in plan.dtype else ""

@@ -1,10 +1,9 @@
 """The command line of `ssd bench quality`. Everything heavy is imported when it runs."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
+from ssd_serve.bench.document import say, show
 from ssd_serve.cli.flags import Commands
 from ssd_serve.errors import UserError
 from ssd_serve.settings import EMBEDDED
@@ -36,14 +35,7 @@ def _run_quality(args: argparse.Namespace) -> int:
         resolve_model(args.target, "target"),
         positions=args.positions,
         dtypes=tuple(dict.fromkeys(args.dtypes)),
-        say=_say,
+        say=say,
     )
-    print(table(result))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    show(result, args.json, table(result))
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -4,15 +4,17 @@ Nats a token of one model in several dtypes on the same positions, and how often
 that of the first dtype. Nothing is timed, so it may run on a busy machine. Knows no request and no draft.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Int64Array, RequestRows, build_batch
 from ssd_serve.kernels.products.int8 import can_multiply_int8
@@ -117,16 +119,17 @@ def compare(found: dict[str, list[Scores]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def table(result: dict[str, object]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    lines = [
-        f"{result['model']}, {result['positions']} held-out positions",
-        f"{'dtype':>6}{'nats a token':>14}{'more':>10}{'same best token':>17}{'weights MB':>12}",
-    ]
-    rows = result["results"]
-    lines += [
-        f"{row['dtype']:>6}{row['nats_per_token']:>14.5f}{row['more_nats_per_token']:>+10.5f}"
-        f"{row['same_best_token']:>17.5f}{row['weight_bytes'] / 1e6:>12.2f}"
-        for row in (rows if isinstance(rows, list) else [])
-    ]
-    return "\n".join(lines)
+    rows = (
+        (
+            row["dtype"],
+            f"{row['nats_per_token']:.5f}",
+            f"{row['more_nats_per_token']:+.5f}",
+            f"{row['same_best_token']:.5f}",
+            f"{row['weight_bytes'] / 1e6:.2f}",
+        )
+        for row in result["results"]
+    )
+    head = ("dtype", "nats a token", "more", "same best token", "weights MB")
+    return f"{result['model']}, {result['positions']} held-out positions\n{text_table(head, rows)}"

@@ -3,10 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.command import experiment_parser, run_command
-from ssd_serve.bench.document import write_json
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say
+from ssd_serve.bench.extra import need
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,18 +16,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("only", nargs="*", help="parts of the names of kinds; none: all")
     parser.add_argument("--passes", type=int, default=3, help="of each kind; the worst one is told (3)")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
+    need("python -m lab.bodies", "httpx")
     from lab.bodies.experiment import run_bodies, table
 
-    result = run_bodies(args.only, max(1, args.passes), lambda text: print(text, file=sys.stderr, flush=True))
-    print(table(result))
-    if args.json is not None:
-        write_json(result, args.json)
-    return 0
+    result = run_bodies(args.only, max(1, args.passes), say)
+    return Report(result, table(result))
 
 
 if __name__ == "__main__":

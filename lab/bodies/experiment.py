@@ -10,7 +10,7 @@ import asyncio
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ import psutil  # type: ignore[import-untyped]
 import ssd_serve.models as models
 from lab.bodies.kinds import Kind, all_kinds
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.tables import text_table
 from ssd_serve.cli.serve import ServingTokenizer
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import SsdError
@@ -79,7 +80,7 @@ def run_bodies(only: Sequence[str], passes: int, tell: Callable[[str], None]) ->
             if only and not any(part in kind.name for part in only):
                 continue
             costs.append(_cost(url, kind, probe, passes))
-            tell(_row(costs[-1]))
+            tell(f"{costs[-1].longest_hold_ms} ms: {costs[-1].kind}")
     return {
         "benchmark": "bodies",
         "context": CONTEXT,
@@ -90,18 +91,12 @@ def run_bodies(only: Sequence[str], passes: int, tell: Callable[[str], None]) ->
     }
 
 
-def table(result: dict[str, object]) -> str:
+def table(result: Mapping[str, object]) -> str:
     """As text for a terminal, the longest first."""
-    rows = msgspec.convert(result["costs"], type=list[Cost])
-    rows.sort(key=lambda cost: cost.longest_hold_ms, reverse=True)
-    head = f"{'hold ms':>8} {'+MiB':>6} {'body MiB':>9}  kind"
-    return "\n".join([head, *map(_row, rows)])
-
-
-def _row(cost: Cost) -> str:
-    return (
-        f"{cost.longest_hold_ms:8.1f} {cost.grown_mib:6.1f} {cost.body_mib:9.2f}  {cost.kind} ({cost.status})"
-    )
+    costs = msgspec.convert(result["costs"], type=list[Cost])
+    costs.sort(key=lambda cost: cost.longest_hold_ms, reverse=True)
+    rows = ((cost.longest_hold_ms, cost.grown_mib, cost.body_mib, cost.status, cost.kind) for cost in costs)
+    return text_table(("hold ms", "+MiB", "body MiB", "status", "kind"), rows)
 
 
 def _cost(url: str, kind: Kind, probe: _Probe, passes: int) -> Cost:

@@ -1,12 +1,13 @@
 """The command line of `python -m lab.calibration`. Everything heavy is imported when it runs."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.command import experiment_parser, run_command
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say, write
+from ssd_serve.bench.extra import need
 
 _TEMPERATURES = (0.0, 0.7, 1.0)
 
@@ -20,27 +21,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=2000, help="tokens counted at each temperature")
     parser.add_argument("--warm-up", type=int, default=2000, help="tokens before them, not counted")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the reliability diagram")
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
+    if args.plot is not None:
+        need("--plot", "matplotlib")
     from lab.calibration.experiment import Plan, run_calibration
-    from lab.calibration.report import calibration_table, draw
+    from lab.calibration.report import calibration_table
     from lab.virtual.pair import embedded_pair
 
     pair, prompts = embedded_pair(args.table)
     plan = Plan(tuple(args.temperatures), tokens=args.tokens, warm_up=args.warm_up)
-    result = run_calibration(pair, prompts, plan, lambda text: print(text, file=sys.stderr, flush=True))
-    print(calibration_table(result))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = run_calibration(pair, prompts, plan, say)
     if args.plot is not None:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
-        args.plot.write_text(draw(result), encoding="utf-8")
-    return 0
+        from lab.calibration.chart import plot
+        from ssd_serve.bench.charts import as_svg
+
+        write(as_svg(plot(result)), args.plot)
+    return Report(result, calibration_table(result))
 
 
 if __name__ == "__main__":

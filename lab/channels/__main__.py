@@ -3,10 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.command import experiment_parser, run_command
-from ssd_serve.bench.document import write_json
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say
 from ssd_serve.cli.flags import add_settings_flags, settings_from
 
 
@@ -17,20 +16,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--messages", type=int, default=2000, help="of each kind (2000)")
     parser.add_argument("--starts", type=int, default=3, help="of each launcher (3)")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     add_settings_flags(parser)
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     from lab.channels.experiment import Plan, run_channels, table
 
     plan = Plan(max(1, args.messages), max(1, args.starts))
-    result = run_channels(settings_from(args), plan, lambda text: print(text, file=sys.stderr, flush=True))
-    print(table(result))
-    if args.json is not None:
-        write_json(result, args.json)
-    return 0
+    result = run_channels(settings_from(args), plan, say)
+    return Report(result, table(result))
 
 
 if __name__ == "__main__":

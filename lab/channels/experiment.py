@@ -10,14 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.tables import text_table
 from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.engines import start_engine
 from ssd_serve.cluster.ray.cluster import ray_cluster
@@ -80,22 +83,17 @@ def measured_sockets(messages: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def table(result: dict[str, object]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """As text for a terminal."""
-    trips, starts = result["round_trips_us"], result["starts"]
-    lines = ["2 kB there and back"]
-    if isinstance(trips, dict):
-        lines += [
-            f"  {name:16} {row['p50']:8.0f} us   p99 {row['p99']:8.0f} us" for name, row in trips.items()
-        ]
-    lines.append("start of an engine, and what the launcher's own processes take")
-    if isinstance(starts, dict):
-        lines += [
-            f"  {name:16} connected {row['connected_s']:6.2f} s   ready {row['ready_s']:6.2f} s"
-            f"   {row['own_mib']:5.0f} MiB"
-            for name, row in starts.items()
-        ]
-    return "\n".join(lines)
+    trips = ((name, row["p50"], row["p99"]) for name, row in result["round_trips_us"].items())
+    starts = (
+        (name, row["connected_s"], row["ready_s"], row["own_mib"]) for name, row in result["starts"].items()
+    )
+    return (
+        f"2 kB there and back, in us\n{text_table(('way', 'p50', 'p99'), trips)}\n\n"
+        "start of an engine, and what the launcher's own processes take\n"
+        + text_table(("launcher", "connected s", "ready s", "MiB"), starts)
+    )
 
 
 def _measured(once: Callable[[], object], messages: int) -> dict[str, float]:
@@ -107,11 +105,7 @@ def _measured(once: Callable[[], object], messages: int) -> dict[str, float]:
         began = time.perf_counter()
         once()
         took.append(1e6 * (time.perf_counter() - began))
-    took.sort()
-    return {
-        "p50": round(statistics.median(took), 1),
-        "p99": round(took[min(len(took) - 1, int(0.99 * len(took)))], 1),
-    }
+    return {f"p{percent}": round(float(np.percentile(took, percent)), 1) for percent in (50, 99)}
 
 
 def _echo() -> type:

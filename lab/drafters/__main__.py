@@ -3,9 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.command import experiment_parser, run_command
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,35 +24,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--real-table", default="mi300x-70b-1b*16", help="device table for them: this machine computes"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     from lab.drafters.crowd import Plan
     from lab.drafters.experiment import run_drafters
     from lab.drafters.report import drafters_table
     from lab.virtual.pair import embedded_draft, embedded_pair
-    from ssd_serve.bench.document import write_json
     from ssd_serve.memory import settle_memory
 
     pair, prompts = embedded_pair(args.table)
     settle_memory()  # as the verifier does
     plan = Plan(tuple(args.drafters), args.requests, args.prompt, args.tokens, args.temperature, args.width)
-    result = run_drafters(pair, embedded_draft, prompts, plan, args.table, _say)
+    result = run_drafters(pair, embedded_draft, prompts, plan, args.table, say)
     if args.real:
         from lab.drafters.real import run_real_drafters
 
-        real = run_real_drafters(args.real, plan, args.real_table, _say)
+        real = run_real_drafters(args.real, plan, args.real_table, say)
         result |= {"real_table": args.real_table, "real": real}
-    print(drafters_table(result))
-    if args.json is not None:
-        write_json(result, args.json)
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return Report(result, drafters_table(result))
 
 
 if __name__ == "__main__":

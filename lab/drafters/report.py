@@ -5,12 +5,13 @@ from collections.abc import Mapping
 import msgspec
 
 from ssd_serve.bench.document import read_as
+from ssd_serve.bench.tables import markdown_table
 
 WANTED = {2: 1.8, 4: 3.0}
 """Speculation throughput that so many drafters should give, one drafter being 1."""
 _HEAD = (
-    "| drafters | candidates/s | x | expansions/s | tokens/s (virtual) | tokens a round | hit rate "
-    "| rows a round | moves | host us a round | of it for drafters |"
+    *("drafters", "candidates/s", "x", "expansions/s", "tokens/s (virtual)", "tokens a round", "hit rate"),
+    *("rows a round", "moves", "host us a round", "of it for drafters"),
 )
 
 
@@ -50,34 +51,45 @@ def drafters_table(result: Mapping[str, object]) -> str:
     """The table, and whether what was wanted was reached."""
     read = read_as(_Result, result, "python -m lab.drafters")
     rows = read.rows
-    lines = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|", *map(_line, rows)]
     verdicts = [
         f"{row.drafters} drafters: {row.scaling:.2f}x, wanted {WANTED[row.drafters]:g}x: "
         f"{'reached' if row.scaling >= WANTED[row.drafters] else 'missed'}."
         for row in rows
         if row.drafters in WANTED
     ]
-    return "\n".join([*lines, "", " ".join(verdicts), *_real(read)])
+    return "\n\n".join([markdown_table(_HEAD, map(_cells, rows)), " ".join(verdicts), *_real(read)])
 
 
 def _real(read: _Result) -> list[str]:
     if not read.real:
         return []
-    head = "| drafters | expansions/s | x | tokens/s | host us a round | forwards beyond the table |"
-    lines = [
-        f"| {row.drafters} | {row.expansions_per_s:.0f} "
-        f"| {row.expansions_per_s / read.real[0].expansions_per_s:.2f} | {row.tokens_per_s:.0f} "
-        f"| {row.host_us_per_round:.0f} | {row.overrun_share:.2f} |"
+    rows = (
+        (
+            row.drafters,
+            f"{row.expansions_per_s:.0f}",
+            f"{row.expansions_per_s / read.real[0].expansions_per_s:.2f}",
+            f"{row.tokens_per_s:.0f}",
+            f"{row.host_us_per_round:.0f}",
+            f"{row.overrun_share:.2f}",
+        )
         for row in read.real
-    ]
+    )
+    head = ("drafters", "expansions/s", "x", "tokens/s", "host us a round", "forwards beyond the table")
     told = f"Processes, in real time, forwards stretched to `{read.real_table}`:"
-    return ["", told, "", head, "|---" * (head.count("|") - 1) + "|", *lines]
+    return [told, markdown_table(head, rows)]
 
 
-def _line(row: Row) -> str:
+def _cells(row: Row) -> tuple[object, ...]:
     return (
-        f"| {row.drafters} | {row.candidates_per_s:.0f} | {row.scaling:.2f} | {row.expansions_per_s:.0f} "
-        f"| {row.tokens_per_s:.0f} | {row.tokens_per_round:.2f} | {row.hit_rate:.2f} "
-        f"| {row.rows_per_round:.1f} | {row.moves} | {row.host_us_per_round:.0f} "
-        f"| {row.drafters_host_us_per_round:.0f} |"
+        row.drafters,
+        f"{row.candidates_per_s:.0f}",
+        f"{row.scaling:.2f}",
+        f"{row.expansions_per_s:.0f}",
+        f"{row.tokens_per_s:.0f}",
+        f"{row.tokens_per_round:.2f}",
+        f"{row.hit_rate:.2f}",
+        f"{row.rows_per_round:.1f}",
+        row.moves,
+        f"{row.host_us_per_round:.0f}",
+        f"{row.drafters_host_us_per_round:.0f}",
     )

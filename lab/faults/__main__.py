@@ -3,10 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.command import experiment_parser, run_command
-from ssd_serve.bench.document import write_json
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say
+from ssd_serve.bench.extra import need
 from ssd_serve.cli.flags import add_settings_flags, settings_from
 from ssd_serve.settings import KEY_SETTINGS
 
@@ -36,22 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=320, help="tokens of each (320)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="faults whose names hold it")
     parser.add_argument("--ray", action="store_true", help="also lose a node of a simulated Ray cluster")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     """0: no token was lost or wrong; 1: some were."""
+    need("python -m lab.faults", "httpx")
     from lab.faults.experiment import Plan, run_faults
     from lab.faults.report import harmless, table
 
     plan = Plan(args.requests, args.tokens, tuple(args.only), args.ray)
-    result = run_faults(settings_from(args), plan, lambda text: print(text, file=sys.stderr, flush=True))
-    print(table(result))
-    if args.json is not None:
-        write_json(result, args.json)
-    return 0 if harmless(result) else 1
+    result = run_faults(settings_from(args), plan, say)
+    return Report(result, table(result), 0 if harmless(result) else 1)
 
 
 if __name__ == "__main__":

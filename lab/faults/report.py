@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ssd_serve.bench.document import read_as
+from ssd_serve.bench.tables import markdown_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +38,23 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 _HEAD = (
-    "| fault | tokens lost | texts wrong | near-ties | noticed after | all clients go on after | "
-    "whole again after | longest wait of a client | errors | speculates afterwards |"
+    *("fault", "tokens lost", "texts wrong", "near-ties", "noticed after", "all clients go on after"),
+    *("whole again after", "longest wait of a client", "errors", "speculates afterwards"),
 )
 
 
 def table(result: Mapping[str, object]) -> str:
     """One line a fault, in Markdown."""
-    lines = [_HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
-    for one in _read(result):
-        cells = (
-            *(one.fault, str(one.lost), str(one.wrong), str(one.near_ties)),
+    rows = (
+        (
+            *(one.fault, one.lost, one.wrong, one.near_ties),
             *(_seconds(one.noticed_s), _seconds(one.recovered_s), _seconds(one.whole_s)),
             *(_seconds(one.stall_s), "; ".join(one.errors) or "none"),
             "" if one.speculates is None else "yes" if one.speculates else "no",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for one in _read(result)
+    )
+    return markdown_table(_HEAD, rows)
 
 
 def harmless(result: Mapping[str, object]) -> bool:

@@ -4,10 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.command import experiment_parser, run_command
-from ssd_serve.bench.document import write_json
+from lab.command import Report, experiment_parser, run_experiment
 from ssd_serve.cluster.local.process import worker_environment
 
 
@@ -21,11 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--matrices", type=int, default=64, help="how many; no cache may hold them (64)")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
     from lab.packed.experiment import Plan, measure, table
     from ssd_serve.kernels.native.library import native_library
@@ -33,10 +30,7 @@ def _run(args: argparse.Namespace) -> int:
 
     plan = Plan(args.dtype, args.threads, args.rows, matrices=args.matrices, repeats=args.repeats)
     result = measure(plan, native_library(Settings()))
-    print(table(result))
-    if args.json is not None:
-        write_json(result, args.json)
-    return 0
+    return Report(result, table(result))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ whatever else reads memory is measured too.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
 from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
@@ -139,16 +141,11 @@ def _interleaved(passes: Sequence[Callable[[], None]], repeats: int) -> list[lis
     return times
 
 
-def table(result: dict[str, object]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    lines = [
-        f"{result['matrices']} matrices {result['shape']}: medians",
-        f"{'dtype':>6}{'threads':>9}{'rows':>6}  {'kernel':<10}{'ms':>8}{'GB/s':>8}",
-    ]
-    rows = result["results"]
-    lines += [
-        f"{row['dtype']:>6}{row['threads']:>9}{row['rows']:>6}  {row['kernel']:<10}"
-        f"{row['ms']:>8.2f}{row['gb_per_s']:>8.1f}"
-        for row in (rows if isinstance(rows, list) else [])
-    ]
-    return "\n".join(lines)
+    rows = (
+        (*(row[name] for name in ("dtype", "threads", "rows", "kernel")), row["ms"], row["gb_per_s"])
+        for row in result["results"]
+    )
+    head = ("dtype", "threads", "rows", "kernel", "ms", "GB/s")
+    return f"{result['matrices']} matrices {result['shape']}: medians\n{text_table(head, rows)}"

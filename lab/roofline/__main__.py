@@ -1,13 +1,13 @@
 """The command line of `python -m lab.roofline`. Everything heavy is imported when it runs."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.command import experiment_parser, run_command
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say, write
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import parse_device, this_machine
 
@@ -28,12 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--target", type=Path, help="the target's folder, if it was not the benchmark's own ballast model"
     )
-    parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--markdown", type=Path, help="write the page to this file")
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     """Measure, compare, print the page."""
     os.environ.update(worker_environment())  # torch is not imported yet
     from lab.roofline.experiment import page, run_roofline
@@ -44,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
     if modes is None and not args.no_modes and _MODES.is_file():
         modes = _MODES
     cores = device.indices or this_machine().cores
-    print("measuring; whatever else runs is measured too", file=sys.stderr, flush=True)
+    say("measuring; whatever else runs is measured too")
     result = run_roofline(
         None if args.no_modes else modes,
         args.target,
@@ -53,16 +52,8 @@ def _run(args: argparse.Namespace) -> int:
         cores,
     )
     text = page(result)
-    _write(args.json, json.dumps(result, indent=1))
-    _write(args.markdown, text)
-    print(text)
-    return 0
-
-
-def _write(path: Path | None, text: str) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+    write(text + "\n", args.markdown)
+    return Report(result, text)
 
 
 if __name__ == "__main__":

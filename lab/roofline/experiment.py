@@ -14,7 +14,9 @@ from pathlib import Path
 import msgspec
 
 from ssd_serve.bench.both import BALLAST_HIDDEN, TARGET_LAYERS
+from ssd_serve.bench.document import read_file
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.tables import markdown_table
 from ssd_serve.errors import UserError
 from ssd_serve.models.config import DecoderConfig, parse_config, read_json
 from ssd_serve.models.decoder import matrix_elements
@@ -114,7 +116,7 @@ def run_roofline(
     bench modes` uses.
     """
     name = TORCH_NAMES[dtype]
-    found = None if modes is None else _read(modes)
+    found = None if modes is None else read_file(ModesResult, modes, "ssd bench modes")
     if modes is not None and found is not None:
         _same_machine(modes, found.hardware)
     counts = [1, *(count for count in (2, 4, 8, 16, 32, 64, 128) if count < len(cores)), len(cores)]
@@ -146,26 +148,27 @@ def run_roofline(
 def page(result: Mapping[str, object]) -> str:
     """The result in Markdown."""
     read = msgspec.convert(result, type=_Page)
-    lines = [
+    rows = (
+        (
+            f"{roof.cores} core(s)" if roof.cores else read.device,
+            ", ".join(f"{rows}: {value:.1f}" for rows, value in roof.gb_per_s_by_rows.items()),
+            f"{roof.gflops:.0f}",
+        )
+        for roof in read.roofs
+    )
+    parts = [
         f"Roofs in {read.dtype}, the best of some repeats of products of few rows and of a large product:",
-        "",
-        "| device | weights read, GB/s, by rows | throughput, GFLOP/s |",
-        "|---|---|---|",
+        markdown_table(("device", "weights read, GB/s, by rows", "throughput, GFLOP/s"), rows),
     ]
-    for roof in read.roofs:
-        by_rows = ", ".join(f"{rows}: {value:.1f}" for rows, value in roof.gb_per_s_by_rows.items())
-        where = f"{roof.cores} core(s)" if roof.cores else read.device
-        lines.append(f"| {where} | {by_rows} | {roof.gflops:.0f} |")
     if read.target is not None:
-        lines += ["", *_distances(read)]
+        parts += _distances(read, read.target.weight_bytes)
     gpus = read.hardware.get("gpus")
-    lines += [
-        "",
+    parts.append(
         f"Measured on {read.hardware.get('cpu')}, {read.hardware.get('cores')} cores"
         + (f", {', '.join(map(str, gpus))}" if isinstance(gpus, list) and gpus else "")
-        + f"; torch {read.versions.get('torch')}.",
-    ]
-    return "\n".join(lines)
+        + f"; torch {read.versions.get('torch')}."
+    )
+    return "\n\n".join(parts)
 
 
 class _PageRoof(msgspec.Struct, frozen=True):
@@ -191,31 +194,38 @@ class _Page(msgspec.Struct, frozen=True):
     distances: list[Distance] = []
 
 
-def _distances(read: _Page) -> list[str]:
-    weight_bytes = read.target.weight_bytes if read.target is not None else 0.0
-    lines = [
+_HEAD = (
+    *("mode", "T", "cores", "tokens/s", "tokens a round", "rows a round", "roof, tokens/s", "reached"),
+    *("of the forward's time", "forward / wait / host", "bound by"),
+)
+
+
+def _distances(read: _Page, weight_bytes: float) -> list[str]:
+    rows = (
+        (
+            row.shape,
+            f"{row.temperature:g}",
+            row.cores or "GPU",
+            f"{row.tokens_per_s:.1f}",
+            f"{row.tokens_per_round:.2f}",
+            f"{row.rows_per_round:.1f}",
+            f"{row.roof_tokens_per_s:.1f}",
+            f"{row.reached:.2f}",
+            f"{row.forward_reached:.2f}",
+            f"{row.forward_share:.2f} / {row.wait_share:.2f} / {row.host_share:.2f}",
+            row.bound_by,
+        )
+        for row in read.distances
+    )
+    return [
         f"A round reads {weight_bytes / 1e6:.0f} MB of weights at least once. The roof is tokens a round / "
         "max(weight bytes / bandwidth, operations / throughput); tokens/s and shares are those of "
         f"{read.modes_file}:",
-        "",
-        "| mode | T | cores | tokens/s | tokens a round | rows a round | roof, tokens/s | reached "
-        "| of the forward's time | forward / wait / host | bound by |",
-        "|" + "---|" * 11,
-    ]
-    lines += [
-        f"| {row.shape} | {row.temperature:g} | {row.cores or 'GPU'} | {row.tokens_per_s:.1f} "
-        f"| {row.tokens_per_round:.2f} | {row.rows_per_round:.1f} | {row.roof_tokens_per_s:.1f} "
-        f"| {row.reached:.2f} | {row.forward_reached:.2f} "
-        f"| {row.forward_share:.2f} / {row.wait_share:.2f} / {row.host_share:.2f} | {row.bound_by} |"
-        for row in read.distances
-    ]
-    lines += [
-        "",
+        markdown_table(_HEAD, rows),
         "*Reached* is measured / roof: the forward's share of the time, times the share of the forward's "
         "time that the roof explains. Roofs count the target alone: a synchronous draft's own steps are its "
         "*wait*; of SSD's two cores only the target's is counted.",
     ]
-    return lines
 
 
 def _roof(roof: Roof) -> dict[str, object]:
@@ -236,15 +246,6 @@ def _roofs_by_setting(roofs: Sequence[Roof], device: str) -> dict[str, Roof]:
     by_cores = {roof.cores: roof for roof in roofs}
     wanted = {"real": 1, "real-both-cores": 2}
     return {setting: by_cores[count] for setting, count in wanted.items() if count in by_cores}
-
-
-def _read(path: Path) -> ModesResult:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ModesResult)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is not a result of `ssd bench modes`: {error}") from error
 
 
 def _same_machine(path: Path, theirs: Mapping[str, object]) -> None:

@@ -1,17 +1,16 @@
 """The command line of `python -m lab.soak`. Everything heavy is imported when it runs."""
 
 import argparse
-import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.command import experiment_parser, run_command
-from ssd_serve.bench.document import write_json
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say
+from ssd_serve.bench.extra import need
 from ssd_serve.bench.load.commands import leave_tidily
 from ssd_serve.cli.flags import add_settings_flags, settings_from
-from ssd_serve.errors import SettingsError, UserError
+from ssd_serve.errors import SettingsError
 from ssd_serve.settings import KEY_SETTINGS
 
 _OWN_SETTINGS = ("host", "port", "run_dir", "root_path", "tls_certificate", "tls_key", *KEY_SETTINGS)
@@ -32,15 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=["drafter", "verifier"],
         help="whose processes are killed in the first third; all are stalled now and then (both)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     """0: nothing was off; 1: something was."""
-    if importlib.util.find_spec("httpx") is None:
-        raise UserError("python -m lab.soak needs the package httpx: pip install httpx")
+    need("python -m lab.soak", "httpx", "scipy")
     if not 0 < args.minutes < float("inf") or args.clients < 1:
         raise SettingsError("--minutes must be greater than 0, --clients at least 1")
     from lab.soak.experiment import Plan, run_soak
@@ -48,11 +45,8 @@ def _run(args: argparse.Namespace) -> int:
 
     plan = Plan(args.minutes, args.clients, args.seed, tuple(args.kill))
     signal.signal(signal.SIGTERM, leave_tidily)
-    result = run_soak(settings_from(args), plan, lambda text: print(text, file=sys.stderr, flush=True))
-    if args.json is not None:
-        write_json(result, args.json)
-    print(soak_table(result))
-    return 1 if result["problems"] else 0
+    result = run_soak(settings_from(args), plan, say)
+    return Report(result, soak_table(result), 1 if result["problems"] else 0)
 
 
 if __name__ == "__main__":

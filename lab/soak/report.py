@@ -7,6 +7,7 @@ import msgspec
 
 from lab.soak.processes import Series
 from lab.soak.statistics import Slope, after_warm_up, slope
+from ssd_serve.bench.tables import markdown_table
 
 MAX_MIB_AN_HOUR = 32.0
 """A process leaks when it surely grows faster than this: when the lower end of the interval is above it."""
@@ -117,16 +118,20 @@ def _process_problems(each: ProcessFigures) -> list[str]:
 def soak_table(result: Mapping[str, object]) -> str:
     """The result as Markdown."""
     found = msgspec.convert(dict(result), _Result)
-    lines = [
-        "| process | seconds | MiB after warm-up, last, most | MiB an hour (95 %) | descriptors | threads |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [_line(each) for each in found.processes]
+    head = (
+        "process",
+        "seconds",
+        "MiB after warm-up, last, most",
+        "MiB an hour (95 %)",
+        "descriptors",
+        "threads",
+    )
     kinds = ", ".join(f"{name} {count}" for name, count in sorted(found.requests.items()))
     done = ", ".join(f"{name} {count}" for name, count in sorted(found.disturbances.items())) or "none"
     told = ", ".join(f"{name} {value:g}" for name, value in found.end.told.items())
     held = ", ".join(f"{name} {value:g}" for name, value in found.end.held.items())
-    lines += [
+    lines = [
+        markdown_table(head, map(_cells, found.processes)),
         "",
         f"- mode {found.mode}; requests: {kinds}; failed: {found.failed}; equal probes: {found.probes}",
         f"- disturbances: {done}",
@@ -140,11 +145,14 @@ def soak_table(result: Mapping[str, object]) -> str:
     return "\n".join(lines)
 
 
-def _line(each: ProcessFigures) -> str:
+def _cells(each: ProcessFigures) -> tuple[str, ...]:
     return (
-        f"| {each.name} ({each.pid}) | {each.seconds:.0f} "
-        f"| {each.first_mib:.1f}, {each.last_mib:.1f}, {each.max_mib:.1f} | {_slope(each.slope)} "
-        f"| {each.descriptors[0]}, {each.descriptors[1]} | {each.threads[0]}, {each.threads[1]} |"
+        f"{each.name} ({each.pid})",
+        f"{each.seconds:.0f}",
+        f"{each.first_mib:.1f}, {each.last_mib:.1f}, {each.max_mib:.1f}",
+        _slope(each.slope),
+        f"{each.descriptors[0]}, {each.descriptors[1]}",
+        f"{each.threads[0]}, {each.threads[1]}",
     )
 
 

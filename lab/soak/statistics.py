@@ -8,9 +8,11 @@ interval too narrow, and what grows in steps makes it wide. Knows numbers, not p
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import bootstrap, theilslopes
 
 STRETCHES = 40
 _MIN_SAMPLES = 12
@@ -38,11 +40,16 @@ def slope(seconds: Sequence[float], values: Sequence[float], seed: int = 1) -> S
     times, levels = _stretches(hours, np.asarray(values, dtype=np.float64))
     value = _theil_sen(times, levels)
     line = value * times
-    residuals = levels - line
-    source = np.random.default_rng(seed)
-    drawn = [_theil_sen(times, line + source.choice(residuals, size=len(residuals))) for _ in range(_DRAWS)]
-    low, high = np.quantile(drawn, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
-    return Slope(value, float(low), float(high), float(hours[-1]))
+    drawn = bootstrap(
+        (levels - line,),
+        lambda residuals: _theil_sen(times, line + residuals),
+        vectorized=False,
+        n_resamples=_DRAWS,
+        confidence_level=_LEVEL,
+        method="percentile",
+        rng=seed,
+    ).confidence_interval
+    return Slope(value, float(drawn.low), float(drawn.high), float(hours[-1]))
 
 
 def after_warm_up(seconds: Sequence[float], warm_up_s: float) -> int:
@@ -58,5 +65,4 @@ def _stretches(hours: FloatArray, values: FloatArray) -> tuple[FloatArray, Float
 
 
 def _theil_sen(times: FloatArray, values: FloatArray) -> float:
-    first, second = np.triu_indices(len(times), 1)
-    return float(np.median((values[second] - values[first]) / (times[second] - times[first])))
+    return cast(tuple[float, ...], theilslopes(values, times))[0]

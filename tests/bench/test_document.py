@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ssd_serve.bench.document import read_as, read_json, replace_between
+from ssd_serve.bench.document import read_as, read_json, replace_block, show
 from ssd_serve.errors import UserError
 
 
@@ -29,9 +29,23 @@ def test_what_is_no_result_is_refused_with_the_benchmarks_name(tmp_path: Path) -
         read_as(Speeds, {}, "ssd bench modes")
 
 
-def test_a_block_is_replaced_between_its_markers_and_nothing_else() -> None:
-    document = "a\n<b>\n\nold\n\n<e>\nz\n"
-    assert replace_between("<b>", "<e>", document, "new") == "a\n<b>\n\nnew\n\n<e>\nz\n"
-    for broken in ("a", "<b>\n", "<e>\n"):
-        with pytest.raises(UserError, match="no block between <b> and <e>"):
-            replace_between("<b>", "<e>", broken, "new")
+def test_a_block_is_replaced_between_its_markers_and_nothing_else(tmp_path: Path) -> None:
+    document, begin, end = tmp_path / "page.md", "<!-- load:begin -->", "<!-- load:end -->"
+    document.write_text(f"a\n{begin}\nold\n{end}\nz\n", encoding="utf-8")
+    for _ in range(2):
+        replace_block(document, "load", "new")
+        assert document.read_text(encoding="utf-8") == f"a\n{begin}\n\nnew\n\n{end}\nz\n"
+    for broken in ("a", begin, end):
+        document.write_text(broken, encoding="utf-8")
+        with pytest.raises(UserError, match=f"no block between {begin} and {end}"):
+            replace_block(document, "load", "new")
+
+
+def test_a_result_is_shown_as_text_or_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show({"a": 1}, None)
+    assert capsys.readouterr().out == '{\n "a": 1\n}\n'
+    show({"a": 1}, None, "a table")
+    assert capsys.readouterr().out == "a table\n"
+    show({"a": 1}, tmp_path / "new" / "result.json")
+    assert capsys.readouterr().out == ""
+    assert read_json(tmp_path / "new" / "result.json", "it") == {"a": 1}

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from typing import Any, cast
-from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
+from lab.calibration.chart import MIN_SHOWN, plot
 from lab.calibration.experiment import Guess, Plan, run_calibration
-from lab.calibration.report import calibration_table, draw
+from lab.calibration.report import calibration_table
 from ssd_serve.errors import UserError
 from tests.lab.virtual_fakes import fake_pair, fake_prompts
 
@@ -66,13 +67,13 @@ def test_the_report_has_a_line_a_kind_and_a_panel_a_temperature(result: dict[str
     table = calibration_table(result)
     assert table.count("| draft-model |") == 6
     assert "virtual" in table
-    drawn = ElementTree.fromstring(draw(result))
-    titles = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "temperature 0" in titles
-    assert "temperature 1" in titles
-    dots = list(drawn.iter("{http://www.w3.org/2000/svg}title"))
-    assert len(dots) == sum(count >= 20 for row in rows(result) for _, _, count in row["all"]["bins"])
-    assert dots
+    panels = plot(result).axes
+    assert [each.get_title(loc="left") for each in panels] == ["temperature 0", "temperature 1"]
+    for panel, row in zip(panels, rows(result), strict=True):
+        _, dots = panel.get_lines()  # the diagonal first
+        shown = [[reach, share] for reach, share, count in row["all"]["bins"] if count >= MIN_SHOWN]
+        assert shown
+        assert np.asarray(dots.get_xydata()) == pytest.approx(np.array(shown))
 
 
 def test_other_results_are_refused() -> None:

@@ -1,7 +1,9 @@
 """The soak finds what leaks, hangs about or changes; and a short one of a real server finds nothing."""
 
 import dataclasses
+import itertools
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from lab.soak.experiment import Plan, metric, run_soak
 from lab.soak.processes import Series
 from lab.soak.report import judge, process_figures, soak_table
-from lab.soak.statistics import after_warm_up, slope
+from lab.soak.statistics import STRETCHES, after_warm_up, slope
 from ssd_serve.settings import Mode, Settings
 from tests.end_to_end.tiny_pair import write_pair
 
@@ -52,6 +54,22 @@ def test_the_slope_of_a_noisy_line_and_its_interval(mib_an_hour: float) -> None:
     assert found.low < mib_an_hour < found.high
     assert found.high - found.low < 10
     assert found.hours == pytest.approx(0.5, rel=0.01)
+
+
+def test_the_slope_is_the_median_of_all_pairs_of_stretches() -> None:
+    values = memory(20.0)
+    stretches = [range(45 * place, 45 * (place + 1)) for place in range(STRETCHES)]
+    points = [
+        (
+            statistics.fmean(SECONDS[each] / 3600 for each in some),
+            statistics.fmean(values[each] for each in some),
+        )
+        for some in stretches
+    ]
+    slopes = [(b - a) / (later - sooner) for (sooner, a), (later, b) in itertools.combinations(points, 2)]
+    found = slope(SECONDS, values)
+    assert found is not None
+    assert found.value == pytest.approx(statistics.median(slopes))
 
 
 def test_a_spike_does_not_tilt_the_slope() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.bench.load.outcome import ALL, SAME
+from ssd_serve.bench.load.groups import ALL, SAME
 from ssd_serve.bench.load.servers import serve_flags
 from ssd_serve.bench.load.setups import setups
 from ssd_serve.cli.flags import given_flags

@@ -1,8 +1,11 @@
 """Percentiles, Student's t, intervals of ratios and sums over answers, on numbers known from elsewhere."""
 
 import math
+import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ssd_serve.bench.load.client import Answer, Speculation
 from ssd_serve.bench.load.statistics import (
@@ -12,7 +15,6 @@ from ssd_serve.bench.load.statistics import (
     percentile,
     ratio_interval,
     summary,
-    t_quantile,
     throughput,
 )
 
@@ -37,11 +39,34 @@ def test_the_percentile_of_one_value() -> None:
     assert percentile([7.0], 99) == 7.0
 
 
-@pytest.mark.parametrize(
-    ("freedom", "value"), [(1, 12.706), (2, 4.303), (5, 2.571), (11, 2.201), (23, 2.069), (100, 1.984)]
-)
-def test_students_t_as_in_printed_tables(freedom: int, value: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(value, abs=6e-4)
+@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=40), st.floats(0.0, 100.0))
+def test_percentiles_are_those_of_the_sorted_values(values: list[float], percent: float) -> None:
+    ordered, place = sorted(values), (len(values) - 1) * percent / 100
+    below = ordered[math.floor(place)]
+    above = ordered[math.ceil(place)]
+    slow = below + (above - below) * (place - math.floor(place))
+    assert percentile(values, percent) == pytest.approx(slow, rel=1e-9, abs=1e-9)
+
+
+def density(t: float, freedom: int) -> float:
+    """Student's distribution, as in books."""
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    return float(scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2))
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 12, 24])
+def test_the_interval_holds_95_of_100_parts_of_students_distribution(count: int) -> None:
+    ratios = [1.0 + 0.01 * place for place in range(count)]
+    found = ratio_interval(ratios)
+    assert found is not None
+    logs = [math.log(ratio) for ratio in ratios]
+    error = statistics.stdev(logs) / math.sqrt(count)
+    reach = (math.log(found.high) - statistics.fmean(logs)) / error
+    steps = 20_000
+    inside = (
+        sum(density(reach * (step + 0.5) / steps, count - 1) for step in range(steps)) * 2 * reach / steps
+    )
+    assert inside == pytest.approx(0.95, abs=1e-4)
 
 
 def test_the_interval_of_ratios_is_students_on_the_logarithms() -> None:

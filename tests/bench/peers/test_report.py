@@ -1,19 +1,21 @@
 """A result as Markdown and as a chart: every way has its line and its bar, failures are named."""
 
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.patches import Rectangle
 
+from ssd_serve.bench.peers.chart import bar_chart, plot
 from ssd_serve.bench.peers.client import Sample
 from ssd_serve.bench.peers.figures import Launch, Weights, ratios, rows
-from ssd_serve.bench.peers.report import BEGIN, END, bar_chart, markdown, replace_block
+from ssd_serve.bench.peers.report import markdown
 from ssd_serve.bench.peers.ways import LLAMA, OURS, PLAIN, SPECULATIVE, Way
 from ssd_serve.cli.main import main
 from ssd_serve.errors import UserError
 
-SVG = "{http://www.w3.org/2000/svg}"
+BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 
 
 def launches(way: Way, speeds: tuple[float, ...], drafted: int = 0, accepted: int = 0) -> list[Launch]:
@@ -93,24 +95,30 @@ def test_the_machine_and_the_engines_are_named() -> None:
 
 
 def test_the_chart_has_a_bar_and_whiskers_for_every_way() -> None:
-    root = ElementTree.fromstring(bar_chart(RESULT))
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    bars = [float(bar.attrib["width"]) for bar in root.iter(f"{SVG}rect") if "%" not in bar.attrib["width"]]
-    assert len(bars) == len(list(root.iter(f"{SVG}path"))) == 6
-    assert bars[:4] == sorted(bars[:4], reverse=True)
-    assert bars[0] / bars[2] == pytest.approx(125 / 64, rel=0.01)
-    assert {"temperature 0, bf16", "temperature 0, weights of 8 bits"} <= set(texts)
-    assert {"llama.cpp plain", "llama.cpp plain, Q8_0", "ssd-serve auto, int8"} <= set(texts)
-    assert "125.0" in texts
-    assert any("A <fast> processor" in (text or "") for text in texts)
+    bf16, eight_bits = plot(RESULT).axes
+    names = [text.get_text() for text in bf16.get_yticklabels()]
+    widths = [bar.get_width() for bar in bf16.patches if isinstance(bar, Rectangle)]
+    assert [*zip(names, widths, strict=True)] == [
+        ("ssd-serve ar", 62.0),
+        ("llama.cpp plain", 64.0),
+        ("llama.cpp speculative (8, p >= 0.75)", 100.0),
+        ("ssd-serve auto", 125.0),
+    ]
+    (whiskers,) = (found for found in bf16.collections if isinstance(found, LineCollection))
+    ends = [(float(low[0]), float(high[0])) for low, high in whiskers.get_segments()]
+    assert ends == [(60.0, 64.0), (63.0, 66.0), (96.0, 104.0), (120.0, 130.0)]
+    assert len(eight_bits.patches) == 2
 
 
-def test_the_document_gets_the_block_between_the_markers() -> None:
-    assert replace_block(f"before\n{BEGIN}\nold\n{END}\nafter\n", "new") == (
-        f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    )
-    with pytest.raises(UserError, match="no block"):
-        replace_block("nothing", "new")
+def test_the_chart_names_what_it_shows_and_is_the_same_each_time() -> None:
+    drawn = bar_chart(RESULT)
+    for text in (
+        *("temperature 0, bf16", "temperature 0, weights of 8 bits", "llama.cpp plain, Q8_0", "125.0"),
+        "A &lt;fast&gt; processor; whiskers: slowest and fastest of 3 launches",
+    ):
+        assert f">{text}</text>" in drawn
+    assert drawn == bar_chart(RESULT)
+    assert "<dc:date>" not in drawn
 
 
 def test_another_file_is_refused() -> None:
