@@ -13,8 +13,9 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.engine import Bounds, Engine
+from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.cost import CostTable, HostCost
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never
@@ -68,7 +69,7 @@ def build_engine(parts: EngineParts) -> Engine:
         parts.governing,
         parts.clock,
     )
-    bounds = Bounds(context, facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
+    bounds = Bounds(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
     rounds = parts.rounds or _rounds(parts)
     return Engine(rounds, scheduler, parts.drafters, decider, bounds, parts.clock, parts.observer)
 

@@ -8,16 +8,13 @@ It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.messages import (
     Committed,
-    Figures,
     Finish,
     Finished,
     Refused,
-    SamplingParameters,
     ServerMessage,
     Submit,
     SubmitChoices,
@@ -25,6 +22,7 @@ from ssd_serve.messages import (
     Why,
 )
 from ssd_serve.models.memory import release_memory
+from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.decision import Decision
@@ -35,43 +33,10 @@ from ssd_serve.verifier.request import Request, Shared, accept, share
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeRows, Walk
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler
 from ssd_serve.verifier.shortage import Shortage
+from ssd_serve.verifier.totals import Clocked, Totals, count
 
 _WAKING_S = 0.0015
 """Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Fixed bounds of the engine's requests; `tree_nodes`: most candidates in a replica."""
-
-    context: int
-    vocabulary: int
-    eos: tuple[int, ...]
-    tree_nodes: int
-
-
-@dataclass(slots=True)
-class Clocked:
-    """Where the time went, in seconds since start, and how many rounds and steps there were."""
-
-    forward_s: float = 0.0
-    wait_s: float = 0.0
-    total_s: float = 0.0
-    rounds: int = 0
-    rows: int = 0
-
-    @property
-    def host_s(self) -> float:
-        """Everything that was neither a forward nor a deliberate wait."""
-        return self.total_s - self.forward_s - self.wait_s
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since start."""
-
-    figures: Figures = field(default_factory=Figures)
-    prompt_tokens: int = 0
 
 
 class Engine:
@@ -127,7 +92,7 @@ class Engine:
         """Queue a request, or the choices of a prompt; returns why some are impossible, and how the output
         that others bring had ended."""
         each = message.each() if isinstance(message, SubmitChoices) else [message]
-        wrong = self._impossible(message.prompt, message.parameters)
+        wrong = self._bounds.impossible(message.prompt, message.parameters.max_tokens)
         if wrong is not None:
             return [Refused(one.request, *wrong) for one in each]
         shared: Shared | None = None
@@ -176,16 +141,10 @@ class Engine:
             return []
         nodes, decision = self.decider.choose(parts, self.drain)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
-        self.decision = decision.launched(
-            sum([len(each.tree) for each in flight.work]),
-            Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS,
-        )
+        self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
         self.observer.decided(walks, self.decision)
-        reports: list[VerifierReport] = []
-        rejected: list[int] = []
-        for walk in walks:
-            reports.extend(self._commit(walk, rejected))
-        self.scheduler.pool.free(rejected)
+        reports = [report for walk in walks for report in self._commit(walk)]
+        self.scheduler.pool.free([slot for walk in walks for slot in walk.rejected])
         self.drafters.flush()
         self.shortage.passed()
         self._account(flight, walks, forward_s, decision.waited_s, self._clock() - started)
@@ -256,13 +215,10 @@ class Engine:
             for part, tree, given in zip(parts, trees, slots, strict=True)
         ]
 
-    def _commit(self, walk: Walk, rejected: list[int]) -> list[VerifierReport]:
-        """Keep the accepted slots, add the others to `rejected`, extend the text, tell drafters and front
-        end."""
+    def _commit(self, walk: Walk) -> list[VerifierReport]:
+        """Keep the accepted slots, extend the text, tell drafters and front end."""
         work, request = walk.work, walk.work.part.request
-        kept = [work.node_slots[index] for index in walk.accepted]
-        request.slots.extend([*work.part.slots, *kept])
-        rejected.extend([slot for slot in work.node_slots if slot not in kept])
+        request.slots.extend([*work.part.slots, *walk.kept])
         request.scored += len(walk.prompt_logprobs)
         if not walk.tokens:
             told = walk.prompt_logprobs
@@ -290,21 +246,11 @@ class Engine:
         hit = replica.advance(walk.tokens).hit
         if not walk.ended:
             self.drafters.outcome(request)
-        if self.drafters.working and not first:
+        working = self.drafters.working
+        if working and not first:
             self.watch.observe(0 in walk.accepted if len(walk.work.tree) else None, hit)
         for figures in (request.figures, self.totals.figures):
-            figures.tokens += len(walk.tokens)
-            if first:
-                continue
-            figures.rounds += 1
-            figures.drafted += len(walk.work.tree)
-            figures.accepted += len(walk.accepted)
-            if not self.drafters.working:
-                continue
-            figures.hits += hit
-            figures.misses += not hit
-            figures.ready_depth += replica.tree.ready_depth() if hit else 0
-            figures.ready_nodes += len(replica.tree) if hit else 0
+            count(figures, walk, first, replica if working else None, hit)
 
     def _retire(self, request: Request) -> None:
         if self._active.pop(request.number, None) is not None:
@@ -314,12 +260,7 @@ class Engine:
     def _account(
         self, flight: InFlight, walks: Sequence[Walk], forward_s: float, waited_s: float, total_s: float
     ) -> None:
-        clocked = self.clocked
-        clocked.forward_s += forward_s
-        clocked.wait_s += waited_s
-        clocked.total_s += total_s
-        clocked.rounds += 1
-        clocked.rows += flight.rows
+        self.clocked.add(flight.rows, forward_s, waited_s, total_s)
         decoding = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
         if decoding:
             self.watch.judge(self.drafters.working)
@@ -340,31 +281,12 @@ class Engine:
             )
         )
 
-    def _impossible(self, prompt: Sequence[int], parameters: SamplingParameters) -> tuple[str, str] | None:
-        """What is wrong with what all choices share, and in which field."""
-        bounds, asked = self._bounds, parameters.max_tokens
-        if not prompt:
-            return "the prompt is empty", "prompt"
-        if not self._known(prompt):
-            return f"token ids must lie in 0..{bounds.vocabulary - 1}", "prompt"
-        longest = min(bounds.context, self.scheduler.pool.slots - 1)
-        if len(prompt) + asked > longest:
-            text = f"prompt ({len(prompt)} tokens) + max_tokens ({asked})"
-            return f"{text} exceed the context of {longest} tokens", "max_tokens"
-        if asked < 1:
-            return "max_tokens must be at least 1", "max_tokens"
-        return None
-
     def _impossible_choice(self, message: Submit) -> Refused | None:
-        number = message.request
-        if not self._known(message.output):
-            return Refused(number, f"token ids must lie in 0..{self._bounds.vocabulary - 1}", "prompt")
+        number, bounds = message.request, self._bounds
+        if not bounds.known(message.output):
+            return Refused(number, bounds.unknown, "prompt")
         if number in self._requests:
             return Refused(number, "request number is in use", "request")
         if self.scheduler.full() and not message.output:
             return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
         return None
-
-    def _known(self, tokens: Sequence[int]) -> bool:
-        """Whether the vocabulary has all of them."""
-        return not tokens or (min(tokens) >= 0 and max(tokens) < self._bounds.vocabulary)

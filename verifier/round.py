@@ -88,6 +88,11 @@ class InFlight:
     reading: Reading
     started: float
 
+    @property
+    def nodes(self) -> int:
+        """Tree nodes among the rows."""
+        return sum([len(each.tree) for each in self.work])
+
     def ready(self) -> bool:
         """Whether the device is done."""
         return self.result.completion.ready()
@@ -110,6 +115,17 @@ class Walk:
     """'stop', 'length' or '' when the text goes on."""
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def kept(self) -> list[int]:
+        """Slots of the accepted nodes."""
+        return [self.work.node_slots[index] for index in self.accepted]
+
+    @property
+    def rejected(self) -> list[int]:
+        """Slots of the other nodes."""
+        slots = self.work.node_slots
+        return [slot for index, slot in enumerate(slots) if index not in self.accepted]
 
 
 class Rounds:
