@@ -65,4 +65,4 @@ def _stretches(hours: FloatArray, values: FloatArray) -> tuple[FloatArray, Float
 
 
 def _theil_sen(times: FloatArray, values: FloatArray) -> float:
-    return cast(tuple[float, ...], theilslopes(values, times))[0]
+    return float(cast(tuple[float, ...], theilslopes(values, times))[0])
