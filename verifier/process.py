@@ -4,9 +4,6 @@ drafters."""
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import copy
-
-from msgspec.structs import replace
 
 from ssd_serve.cluster.channels.channel import Channel, Waitable
 from ssd_serve.cluster.channels.listener import Listener
@@ -17,22 +14,21 @@ from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import (
-    AcceptanceHealth,
     Message,
-    Price,
     Progress,
     ServerMessage,
     Status,
-    Why,
 )
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.assembly import AssembledVerifier, assemble_verifier, ready_report
+from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.environment import Environment
+from ssd_serve.verifier.notices import Notices
 from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.ranks import LeadingRank
 from ssd_serve.verifier.replay.recording import session_recorder
+from ssd_serve.verifier.status import whole_status
 
 _STATUS_S = 1.0
 _CONNECT_S = 3600.0
@@ -42,8 +38,6 @@ _MAX_UNSENT = 4096
 _MAX_ACCEPTED = 16
 """Drafters in one turn of the loop."""
 _REMEMBER_S = 5.0
-_WHY_S = 1.0
-"""A reason that changes from round to round is told no more often."""
 
 
 def run(settings: Settings, servers: Listener, joining: Listener, files: RankFiles) -> int:
@@ -69,7 +63,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
         recorder.begin(own, verifier)
     settle_memory()
     loop = VerifierLoop(
-        server, [joining, *others], verifier.engine, lambda: _whole_status(verifier), verifier.remember, log
+        server, [joining, *others], verifier.engine, lambda: whole_status(verifier), verifier.remember, log
     )
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafters")
@@ -104,12 +98,8 @@ class VerifierLoop:
         self._status_at = 0.0
         self._remember = remember
         self._status = status
-        self._log = log
-        self._health = engine.watch.health
-        self._why: Why | None = None
-        self._why_told_at = -_WHY_S
+        self._notices = Notices(engine, log)
         self._remembered_at = time.monotonic()
-        self._shortages = 0
         self._heap = Heap()
 
     def await_drafters(self, timeout_s: float, count: int) -> None:
@@ -170,13 +160,12 @@ class VerifierLoop:
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
         now = time.monotonic()
-        self._tell_shortage()
-        self._tell_decision(now)
+        self._notices.tell(now)
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
             if len(self._unsent) < _MAX_UNSENT:
                 self._unsent.append(self._status())
-            self._tell_health()
+            self._notices.tell_health()
             self._observer.asked(Turn.BEAT)
             self._engine.drafters.beat()
         if now - self._remembered_at >= _REMEMBER_S:
@@ -186,47 +175,6 @@ class VerifierLoop:
             self._unsent.popleft()
         self._server.flush()
         self._heap.trim_when_due()
-
-    def _tell_shortage(self) -> None:
-        shortage = self._engine.shortage
-        if shortage.count == self._shortages:
-            return
-        self._shortages = shortage.count
-        self._log.warning(
-            "the device's memory ran out in a round: it was run again without trees and with fewer prompt "
-            "tokens, and rounds stay small for a while",
-            reason=shortage.reason,
-            times=shortage.count,
-            prompt_tokens=shortage.chunk,
-            advice="lower SSD_KV_MEMORY_MB or SSD_PREFILL_CHUNK",
-        )
-
-    def _tell_decision(self, now: float) -> None:
-        """Why rounds speculate or not, whenever that changes."""
-        decision = self._engine.decision
-        if decision is None or decision.why is self._why or now - self._why_told_at < _WHY_S:
-            return
-        self._why, self._why_told_at = decision.why, now
-        self._log.debug(
-            "speculates" if decision.nodes else "does not speculate",
-            why=decision.why.value,
-            layout=decision.layout.value,
-            nodes=decision.nodes,
-            waited_s=decision.waited_s,
-            chosen=_price(decision.chosen),
-            other=_price(decision.other),
-        )
-
-    def _tell_health(self) -> None:
-        """A speculation that has become useless changes no text: without a word nobody would know."""
-        health = self._engine.watch.health
-        if health is self._health:
-            return
-        self._health = health
-        if health is AcceptanceHealth.GOOD:
-            self._log.info("speculation is well again")
-        else:
-            self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
 
 
 def _others(settings: Settings, log: Logger) -> list[Listener]:
@@ -254,44 +202,3 @@ def _await_server(servers: Listener) -> Channel:
 def _say(server: Channel, log: Logger, text: str) -> None:
     log.debug(text)
     server.send(Progress(text))
-
-
-def _price(price: Price | None) -> str:
-    return f"{price.rate:.1f} tokens/s, {1e3 * price.seconds:.1f} ms a round" if price else "unknown"
-
-
-def _whole_status(verifier: AssembledVerifier) -> Status:
-    """With what the engine does not know."""
-    status = _status(verifier.engine)
-    differences = verifier.differences.count
-    return replace(status, attention=verifier.facts.attention, attention_differences=differences)
-
-
-def _status(engine: Engine) -> Status:
-    scheduler, clocked = engine.scheduler, engine.clocked
-    prefix = scheduler.prefix
-    layout, gains = engine.decider.layout, engine.decider.layout_gains()
-    return Status(
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        slots_used=scheduler.pool.used - (prefix.evictable if prefix else 0),
-        slots=scheduler.pool.slots,
-        prefix_queries=prefix.queries if prefix else 0,
-        prefix_hits=prefix.hits if prefix else 0,
-        prompt_tokens=engine.totals.prompt_tokens,
-        generation_tokens=engine.totals.figures.tokens,
-        preemptions=scheduler.preemptions,
-        drafters_alive=engine.drafters.answering,
-        drafter_restarts=engine.drafters.rejoins,
-        drafter_requests=engine.drafters.requests,
-        drafter_moves=engine.drafters.moves,
-        totals=copy(engine.totals.figures),
-        forward_s=clocked.forward_s,
-        wait_s=clocked.wait_s,
-        host_s=clocked.host_s,
-        layout=layout.value if layout else "",
-        layout_gains=gains,
-        decision=engine.decision.told() if engine.decision is not None else None,
-        health=engine.watch.health,
-        memory_shortages=engine.shortage.count,
-    )

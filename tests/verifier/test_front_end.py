@@ -19,10 +19,12 @@ from ssd_serve.messages import (
     SubmitChoices,
     Why,
 )
+from ssd_serve.verifier.notices import Notices
 from ssd_serve.verifier.observer import Observer, Turn
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.layout import Layout
-from ssd_serve.verifier.process import VerifierLoop, _status  # pyright: ignore[reportPrivateUsage]
+from ssd_serve.verifier.process import VerifierLoop
+from ssd_serve.verifier.status import engine_status
 from tests.fakes import Case, make_engine
 
 PROMPT = tuple(range(1, 21))
@@ -44,18 +46,18 @@ def test_slots_that_can_be_evicted_are_not_in_use() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     engine.submit(Submit(1, PROMPT, SamplingParameters(max_tokens=100, ignore_eos=True), 7))
     engine.step()
-    assert _status(engine).slots_used >= len(PROMPT)
+    assert engine_status(engine).slots_used >= len(PROMPT)
     engine.finish(1)
     assert engine.scheduler.pool.used > 0
-    assert _status(engine).slots_used == 0
+    assert engine_status(engine).slots_used == 0
 
 
 def test_the_last_round_decides_what_is_told() -> None:
     engine, _ = make_engine(Case(drafter="none"))
-    assert _status(engine).decision is None
+    assert engine_status(engine).decision is None
     engine.submit(Submit(1, PROMPT, SamplingParameters(max_tokens=100, ignore_eos=True), 7))
     engine.step()
-    told = _status(engine).decision
+    told = engine_status(engine).decision
     assert told is not None
     assert (told.layout, told.why, told.nodes) == ("off", Why.NO_DRAFTER, 0)
 
@@ -63,16 +65,13 @@ def test_the_last_round_decides_what_is_told() -> None:
 def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     log = io.StringIO()
-    mine, _ = memory_pair()
-    loop = VerifierLoop(
-        mine, [], engine, lambda: _status(engine), lambda: None, Logger("verifier", "debug", stream=log)
-    )
+    notices = Notices(engine, Logger("verifier", "debug", stream=log))
 
     def lines(now: float, why: Why) -> list[str]:
         log.seek(0)
         log.truncate()
         engine.decision = Decision(Layout.ASYNC, why, 2 * (why is Why.PAYS), 0.0, Price(2, 3.0, 0.02), None)
-        loop._tell_decision(now)  # pyright: ignore[reportPrivateUsage]
+        notices.tell(now)
         return log.getvalue().splitlines()
 
     (line,) = lines(10.0, Why.PAYS)
@@ -108,7 +107,7 @@ def one_turn(messages: Sequence[ServerMessage]) -> list[object]:
 
     def status() -> Status:
         its.close()
-        return _status(engine)
+        return engine_status(engine)
 
     VerifierLoop(mine, [], engine, status, lambda: None, Logger("verifier", "error")).run()
     return noting.told
@@ -117,7 +116,7 @@ def one_turn(messages: Sequence[ServerMessage]) -> list[object]:
 def test_an_observer_is_told_of_everything_that_the_engine_is_made_to_do() -> None:
     first, second = (Submit(number, PROMPT, SamplingParameters(max_tokens=9), 7) for number in (1, 2))
     third = SubmitChoices(PROMPT, SamplingParameters(max_tokens=9), (Choice(3, 7), Choice(4, 8)))
-    asked = [first, second, third, Finish(2), Abort(3)]
+    asked: list[ServerMessage] = [first, second, third, Finish(2), Abort(3)]
     assert one_turn(asked) == [*asked, Turn.STEP, Turn.BEAT, "rests"]
 
 
