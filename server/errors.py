@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError, SsdError
+from ssd_serve.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError, SsdError
 
 UNION_TAG = "<"
 """Tags of our discriminated unions begin with this, so that they can be kept out of field names."""
@@ -62,12 +62,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def too_long(tokens: str, context: int, param: str) -> ApiError:
-    """400: the prompt does not fit the context."""
-    message = f"{param}: {tokens} tokens; prompt and output together may have {context}"
-    return bad_request(message, param, "context_length_exceeded")
-
-
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
     """503: the server cannot generate now."""
     headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
@@ -84,7 +78,8 @@ def from_ssd_error(error: SsdError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return bad_request(str(error), error.field or None, "invalid_value")
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+        return bad_request(str(error), error.field or None, code)
     if isinstance(error, OverloadedError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)

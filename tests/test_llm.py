@@ -178,6 +178,14 @@ def test_an_end_token_ends_the_text_and_is_not_shown(llm: LLM) -> None:
     assert whole.text.startswith(cut.text)
 
 
+def test_a_bad_word_does_not_come(llm: LLM) -> None:
+    (free,) = llm.generate(TEXT, SAMPLED)
+    word = free.text.split()[0]
+    (without,) = llm.generate(TEXT, SAMPLED.model_copy(update={"bad_words": (word,)}))
+    assert word in free.text
+    assert word not in without.text
+
+
 def test_log_probabilities_come_with_each_token(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, SAMPLED.model_copy(update={"logprobs": 2, "temperature": 0.0}))
     assert output.logprobs is not None
@@ -204,6 +212,11 @@ def test_a_conversation_is_answered_as_its_rendered_text(llm: LLM) -> None:
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ""}, "stop"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["\udc00"]}, "bad_words"),
         ({"temprature": 1}, "temprature"),
     ],
 )
@@ -223,6 +236,8 @@ def test_wrong_parameters_are_named(params: dict[str, object], field: str) -> No
         ("\ud800", SamplingParams(), "prompt"),
         (TEXT, SamplingParams(logit_bias={999_999: 1.0}), "logit_bias"),
         (TEXT, SamplingParams(min_tokens=9, max_tokens=8), "min_tokens"),
+        (TEXT, SamplingParams(bad_words=["a", "  "]), "bad_words"),
+        (TEXT, SamplingParams(allowed_token_ids=[0], min_tokens=1, stop_token_ids=[0]), "allowed_token_ids"),
     ],
 )
 def test_what_does_not_fit_the_model_is_named_and_disturbs_nothing(

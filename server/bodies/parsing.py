@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from pydantic import ValidationError
 
+from ssd_serve.sampling.checks import outside, too_long
 from ssd_serve.server.bodies.json_slices import (
     SLICE,
     Raw,
@@ -23,7 +24,7 @@ from ssd_serve.server.bodies.json_slices import (
     parts_of_object,
     slices,
 )
-from ssd_serve.server.errors import ApiError, bad_request, from_validation, too_long
+from ssd_serve.server.errors import ApiError, bad_request, from_ssd_error, from_validation
 from ssd_serve.server.limits import MAX_PROMPTS, MAX_TOKEN_ID, MAX_TOKEN_IDS, MAX_VALUES
 from ssd_serve.server.openai.fields import Strict
 
@@ -121,7 +122,7 @@ def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[i
         raise bad_request(f"{field}: input should be a list of token ids", field, "invalid_value")
     size = 1 + sum(piece.count(b",") for piece in slices(whole))
     if size > tokens.context:
-        raise too_long(str(size), tokens.context, name)
+        raise from_ssd_error(too_long(str(size), tokens.context, name))
     if size > most:
         raise bad_request(f"{name}: more than {MAX_TOKEN_IDS} token ids", name, "invalid_value")
     found: list[int] = []
@@ -135,8 +136,7 @@ def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[i
         at = f"{field}.{len(found) + int(wrong[1] if wrong else 0)}"
         raise bad_request(f"{at}: input should be a token id", at, "invalid_value") from None
     except IndexError:
-        message = f"{name}: token id {max(read)} is outside the vocabulary of {len(tokens.numbers)}"
-        raise bad_request(message, name, "invalid_value") from None
+        raise from_ssd_error(outside(max(read), len(tokens.numbers), name)) from None
     return tuple(found)
 
 

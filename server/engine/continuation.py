@@ -7,9 +7,9 @@ it. What the tokens so far had ended is told by the engine as ever. Knows reques
 from collections.abc import Sequence
 
 from ssd_serve.messages import Ready
+from ssd_serve.sampling.checks import check_vocabulary
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.openai.prompts import check_vocabulary
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.service import Service
 

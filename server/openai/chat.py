@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fastapi import Request, Response
 
 from ssd_serve.messages import Ready
+from ssd_serve.sampling.checks import engine_parameters, output_limit
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
@@ -16,13 +17,7 @@ from ssd_serve.server.openai.completions import check_stream_options, privacy, u
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.openai.protocol import ChatRequest
 from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, written_in_steps
-from ssd_serve.server.openai.sampling import (
-    bad_word_tokens,
-    given,
-    output_limit,
-    sampling_parameters,
-    text_rules,
-)
+from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -120,7 +115,7 @@ class ChatEndpoint:
         )
         logprobs = requested_logprobs(body)
         rules = await text_rules(service, body)
-        parameters = sampling_parameters(
+        parameters = engine_parameters(
             body,
             ready,
             max_tokens=chat_output_limit(body, len(prompt.ids), ready),

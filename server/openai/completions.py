@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from fastapi import Request, Response
 
+from ssd_serve.sampling.checks import engine_parameters, output_limit
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
@@ -17,13 +18,7 @@ from ssd_serve.server.openai.answers import Job, Privacy, answer
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
 from ssd_serve.server.openai.protocol import CompletionRequest, GenerationRequest
 from ssd_serve.server.openai.replies import ResponseHead, completion_logprobs, written_in_steps
-from ssd_serve.server.openai.sampling import (
-    bad_word_tokens,
-    given,
-    output_limit,
-    sampling_parameters,
-    text_rules,
-)
+from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -162,7 +157,7 @@ class CompletionsEndpoint:
             output_limit(body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens")
             for prompt in prompts
         ]
-        common = sampling_parameters(
+        common = engine_parameters(
             body,
             ready,
             max_tokens=min(limits),

@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic import Strict as Strictness
 from pydantic_core import PydanticCustomError
 
+from ssd_serve.sampling.fields import within
 from ssd_serve.server.http.request_ids import NAME
 from ssd_serve.server.limits import (
     MAX_ALLOWED_IDS,
@@ -35,7 +36,6 @@ from ssd_serve.server.limits import (
     MAX_STOPS,
     MAX_TOKEN_ID,
     MAX_TOKEN_IDS,
-    MIN_TEMPERATURE,
 )
 
 
@@ -126,21 +126,6 @@ Stop = Annotated[
 ]
 
 
-def _temperature(value: float) -> float:
-    if 0 < value < MIN_TEMPERATURE:
-        raise PydanticCustomError(
-            "temperature", "Input should be 0 or at least {least}", {"least": MIN_TEMPERATURE}
-        )
-    return value
-
-
-Temperature = Annotated[
-    float,
-    Field(ge=0, le=100, json_schema_extra={"anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}),
-    AfterValidator(_temperature),
-]
-"""Between 0 and `MIN_TEMPERATURE` a division by it would overflow."""
-
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
@@ -180,7 +165,7 @@ def _few_biases(value: object) -> object:
 
 LogitBias = Annotated[
     # The names of a JSON object are always strings, so these are read as numbers.
-    dict[Annotated[TokenId, Strictness(False)], Annotated[float, Field(ge=-100, le=100)]],
+    dict[Annotated[TokenId, Strictness(False)], Annotated[float, within("logit_bias")]],
     Field(
         max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
     ),

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import Ready
-from ssd_serve.server.errors import bad_request, too_long
+from ssd_serve.sampling.checks import check_prompt, encode, too_long
+from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import OffLoop, Steps
 from ssd_serve.server.openai.protocol import ChatTemplateOptions, Message
 from ssd_serve.server.service import Service
@@ -109,15 +110,6 @@ def text_ids(
     return encode(tokenizer, text, special, param)
 
 
-def encode(tokenizer: TextTokenizer, text: str, special: bool, param: str) -> list[int]:
-    """Tokenise; `param` names the field in errors."""
-    try:
-        return tokenizer.encode(text, add_special_tokens=special)
-    except UnicodeEncodeError:
-        # JSON can carry half of a surrogate pair, which no encoding of text can.
-        raise bad_request(f"{param}: holds a lone surrogate, which is not a character", param) from None
-
-
 async def chat_text(
     rendering: OffLoop,
     tokenizer: TextTokenizer,
@@ -139,23 +131,3 @@ async def chat_text(
         return await rendering.run(units, render)
     except RequestError as error:
         raise bad_request(str(error), error.field or "messages") from error
-
-
-def check_prompt(ids: Sequence[int], ready: Ready, param: str) -> None:
-    """400 unless the prompt has tokens, all in the vocabulary, and leaves room for one more."""
-    if not ids:
-        raise bad_request(f"{param}: no tokens; the model needs at least one", param, "invalid_value")
-    check_vocabulary(ids, ready, param)
-    if len(ids) >= ready.context:
-        raise too_long(str(len(ids)), ready.context, param)
-
-
-def check_vocabulary(ids: Sequence[int], ready: Ready, param: str) -> None:
-    """400 unless all ids are tokens of the model."""
-    largest = max(ids, default=0)
-    if largest >= ready.vocabulary:
-        raise bad_request(
-            f"{param}: token id {largest} is outside the vocabulary of {ready.vocabulary}",
-            param,
-            "invalid_value",
-        )

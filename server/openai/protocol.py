@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
+from ssd_serve.sampling.fields import Choices, Seed, Temperature, within
+from ssd_serve.server.limits import MAX_MESSAGES
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,
     BadWords,
@@ -25,13 +26,13 @@ from ssd_serve.server.openai.fields import (
     Stop,
     StopTokenIds,
     Strict,
-    Temperature,
     TokenIds,
     not_built,
     only_where,
 )
 
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+TopLogprobs = Annotated[int, within("logprobs")]
+Tokens = Annotated[int, within("max_tokens")]
 
 
 class StreamOptions(Strict):
@@ -74,24 +75,22 @@ class GenerationRequest(Strict):
     model: str | None = Field(None, description="the served model's id; empty: the one that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=1024, description="choices for each prompt")
-    seed: int | None = Field(
-        None, ge=-(2**63), lt=2**64, description="empty: random, and told in the response"
-    )
+    n: Choices | None = Field(None, description="choices for each prompt")
+    seed: Seed | None = Field(None, description="empty: random, and told in the response")
 
     temperature: Temperature | None = None
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: off")
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    top_k: Annotated[int, within("top_k")] | None = Field(None, description="0 or -1: off")
+    top_p: Annotated[float, within("top_p")] | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokenIds | None = Field(None, description="the only tokens that may come")
     bad_words: BadWords | None = Field(None, description="texts that the output must not hold")
 
-    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    min_tokens: Annotated[int, within("min_tokens")] | None = None
+    max_tokens: Tokens | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -208,9 +207,7 @@ class ChatRequest(GenerationRequest):
         }
     )
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=2**31 - 1, description="newer name of max_tokens"
-    )
+    max_completion_tokens: Tokens | None = Field(None, description="newer name of max_tokens")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None

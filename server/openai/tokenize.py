@@ -7,9 +7,10 @@ import msgspec
 from fastapi import Request, Response
 
 from ssd_serve.messages import Ready
-from ssd_serve.server.errors import bad_request, too_long
+from ssd_serve.sampling.checks import check_vocabulary, too_long
+from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.openai.prompts import chat_text, check_vocabulary, text_ids, token_units
+from ssd_serve.server.openai.prompts import chat_text, text_ids, token_units
 from ssd_serve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from ssd_serve.server.openai.sampling import given
 from ssd_serve.server.service import Service

@@ -75,6 +75,10 @@ class RequestError(SsdError):
         self.field = field
 
 
+class ContextLengthError(RequestError):
+    """Prompt and output are longer than the model's context."""
+
+
 class OverloadedError(SsdError):
     """The queue is full; the client may try again after `retry_after_s` seconds."""
 

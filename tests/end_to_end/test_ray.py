@@ -27,6 +27,7 @@ from ssd_serve.llm.in_flight import Asked, Conversation
 from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.logs import get_logger
 from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.sampling.checks import engine_parameters
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.settings_sources import visible_gpus
 from tests.end_to_end.tiny_pair import write_pair
@@ -116,9 +117,14 @@ def settings(pair: tuple[Path, Path]) -> Settings:
 
 def generated(access: EngineProcesses, tokenizer: Tokenizer) -> list[int]:
     """Token ids of one request on an engine that stays."""
-    prompt, parameters = tuple(tokenizer.encode("def f(")), PARAMS.for_model(access.ready.vocabulary, 64)
+    prompt, parameters = (
+        tuple(tokenizer.encode("def f(")),
+        engine_parameters(PARAMS, access.ready, max_tokens=64, logprobs=None),
+    )
     conversation = Conversation(access, tokenizer, 1)
-    (text,) = conversation.ask([Asked(0, prompt, (5,), PARAMS, parameters)])
+    (text,) = conversation.ask(
+        [Asked(0, prompt, (5,), PARAMS, parameters, frozenset(tokenizer.eos_token_ids))]
+    )
     while not text.over:
         conversation.turn()
     assert text.output is not None

@@ -28,6 +28,8 @@ class Asked:
     seeds: tuple[int, ...]
     params: SamplingParams
     parameters: SamplingParameters
+    ending: frozenset[int]
+    """Ids that end a text."""
 
 
 class Conversation:
@@ -74,12 +76,11 @@ class Conversation:
 
     def _texts(self, asked: Asked) -> list[Continuation]:
         params = asked.params
-        ending = set(params.stop_token_ids) | set(() if params.ignore_eos else self._tokenizer.eos_token_ids)
         rules = TextRules(
             StopStrings(params.stop_strings),
             params.include_stop_str_in_output,
             params.min_tokens,
-            frozenset(ending),
+            asked.ending,
         )
         return [
             Continuation(

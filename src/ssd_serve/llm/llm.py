@@ -5,7 +5,7 @@ Knows prompts and what is asked of them; where the engine runs, and how tokens c
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,14 @@ from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import Ready
 from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.sampling.checks import (
+    banned,
+    check_prompt,
+    encode,
+    ending_tokens,
+    engine_parameters,
+    output_limit,
+)
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.settings_sources import resolve_arguments
@@ -101,7 +109,7 @@ class LLM:
         """Continue each prompt; the n texts of a prompt follow one another. `progress`: show a bar; None: for
         several prompts, on a terminal."""
         params = params or SamplingParams()
-        asked = [self._asked(place, ids, params) for place, ids in enumerate(self._all_ids(prompts))]
+        asked = self._asked(self._all_ids(prompts), params)
         bar = len(asked) > 1 and sys.stderr.isatty() if progress is None else progress
         return self._outputs(asked, bar)
 
@@ -115,18 +123,18 @@ class LLM:
         model's chat template."""
         text = self.tokenizer.apply_chat_template(messages, **variables)
         ids = self._ids(text, special=False)  # chat templates write the begin token themselves
-        return self._outputs([self._asked(0, ids, params or SamplingParams(), self.ready.context)], bar=False)
+        return self._outputs(self._asked([ids], params or SamplingParams(), self.ready.context), bar=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The continuation of one prompt, piece by piece; the last piece has the whole output."""
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError("n: a stream is one text", "n")
-        return self._pieces(self._asked(0, self._ids(prompt), params))
+        return self._pieces(self._asked([self._ids(prompt)], params))
 
-    def _pieces(self, asked: Asked) -> Iterator[Piece]:
+    def _pieces(self, asked: Sequence[Asked]) -> Iterator[Piece]:
         conversation = self._conversation()
-        (text,) = conversation.ask([asked])
+        (text,) = conversation.ask(asked)
         try:
             while not text.over:
                 conversation.turn()
@@ -156,25 +164,25 @@ class LLM:
         return [text.output for text in texts if text.output is not None]
 
     def _asked(
-        self, place: int, ids: tuple[int, ...], params: SamplingParams, usual: int = _USUAL_MAX_TOKENS
-    ) -> Asked:
-        """What the engine is asked of a prompt; `usual`: tokens where nobody says how many."""
-        context = self.ready.context
-        if len(ids) >= context:
-            raise RequestError(
-                f"prompt: {len(ids)} tokens; prompt and output together may have {context}", "prompt"
+        self, prompts: Iterable[tuple[int, ...]], params: SamplingParams, usual: int = _USUAL_MAX_TOKENS
+    ) -> list[Asked]:
+        """What the engine is asked of prompts; `usual`: tokens where nobody says how many."""
+        words = [each for word in params.bad_words for each in banned(self.tokenizer, word)]
+        ending = ending_tokens(params.stop_token_ids, params.ignore_eos, self.tokenizer.eos_token_ids)
+        asked: list[Asked] = []
+        for place, ids in enumerate(prompts):
+            parameters = engine_parameters(
+                params,
+                self.ready,
+                max_tokens=output_limit(params.max_tokens, usual, len(ids), self.ready, "max_tokens"),
+                logprobs=params.logprobs,
+                bad_words=tuple(dict.fromkeys(words)),
+                ending=ending,
             )
-        left = context - len(ids)
-        if params.max_tokens is not None and params.max_tokens > left:
-            raise RequestError(
-                f"max_tokens: {params.max_tokens} output tokens and {len(ids)} prompt tokens are "
-                f"{params.max_tokens + len(ids)}; the model's context is {context}",
-                "max_tokens",
-            )
-        most = min(usual, left) if params.max_tokens is None else params.max_tokens
-        seed = random_seed() if params.seed is None else params.seed & MASK64
-        seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
-        return Asked(place, ids, seeds, params, params.for_model(self.ready.vocabulary, most))
+            seed = random_seed() if params.seed is None else params.seed & MASK64
+            seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
+            asked.append(Asked(place, ids, seeds, params, parameters, ending))
+        return asked
 
     def _all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
         """Token ids of one prompt or of several."""
@@ -183,22 +191,10 @@ class LLM:
         return [self._ids(cast(Prompt, prompt)) for prompt in prompts]
 
     def _ids(self, prompt: Prompt, special: bool = True) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            try:
-                prompt.encode()
-            except UnicodeEncodeError:
-                raise RequestError("prompt: holds a lone surrogate, no character", "prompt") from None
-            ids = tuple(self.tokenizer.encode(prompt, special))
-        else:
-            ids = tuple(prompt)
-        if not ids:
-            raise RequestError("prompt: no tokens; the model needs at least one", "prompt")
-        wrong = next((each for each in ids if not 0 <= each < self.ready.vocabulary), None)
-        if wrong is not None:
-            raise RequestError(
-                f"prompt: token id {wrong} is outside the vocabulary of {self.ready.vocabulary}", "prompt"
-            )
-        return ids
+        ids = encode(self.tokenizer, prompt, special, "prompt") if isinstance(prompt, str) else prompt
+        found = tuple(ids)
+        check_prompt(found, self.ready, "prompt")
+        return found
 
     def _conversation(self) -> Conversation:
         if self._open is None:
