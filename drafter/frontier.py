@@ -26,6 +26,7 @@ class GrowthLimits:
 
 class Frontier:
     """A heap over the candidates of one tree, one entry an expanded node: its best candidate not yet taken.
+    It is told of every change of the tree, by `offer` or by `rebuild`.
 
     `deepest` is the depth, counted as `Node.depth`, at which nothing may grow any more; tokens in `ends` end
     the text, so nothing grows below them.
@@ -42,21 +43,29 @@ class Frontier:
         self._heap: list[tuple[float, int, Node, int]] = []
         self._order = 0
         self._root_taken = False
+        self._reach: float | None = None
         self.rebuild()
 
     def rebuild(self) -> None:
         """Start again from the tree, after its root moved."""
         self._heap = []
         self._root_taken = False
+        self._reach = None
         for node in self._tree.expanded():
             self.offer(node)
 
     def offer(self, node: Node) -> None:
         """Consider the candidates of a node that has been expanded."""
+        self._reach = None
         self._push(node, 0)
 
     def reach(self) -> float:
         """Log reach of the next node to expand, or -inf when nothing is worth it. An unexpanded root: 0."""
+        if self._reach is None:
+            self._reach = self._find_reach()
+        return self._reach
+
+    def _find_reach(self) -> float:
         tree, limits = self._tree, self._limits
         if not tree.root.tokens:
             waiting = tree.root.depth < self._deepest and not self._root_taken
@@ -71,6 +80,7 @@ class Frontier:
 
     def pop(self) -> Node:
         """Take the next node; call only while `reach()` is finite."""
+        self._reach = None
         if not self._tree.root.tokens:
             self._root_taken = True
             return self._tree.root

@@ -6,6 +6,7 @@ verifier waits. Knows no sockets.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.step_time import StepTime
@@ -63,9 +64,12 @@ class ChannelWithin(ABC):
 class InlineChannel(ChannelWithin):
     """The verifier's end of a channel to a core in the same thread."""
 
-    def __init__(self, core: DrafterCore, hello: Hello) -> None:
+    def __init__(
+        self, core: DrafterCore, hello: Hello, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         super().__init__()
         self._core = core
+        self._clock = clock
         self._inbox: list[DrafterMessage] = [hello]
         self._step_time = StepTime(hello.step_ms / 1e3)
         self.steps = 0
@@ -87,12 +91,12 @@ class InlineChannel(ChannelWithin):
         del timeout_s
         if self._inbox:
             return True
-        started = time.perf_counter()
+        started = self._clock()
         growth: list[Growth] = self._core.step()
         self._inbox.extend(growth)
         if growth:
             self.steps += 1
             if not self._core.captured_now:
-                self._step_time.observe(time.perf_counter() - started)
+                self._step_time.observe(self._clock() - started)
             self._inbox.append(Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes))
         return bool(growth)

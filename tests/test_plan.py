@@ -13,6 +13,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.plan.device_tables import DeviceSheet, device_sheet, sheet_names
 from ssd_serve.plan.devices import Measured, Sheets, cost_table
+from ssd_serve.plan.guesses import Guesses
 from ssd_serve.plan.known_models import (
     Computing,
     PlannedModel,
@@ -24,9 +25,10 @@ from ssd_serve.plan.known_models import (
 from ssd_serve.plan.page import as_json, page
 from ssd_serve.plan.plan import Plan, PlanOptions, make_plan
 from ssd_serve.plan.roof import Roof
-from ssd_serve.plan.simulation import Costs, Guesses, Way, simulate
+from ssd_serve.plan.simulation import Costs, simulate
 from ssd_serve.plan.this_machine import never_slower
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timing
+from ssd_serve.verifier.planning.layout import Layout
 
 Captured = pytest.CaptureFixture[str]
 LIMITS = GrowthLimits(width=16, fan_out=8, depth=16, nodes=4096)
@@ -188,18 +190,19 @@ def test_the_cost_table_is_the_devices_step_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "draft_s", "tokens"),
+    ("layout", "draft_s", "tokens"),
     [
-        (Way.OFF, 0.094, 1.0),
-        (Way.SYNC, 0.094, 2.91),
-        (Way.ASYNC, 0.094, 3.48),
-        (Way.SYNC, 0.16, 2.37),
-        (Way.ASYNC, 0.16, 3.07),
+        (Layout.OFF, 0.094, 1.0),
+        (Layout.SYNC, 0.094, 2.91),
+        (Layout.ASYNC, 0.094, 3.48),
+        (Layout.SYNC, 0.16, 2.37),
+        (Layout.ASYNC, 0.16, 3.07),
     ],
 )
-def test_simulated_speed_agrees_with_the_designs_table(way: Way, draft_s: float, tokens: float) -> None:
-    """Section 5 of the design: tokens a target step at an acceptance of 0.725."""
-    found = simulate(way, Guesses(0.725), flat(1.0, draft_s), requests=1, rounds=240)
+def test_simulated_speed_agrees_with_the_designs_table(layout: Layout, draft_s: float, tokens: float) -> None:
+    """Section 5 of the design: tokens a target step at an acceptance of 0.725. Of one text: texts differ by
+    3 %, and their mean is 6 to 8 % above the design's for a drafter in turns, 1 to 2 % below it beside."""
+    found = simulate(layout, Guesses(0.725), flat(1.0, draft_s), requests=1, rounds=240, seed=3)
     assert found.tokens_per_s == pytest.approx(tokens, rel=0.08)
 
 
@@ -212,13 +215,13 @@ def test_guesses_are_a_distribution_that_covers_what_the_embedded_pair_covers() 
 
 
 def test_simulations_repeat() -> None:
-    first, second = (simulate(Way.ASYNC, Guesses(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2))
+    first, second = (simulate(Layout.ASYNC, Guesses(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2))
     assert first == second
 
 
 def test_a_better_draft_and_a_faster_draft_give_more() -> None:
     def speed(acceptance: float, draft_s: float) -> float:
-        return simulate(Way.ASYNC, Guesses(acceptance), flat(1.0, draft_s), 1, rounds=120).tokens_per_s
+        return simulate(Layout.ASYNC, Guesses(acceptance), flat(1.0, draft_s), 1, rounds=60).tokens_per_s
 
     assert speed(0.9, 0.1) > speed(0.7, 0.1) > speed(0.4, 0.1)
     assert speed(0.7, 0.1) > speed(0.7, 0.5)
@@ -227,7 +230,7 @@ def test_a_better_draft_and_a_faster_draft_give_more() -> None:
 def test_dear_rows_are_not_verified() -> None:
     dear = CostTable([Timing(rows, 0, 1.0 * rows) for rows in (1, 64)])
     costs = Costs(dear, HostCost(), 0.1, LIMITS, context=0)
-    found = simulate(Way.SYNC, Guesses(0.5), costs, 1, rounds=60)
+    found = simulate(Layout.SYNC, Guesses(0.5), costs, 1, rounds=60)
     assert found.nodes_per_round < 0.5
     assert found.node_price == pytest.approx(1.0, rel=0.2)
 
@@ -247,7 +250,7 @@ def of_five() -> Plan:
 def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: Plan) -> None:
     best = of_five.best
     assert best is not None
-    assert (best.way, best.target, best.draft) == (Way.ASYNC, 4, 1)
+    assert (best.drafting, best.target, best.draft) == (Layout.ASYNC, 4, 1)
     assert best.speed > 2 * of_five.layouts[0].speed
     text = page([of_five])
     assert len(text.splitlines()) <= 10
@@ -259,14 +262,14 @@ def test_two_devices_serve_a_large_target_better_together() -> None:
     """A second device halves what the target reads; a drafter beside would leave it one."""
     best = plan(2).best
     assert best is not None
-    assert (best.way, best.target) == (Way.SYNC, 2)
+    assert (best.drafting, best.target) == (Layout.SYNC, 2)
 
 
 def test_a_useless_draft_is_not_taken_and_the_page_says_from_where_on_one_pays() -> None:
     found = plan(1, acceptance=0.02)
     best = found.best
     assert best is not None
-    assert best.way is Way.OFF
+    assert best.drafting is Layout.OFF
     assert found.pays_from is not None
     assert 0.05 < found.pays_from < 0.5
     assert f"from an acceptance of {found.pays_from:.2f} on" in page([found])

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 from lab.ablate.growth import TableCore, TableShape, UniformCore
 from lab.ablate.rejection import DrawingSource, Drawn, RejectionRounds
-from lab.virtual.clock import Clock, Core, VirtualChannel
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, Pair, decode
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
@@ -22,6 +21,7 @@ from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.plan.virtual_time import Clock, Core, VirtualChannel
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, Outlook, WhenItPays
 from ssd_serve.verifier.planning.ranking import RankedNode
 from ssd_serve.verifier.scheduler import ScheduledChunk
@@ -106,7 +106,7 @@ class Run:
         rounds = None
         if way.choice == REJECTION:
             rounds = RejectionRounds(
-                pair.target, pair.noise(), facts.eos_token_ids, self._clock, pair.table, drawn
+                pair.target, pair.noise(), facts.eos_token_ids, self._clock, pair.target_s, drawn
             )
         self._engine, decider = pair.engine(self._clock, self._policy(), plan.width, rounds)
         decider.before = self._begin_round

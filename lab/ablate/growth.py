@@ -34,7 +34,6 @@ class OneRequest:
         self.tree = SpeculationTree(0, TREE_NODES)
 
     def handle(self, message: DrafterMessage) -> list[DrafterMessage]:
-        """See `lab.virtual.clock.Core`."""
         if isinstance(message, Open):
             self._request, self._epoch, self._sequence = message.request, message.epoch, 0
             self._parameters = message.parameters
@@ -113,7 +112,6 @@ class UniformCore(OneRequest):
         self._level, self._next = 0, [self.tree.root]
 
     def step(self) -> list[Growth]:
-        """See `lab.virtual.clock.Core`."""
         if not self.busy or self._level >= self._levels:
             return []
         growth = self.expand(self._next, self._fan_out)
@@ -227,7 +225,6 @@ class TableCore(OneRequest):
             self._chain.append(node)
 
     def step(self) -> list[Growth]:
-        """See `lab.virtual.clock.Core`."""
         if not self.busy:
             return []
         if len(self._chain) < self._wanted:

@@ -7,21 +7,19 @@ decoding", arXiv 2211.17192; several draws without replacement: Jeon et al., "Re
 arXiv 2402.14160.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lab.virtual.clock import Clock
-from lab.virtual.rig import VirtualRounds
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.models.emulated import DeviceTable
 from ssd_serve.models.interface import Model
+from ssd_serve.plan.virtual_time import Clock, VirtualRounds
 from ssd_serve.sampling.choice import draft_scores
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.seeds import mix
@@ -165,10 +163,10 @@ class RejectionRounds(VirtualRounds):
         noise: NoiseRows,
         eos: tuple[int, ...],
         clock: Clock,
-        table: DeviceTable,
+        forward_s: Callable[[int], float],
         drawn: Drawn,
     ) -> None:
-        super().__init__(model, noise, eos, clock, table)
+        super().__init__(model, noise, eos, clock, forward_s)
         self._drawn = drawn
 
     def finish(self, flight: InFlight) -> list[Walk]:

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from lab.calibration.figures import Reliability, reliability
-from lab.virtual.clock import Clock, TimedModel, VirtualChannel
-from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, decode
+from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, TimedModel, decode
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
@@ -21,6 +20,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.messages import Growth, Hello, Message, SamplingParameters
+from ssd_serve.plan.virtual_time import Clock, VirtualChannel
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import WhenItPays

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from lab.virtual.clock import Clock, Core, TimedModel, VirtualChannel, await_first
-from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, VirtualRounds
+from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, TimedModel
 from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -22,6 +21,7 @@ from ssd_serve.logs import get_logger
 from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.plan.virtual_time import Clock, Core, VirtualChannel, VirtualRounds, await_first
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import WhenItPays
@@ -160,7 +160,7 @@ class DraftedEngine:
         self.drafters = VirtualDrafters(pair.hello(), self.clock, not_host)
         facts = pair.target.facts
         target = _Computing(pair.target, not_host)
-        rounds = VirtualRounds(target, pair.noise(), facts.eos_token_ids, self.clock, pair.table)
+        rounds = VirtualRounds(target, pair.noise(), facts.eos_token_ids, self.clock, pair.target_s)
         self.engine: Engine
         self.engine, _ = pair.engine(
             self.clock, WhenItPays(concurrent=True), width, rounds, self.drafters, together

@@ -10,9 +10,11 @@ from itertools import cycle
 
 from lab.explain.measurement import MeasuredPair
 from ssd_serve.errors import SettingsError
-from ssd_serve.plan.simulation import Costs, Guesses, Simulated, Way, simulate
+from ssd_serve.plan.guesses import Guesses
+from ssd_serve.plan.simulation import Costs, Simulated, simulate
 from ssd_serve.verifier.planning.cost import Reading
 from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.layout import Layout
 
 _ROUNDS, _MIN_ROUNDS = 240, 40
 _GOVERNED, _COUNTED = 8000, 2000
@@ -43,10 +45,10 @@ class Decision:
 
     acceptance: float
     requests: int
-    expected: Mapping[Way, Simulated]
-    gains: Mapping[Way, float]
+    expected: Mapping[Layout, Simulated]
+    gains: Mapping[Layout, float]
     """Tokens as the time that plain rounds should take for them, over the time spent."""
-    taken: Way
+    taken: Layout
     share: float
     """Of the governor's last rounds that ran in the layout that it took; the others are trials."""
 
@@ -61,33 +63,36 @@ def explain(pair: MeasuredPair, question: Question) -> list[Decision]:
 
 
 def govern(
-    ways: Sequence[Way], rounds: Mapping[Way, Sequence[tuple[int, float]]], requests: int, plain_s: float
-) -> tuple[Way, float]:
+    layouts: Sequence[Layout],
+    rounds: Mapping[Layout, Sequence[tuple[int, float]]],
+    requests: int,
+    plain_s: float,
+) -> tuple[Layout, float]:
     """Show a governor rounds (tokens, seconds) of the layout that it asks for; what it ran most at the end,
     and its share."""
-    governor = Governor(tuple(ways))
-    supply = {way: cycle(each) for way, each in rounds.items()}
-    ran: list[Way] = []
+    governor = Governor(tuple(layouts))
+    supply = {layout: cycle(each) for layout, each in rounds.items()}
+    ran: list[Layout] = []
     for _ in range(_GOVERNED):
-        way = governor.choose(requests)
-        tokens, seconds = next(supply[way])
+        layout = governor.choose(requests)
+        tokens, seconds = next(supply[layout])
         governor.observe(tokens / requests * plain_s, seconds, plain_s)
-        ran.append(way)
+        ran.append(layout)
     last = ran[-_COUNTED:]
-    taken = max(ways, key=last.count)
+    taken = max(layouts, key=last.count)
     return taken, last.count(taken) / len(last)
 
 
 def _decide(pair: MeasuredPair, acceptance: float, requests: int, context: int) -> Decision:
     reading = Reading(requests * context, requests * context)
-    plain_s = pair.costs[Way.OFF].first_seconds(requests, reading)
+    plain_s = pair.costs[Layout.OFF].first_seconds(requests, reading)
     count = max(_MIN_ROUNDS, _ROUNDS // requests)
-    expected: dict[Way, Simulated] = {}
-    for way in pair.ways:
-        draft_s = 0.0 if way is Way.OFF else pair.draft_s(way)
-        costs = Costs(pair.costs[way], pair.host, draft_s, pair.limits, context)
-        expected[way] = simulate(way, Guesses(acceptance), costs, requests, count)
-    gains = {way: each.tokens_per_s * plain_s / requests for way, each in expected.items()}
-    rounds = {way: each.rounds for way, each in expected.items()}
-    taken, share = govern(pair.ways, rounds, requests, plain_s)
+    expected: dict[Layout, Simulated] = {}
+    for layout in pair.layouts:
+        draft_s = 0.0 if layout is Layout.OFF else pair.draft_s(layout)
+        costs = Costs(pair.costs[layout], pair.host, draft_s, pair.limits, context)
+        expected[layout] = simulate(layout, Guesses(acceptance), costs, requests, count)
+    gains = {layout: each.tokens_per_s * plain_s / requests for layout, each in expected.items()}
+    rounds = {layout: each.rounds for layout, each in expected.items()}
+    taken, share = govern(pair.layouts, rounds, requests, plain_s)
     return Decision(acceptance, requests, expected, gains, taken, share)

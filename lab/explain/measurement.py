@@ -15,9 +15,9 @@ from ssd_serve.drafter.width import choose_width, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.models.interface import Model
 from ssd_serve.models.warmup import measure_steps
-from ssd_serve.plan.simulation import Way
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.planning.cost import CostTable, HostCost
+from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.startup_benchmark import measure_cost
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 4, 64, 96
@@ -29,23 +29,23 @@ class MeasuredPair:
 
     target: str
     draft: str
-    cores: Mapping[Way, str]
-    costs: Mapping[Way, CostTable]
-    draft_forwards_s: Mapping[Way, Mapping[int, float]]
+    cores: Mapping[Layout, str]
+    costs: Mapping[Layout, CostTable]
+    draft_forwards_s: Mapping[Layout, Mapping[int, float]]
     """Draft forwards by their number of nodes, on the drafter's cores."""
     draft_host_s: float
     """What a draft step takes beside its forward."""
     host: HostCost
     limits: GrowthLimits
 
-    def draft_s(self, way: Way) -> float:
+    def draft_s(self, layout: Layout) -> float:
         """A whole draft step of the width that the drafter would choose."""
-        return self.draft_forwards_s[way][self.limits.width] + self.draft_host_s
+        return self.draft_forwards_s[layout][self.limits.width] + self.draft_host_s
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def layouts(self) -> tuple[Layout, ...]:
         """The layouts in the governor's order: the set-up's first one first, plain decoding last."""
-        return tuple(way for way in (Way.ASYNC, Way.SYNC, Way.OFF) if way in self.costs)
+        return tuple(layout for layout in (Layout.ASYNC, Layout.SYNC, Layout.OFF) if layout in self.costs)
 
 
 def measure_pair(settings: Settings, say: Callable[[str], None]) -> MeasuredPair:
@@ -63,20 +63,20 @@ def measure_pair(settings: Settings, say: Callable[[str], None]) -> MeasuredPair
     rig = Rig(settings.model_copy(update={"mode": placement.mode}))
     say("measuring steps")
     table = measure_cost(rig.target)
-    costs = {Way.OFF: table, Way.SYNC: table}
-    forwards = {Way.SYNC: _draft_forwards(rig.draft, settings.draft_width)}
-    width = choose_width(forwards[Way.SYNC])
+    costs = {Layout.OFF: table, Layout.SYNC: table}
+    forwards = {Layout.SYNC: _draft_forwards(rig.draft, settings.draft_width)}
+    width = choose_width(forwards[Layout.SYNC])
     say("measuring the host's share")
     host, inline_step_s = _host(rig, width)
-    draft_host_s = max(0.0, inline_step_s - forwards[Way.SYNC][width])
-    cores = {Way.OFF: str(alone), Way.SYNC: str(alone)}
+    draft_host_s = max(0.0, inline_step_s - forwards[Layout.SYNC][width])
+    cores = {Layout.OFF: str(alone), Layout.SYNC: str(alone)}
     if placement.mode is Mode.SSD:
         say("measuring steps on the cores that each has beside the other")
-        costs[Way.ASYNC], forwards[Way.ASYNC] = _beside(rig, placement, settings.draft_width)
-        width = choose_width(forwards[Way.ASYNC])
-        cores[Way.ASYNC] = f"{placement.target} and {placement.draft}"
+        costs[Layout.ASYNC], forwards[Layout.ASYNC] = _beside(rig, placement, settings.draft_width)
+        width = choose_width(forwards[Layout.ASYNC])
+        cores[Layout.ASYNC] = f"{placement.target} and {placement.draft}"
         if placement.alone is None:  # the set-up has no inline layout, as in the verifier
-            del costs[Way.SYNC], forwards[Way.SYNC], cores[Way.SYNC]
+            del costs[Layout.SYNC], forwards[Layout.SYNC], cores[Layout.SYNC]
     limits = GrowthLimits(width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes)
     names = rig.target.facts.name, rig.draft.facts.name
     return MeasuredPair(*names, cores, costs, forwards, draft_host_s, host, limits)

@@ -6,12 +6,12 @@ from lab.explain.experiment import Decision, Question
 from lab.explain.measurement import MeasuredPair
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT
-from ssd_serve.plan.simulation import Way
 from ssd_serve.verifier.planning.cost import Reading
+from ssd_serve.verifier.planning.layout import Layout
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _HARDLY = 0.05
-_NAMES = {Way.ASYNC: "beside", Way.SYNC: "inline", Way.OFF: "plain"}
+_NAMES = {Layout.ASYNC: "beside", Layout.SYNC: "inline", Layout.OFF: "plain"}
 
 
 def page(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> str:
@@ -39,16 +39,16 @@ def as_json(pair: MeasuredPair, question: Question, decisions: Sequence[Decision
         "target": pair.target,
         "draft": pair.draft,
         "context": question.context,
-        "cores": {way.value: cores for way, cores in pair.cores.items()},
+        "cores": {layout.value: cores for layout, cores in pair.cores.items()},
         "target_s": {
-            way.value: {
-                f"{rows}@{context}": _target_s(pair, way, rows, context) for rows, context in _points()
+            layout.value: {
+                f"{rows}@{context}": _target_s(pair, layout, rows, context) for rows, context in _points()
             }
-            for way in pair.ways
+            for layout in pair.layouts
         },
         "draft_forward_s": {
-            way.value: {str(nodes): seconds for nodes, seconds in each.items()}
-            for way, each in pair.draft_forwards_s.items()
+            layout.value: {str(nodes): seconds for nodes, seconds in each.items()}
+            for layout, each in pair.draft_forwards_s.items()
         },
         "draft_width": pair.limits.width,
         "draft_host_s": pair.draft_host_s,
@@ -67,8 +67,8 @@ def _decision_json(decision: Decision) -> dict[str, object]:
         "takes": decision.taken.value,
         "share_of_rounds": decision.share,
         "layouts": {
-            way.value: {
-                "gain": decision.gains[way],
+            layout.value: {
+                "gain": decision.gains[layout],
                 "tokens_per_s": each.tokens_per_s,
                 "tokens_per_round": each.tokens_per_round,
                 "nodes_per_round": each.nodes_per_round,
@@ -77,7 +77,7 @@ def _decision_json(decision: Decision) -> dict[str, object]:
                 "node_price_tokens": each.node_price,
                 "step_price_tokens": each.step_price,
             }
-            for way, each in decision.expected.items()
+            for layout, each in decision.expected.items()
         },
     }
 
@@ -86,8 +86,8 @@ def _points() -> list[tuple[int, int]]:
     return [(rows, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for rows in _ROWS]
 
 
-def _target_s(pair: MeasuredPair, way: Way, rows: int, context: int) -> float:
-    return pair.costs[way].seconds(rows, Reading(context, rows * context))
+def _target_s(pair: MeasuredPair, layout: Layout, rows: int, context: int) -> float:
+    return pair.costs[layout].seconds(rows, Reading(context, rows * context))
 
 
 def _target(pair: MeasuredPair) -> list[str]:
@@ -97,21 +97,21 @@ def _target(pair: MeasuredPair) -> list[str]:
         "| layout | cores | context | " + " | ".join(f"{rows} row(s)" for rows in _ROWS) + " |",
         "|" + "---|" * (3 + len(_ROWS)),
     ]
-    for way in pair.ways:
-        if way is Way.OFF and Way.SYNC in pair.costs:
+    for layout in pair.layouts:
+        if layout is Layout.OFF and Layout.SYNC in pair.costs:
             continue
-        name = "inline, plain" if way is Way.SYNC else _NAMES[way]
+        name = "inline, plain" if layout is Layout.SYNC else _NAMES[layout]
         for context in (SHORT_CONTEXT, LONG_CONTEXT):
-            cells = (f"{1e3 * _target_s(pair, way, rows, context):.2f}" for rows in _ROWS)
-            lines.append(f"| {name} | {pair.cores[way]} | {context} | {' | '.join(cells)} |")
+            cells = (f"{1e3 * _target_s(pair, layout, rows, context):.2f}" for rows in _ROWS)
+            lines.append(f"| {name} | {pair.cores[layout]} | {context} | {' | '.join(cells)} |")
     return lines
 
 
 def _draft(pair: MeasuredPair) -> list[str]:
     lines = ["## Draft and host", ""]
-    for way, forwards in pair.draft_forwards_s.items():
+    for layout, forwards in pair.draft_forwards_s.items():
         told = ", ".join(f"{nodes} nodes {1e3 * seconds:.2f} ms" for nodes, seconds in forwards.items())
-        lines.append(f"- draft forwards, {_NAMES[way]}: {told}")
+        lines.append(f"- draft forwards, {_NAMES[layout]}: {told}")
     lines.append(
         f"- the drafter expands {pair.limits.width} nodes a step, the widest that costs little more than the "
         f"narrowest; a step takes {1e3 * pair.draft_host_s:.2f} ms beside its forward"
@@ -141,17 +141,17 @@ def _decisions(pair: MeasuredPair, question: Question, decisions: Sequence[Decis
         "|" + "---|" * 11,
     ]
     for decision in decisions:
-        for way in pair.ways:
-            each = decision.expected[way]
+        for layout in pair.layouts:
+            each = decision.expected[layout]
             drafting = (
                 f"{each.nodes_per_round:.1f} | {each.node_price:.2f} | {each.waited_steps:.1f} "
                 f"| {each.step_price:.2f} | {each.tokens_per_round:.2f} | {each.hit_rate:.2f}"
             )
-            cells = "0 |  |  |  | 1.00 | " if way is Way.OFF else drafting
-            name = f"**{_NAMES[way]}**" if way is decision.taken else _NAMES[way]
+            cells = "0 |  |  |  | 1.00 | " if layout is Layout.OFF else drafting
+            name = f"**{_NAMES[layout]}**" if layout is decision.taken else _NAMES[layout]
             lines.append(
                 f"| {decision.acceptance:g} | {decision.requests} | {name} | {cells} "
-                f"| {each.tokens_per_s:.1f} | {decision.gains[way]:.2f} |"
+                f"| {each.tokens_per_s:.1f} | {decision.gains[layout]:.2f} |"
             )
     lines += ["", *(f"- {_why(each)}" for each in decisions)]
     return lines
@@ -160,16 +160,17 @@ def _decisions(pair: MeasuredPair, question: Question, decisions: Sequence[Decis
 def _why(decision: Decision) -> str:
     """One sentence for the governor's choice."""
     others = sorted(
-        (way for way in decision.gains if way is not decision.taken), key=lambda way: -decision.gains[way]
+        (layout for layout in decision.gains if layout is not decision.taken),
+        key=lambda layout: -decision.gains[layout],
     )
-    against = ", ".join(f"{_NAMES[way]} {decision.gains[way]:.2f}" for way in others)
-    drafting = [way for way in decision.expected if way is not Way.OFF]
+    against = ", ".join(f"{_NAMES[layout]} {decision.gains[layout]:.2f}" for layout in others)
+    drafting = [layout for layout in decision.expected if layout is not Layout.OFF]
     text = (
         f"acceptance {decision.acceptance:g}, {decision.requests} request(s): the governor takes "
         f"{_NAMES[decision.taken]}, which gives {decision.gains[decision.taken]:.2f} against {against}"
     )
-    if decision.taken is Way.OFF:
-        nodes = max(decision.expected[way].nodes_per_round for way in drafting)
+    if decision.taken is Layout.OFF:
+        nodes = max(decision.expected[layout].nodes_per_round for layout in drafting)
         return f"{text}; drafting costs more than the {nodes:.1f} nodes that are worth verifying bring"
     taken = decision.expected[decision.taken]
     if taken.nodes_per_round < _HARDLY:

@@ -6,12 +6,12 @@ else it does. Not a measurement of any device. Knows how things are put together
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
-from lab.virtual.clock import MESSAGE_S, Clock, TimedModel
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     NOISE_SCHEME,
@@ -24,7 +24,9 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.models.emulated import DeviceTable
-from ssd_serve.models.interface import Model
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, VirtualRounds
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
@@ -34,7 +36,7 @@ from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.growth import GrowPolicy
 from ssd_serve.verifier.planning.planner import RoundPlanner
 from ssd_serve.verifier.planning.ranking import RankedNode
-from ssd_serve.verifier.round import InFlight, RequestStep, Rounds
+from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import ScheduledChunk, SchedulerLimits
 
 SLOTS = 4096
@@ -42,41 +44,29 @@ DRAFT_SLOTS = 16384
 TREE_NODES = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """A forward that has been computed, and is over at `at` of the virtual clock."""
+class TimedModel(WrappedModel):
+    """A model that adds up what its forwards would take: `step_s` up to `flat_rows` rows, then in
+    proportion."""
 
-    clock: Clock
-    at: float
+    def __init__(self, model: Model, step_s: float, flat_rows: int) -> None:
+        super().__init__(model)
+        self._step_s = step_s
+        self._flat_rows = flat_rows
+        self._seconds = 0.0
+        self.forwards = 0
+        self.rows = 0
 
-    def ready(self) -> bool:
-        """Always: nothing is listened for, because what arrives meanwhile is taken when it is over."""
-        return True
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Forward now; its time is only noted."""
+        self._seconds += self._step_s * max(1.0, batch.rows / self._flat_rows)
+        self.forwards += 1
+        self.rows += batch.rows
+        return self._model.forward(batch)
 
-    def wait(self) -> float:
-        """Let time pass until then."""
-        if self.clock.now < self.at:
-            self.clock.advance(self.at)
-        return self.at
-
-
-class VirtualRounds(Rounds):
-    """Rounds whose forwards take what the table says."""
-
-    def __init__(
-        self, model: Model, noise: NoiseRows, eos: tuple[int, ...], clock: Clock, table: DeviceTable
-    ) -> None:
-        super().__init__(model, noise, eos)
-        self._virtual = clock
-        self._table = table
-
-    def launch(self, work: Sequence[RequestStep]) -> InFlight:
-        """See `Rounds.launch`."""
-        flight = super().launch(work)
-        started = self._virtual.now
-        over = started + self._table.target_s * max(1.0, flight.rows / self._table.flat_rows)
-        result = replace(flight.result, completion=_Landing(self._virtual, over))
-        return replace(flight, started=started, result=result)
+    def take_seconds(self) -> float:
+        """Seconds noted since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class ObservedDecider(RoundPlanner):
@@ -113,6 +103,10 @@ class Pair:
         """Fresh noise rows for one side."""
         vocabulary = self.target.facts.vocabulary
         return NoiseRows(vocabulary, capacity_for(vocabulary))
+
+    def target_s(self, rows: int) -> float:
+        """What a forward of the target takes."""
+        return self.table.target_s * max(1.0, rows / self.table.flat_rows)
 
     def timed_draft(self) -> TimedModel:
         """The draft model, timed by the table."""
@@ -163,7 +157,7 @@ class Pair:
                 policy=policy,
                 clock=clock,
                 rounds=rounds
-                or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.table),
+                or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.target_s),
                 decider_kind=ObservedDecider,
             )
         )

@@ -3,12 +3,12 @@
 from lab.drafters.crowd import Plan
 from lab.drafters.experiment import run_drafters
 from lab.drafters.report import drafters_table
-from lab.virtual.clock import MESSAGE_S, Clock, await_first
 from lab.virtual.rig import DRAFT_SLOTS
 from ssd_serve.messages import Close
+from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, await_first
 from tests.fakes import FakeModel
-from tests.lab.test_virtual_clock import drafter
 from tests.lab.virtual_fakes import fake_pair, fake_prompts
+from tests.test_virtual_time import drafter
 
 ROW = {
     "candidates_per_s": 10.0,

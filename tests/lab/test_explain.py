@@ -11,13 +11,14 @@ from lab.explain.measurement import MeasuredPair, measure_pair
 from lab.explain.page import as_json, page
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import SettingsError
-from ssd_serve.plan.simulation import Way
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
+from ssd_serve.verifier.planning.layout import Layout
 
 pytestmark = pytest.mark.slow
 
-WAYS = (Way.ASYNC, Way.SYNC, Way.OFF)
+LAYOUTS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
+NAMES = {Layout.ASYNC: "beside", Layout.SYNC: "inline", Layout.OFF: "plain"}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -28,12 +29,12 @@ def table(first_s: float, row_s: float) -> CostTable:
 def pair(row_s: float, draft_s: float = 2e-3) -> MeasuredPair:
     """A target of 20 ms; beside a drafter it has fewer cores and takes 25 ms."""
     alone, beside = table(20e-3, row_s), table(25e-3, row_s)
-    forwards = {Way.SYNC: {4: draft_s, 16: draft_s}, Way.ASYNC: {4: draft_s, 16: draft_s}}
+    forwards = {Layout.SYNC: {4: draft_s, 16: draft_s}, Layout.ASYNC: {4: draft_s, 16: draft_s}}
     return MeasuredPair(
         target="large",
         draft="small",
-        cores={Way.OFF: "cpu:0-1", Way.SYNC: "cpu:0-1", Way.ASYNC: "cpu:0 and cpu:1"},
-        costs={Way.OFF: alone, Way.SYNC: alone, Way.ASYNC: beside},
+        cores={Layout.OFF: "cpu:0-1", Layout.SYNC: "cpu:0-1", Layout.ASYNC: "cpu:0 and cpu:1"},
+        costs={Layout.OFF: alone, Layout.SYNC: alone, Layout.ASYNC: beside},
         draft_forwards_s=forwards,
         draft_host_s=0.5e-3,
         host=HostCost(),
@@ -51,39 +52,39 @@ def decide(measured: MeasuredPair, acceptance: float, requests: int = 1) -> Deci
 
 def test_a_governor_keeps_the_layout_that_gives_most() -> None:
     """In 10 ms, plain rounds give one token, inline ones two, those beside three and a half."""
-    rounds = {way: [(tokens, 0.010)] for way, tokens in zip(WAYS, (3, 2, 1), strict=True)}
-    assert govern(WAYS, rounds, 1, plain_s=0.010)[0] is Way.ASYNC
-    rounds[Way.ASYNC] = [(1, 0.020)]
-    taken, share = govern(WAYS, rounds, 1, plain_s=0.010)
-    assert taken is Way.SYNC
+    rounds = {layout: [(tokens, 0.010)] for layout, tokens in zip(LAYOUTS, (3, 2, 1), strict=True)}
+    assert govern(LAYOUTS, rounds, 1, plain_s=0.010)[0] is Layout.ASYNC
+    rounds[Layout.ASYNC] = [(1, 0.020)]
+    taken, share = govern(LAYOUTS, rounds, 1, plain_s=0.010)
+    assert taken is Layout.SYNC
     assert share > 0.8
 
 
 def test_good_and_quick_drafts_are_drafted_and_useless_ones_are_not() -> None:
     good = decide(CHEAP, 0.9)
-    assert good.taken is not Way.OFF
+    assert good.taken is not Layout.OFF
     assert good.gains[good.taken] > 3
-    assert good.gains[Way.OFF] == pytest.approx(1.0, abs=0.05)
+    assert good.gains[Layout.OFF] == pytest.approx(1.0, abs=0.05)
     slow = decide(pair(row_s=20e-3, draft_s=15e-3), 0.3)
-    assert slow.taken is not Way.ASYNC
+    assert slow.taken is not Layout.ASYNC
     assert slow.expected[slow.taken].nodes_per_round < 0.1  # inline without drafts is plain decoding
 
 
 def test_dearer_rows_raise_the_price_of_a_node_and_fewer_are_verified() -> None:
-    cheap, dear = (decide(each, 0.76).expected[Way.ASYNC] for each in (CHEAP, pair(row_s=3e-3)))
+    cheap, dear = (decide(each, 0.76).expected[Layout.ASYNC] for each in (CHEAP, pair(row_s=3e-3)))
     assert dear.node_price > 3 * cheap.node_price
     assert dear.nodes_per_round < cheap.nodes_per_round / 2
 
 
 def test_under_load_each_request_gets_fewer_nodes() -> None:
     measured = pair(row_s=1e-3)
-    one, sixteen = (decide(measured, 0.76, requests).expected[Way.ASYNC] for requests in (1, 16))
+    one, sixteen = (decide(measured, 0.76, requests).expected[Layout.ASYNC] for requests in (1, 16))
     assert sixteen.nodes_per_round / 16 < one.nodes_per_round / 2
     assert sixteen.tokens_per_s > one.tokens_per_s
 
 
 def test_growth_is_not_awaited_where_a_step_is_dear() -> None:
-    quick, slow = (decide(each, 0.76).expected[Way.SYNC] for each in (CHEAP, pair(1e-4, draft_s=40e-3)))
+    quick, slow = (decide(each, 0.76).expected[Layout.SYNC] for each in (CHEAP, pair(1e-4, draft_s=40e-3)))
     assert quick.waited_steps > 2
     assert slow.waited_steps < 0.2
 
@@ -95,11 +96,9 @@ def test_the_page_names_the_layout_that_is_taken_and_every_price() -> None:
     assert "| beside | cpu:0 and cpu:1 | 128 | 25.00 |" in text
     assert "| inline, plain | cpu:0-1 | 128 | 20.00 |" in text
     for decision in found:
-        taken = decision.expected[decision.taken]
-        assert (
-            f"| 0.9 | {decision.requests} | **{decision.taken.value}** | {taken.nodes_per_round:.1f}" in text
-        )
-        assert f"{decision.requests} request(s): the governor takes {decision.taken.value}" in text
+        taken, name = decision.expected[decision.taken], NAMES[decision.taken]
+        assert f"| 0.9 | {decision.requests} | **{name}** | {taken.nodes_per_round:.1f}" in text
+        assert f"{decision.requests} request(s): the governor takes {name}" in text
 
 
 def test_the_json_holds_what_the_page_says() -> None:
@@ -112,10 +111,10 @@ def test_the_json_holds_what_the_page_says() -> None:
 
 
 def test_an_inline_set_up_has_two_layouts() -> None:
-    costs = {way: CHEAP.costs[way] for way in (Way.SYNC, Way.OFF)}
+    costs = {layout: CHEAP.costs[layout] for layout in (Layout.SYNC, Layout.OFF)}
     measured = replace(CHEAP, costs=costs)
-    assert measured.ways == (Way.SYNC, Way.OFF)
-    assert set(decide(measured, 0.9).expected) == {Way.SYNC, Way.OFF}
+    assert measured.layouts == (Layout.SYNC, Layout.OFF)
+    assert set(decide(measured, 0.9).expected) == {Layout.SYNC, Layout.OFF}
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from ssd_serve.plan.plan import DRAFT_HOST_S, MemoryShare, Plan, PlannedLayout, best_draft
-from ssd_serve.plan.simulation import Way
+from ssd_serve.verifier.planning.layout import Layout
 
 _GIB = float(1 << 30)
-_MODES = {Way.OFF: "ar", Way.SYNC: "sd", Way.ASYNC: "ssd"}
-_NAMES = {Way.OFF: "plain", Way.SYNC: "draft inline", Way.ASYNC: "draft beside"}
+_MODES = {Layout.OFF: "ar", Layout.SYNC: "sd", Layout.ASYNC: "ssd"}
+_NAMES = {Layout.OFF: "plain", Layout.SYNC: "draft inline", Layout.ASYNC: "draft beside"}
 
 
 def page(plans: Sequence[Plan]) -> str:
@@ -36,7 +36,7 @@ def as_json(plans: Sequence[Plan]) -> list[dict[str, object]]:
             "requests": plan.wish.requests,
             "context": plan.wish.context,
             "layouts": [_layout_json(layout) for layout in plan.layouts],
-            "take": _MODES[plan.best.way] if plan.best is not None else None,
+            "take": _MODES[plan.best.drafting] if plan.best is not None else None,
             "draft_pays_from_acceptance": plan.pays_from,
             "devices_needed": plan.devices_needed,
         }
@@ -47,7 +47,7 @@ def as_json(plans: Sequence[Plan]) -> list[dict[str, object]]:
 def _layout_json(layout: PlannedLayout) -> dict[str, object]:
     expected = layout.expected
     return {
-        "mode": _MODES[layout.way],
+        "mode": _MODES[layout.drafting],
         "target_devices": layout.target,
         "draft_devices": layout.draft,
         "fits": all(share.fits for share in layout.shares),
@@ -83,11 +83,10 @@ def _assumed(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> list[str]:
     """The roomiest placement first: the plain one; then what a draft needs."""
-    layouts = {layout.way: layout for layout in plan.layouts}
-    lines = [
-        f"memory, target on {_count(plan, layouts[Way.OFF].target)}: {_share(layouts[Way.OFF].shares[0])}"
-    ]
-    beside, inline = layouts.get(Way.ASYNC), layouts.get(Way.SYNC)
+    layouts = {layout.drafting: layout for layout in plan.layouts}
+    plain = layouts[Layout.OFF]
+    lines = [f"memory, target on {_count(plan, plain.target)}: {_share(plain.shares[0])}"]
+    beside, inline = layouts.get(Layout.ASYNC), layouts.get(Layout.SYNC)
     if beside is not None:
         target, draft = beside.shares
         lines.append(
@@ -111,8 +110,9 @@ def _steps(plan: Plan) -> str:
     plain = plan.layouts[0]
     parts = [f"expected steps: target {1e3 * plain.step_s:.1f} ms on {_count(plan, plain.target)}"]
     parts += [
-        f"{_NAMES[layout.way]}: target {1e3 * layout.step_s:.1f} ms, draft {1e3 * layout.draft_s:.1f} ms "
-        f"for {plan.wish.width} nodes ({layout.draft_s / layout.step_s:.2f} of it)"
+        f"{_NAMES[layout.drafting]}: target {1e3 * layout.step_s:.1f} ms, "
+        f"draft {1e3 * layout.draft_s:.1f} ms for {plan.wish.width} nodes "
+        f"({layout.draft_s / layout.step_s:.2f} of it)"
         for layout in plan.layouts[1:]
     ]
     return "; ".join(parts)
@@ -124,13 +124,13 @@ def _layout(plan: Plan, layout: PlannedLayout) -> str:
         where += f", draft on {layout.draft}"
     idle = plan.platform.count - layout.target - layout.draft
     where += f", {idle} idle" if idle else ""
-    label = f"  {_NAMES[layout.way]:<13} ({where})"
+    label = f"  {_NAMES[layout.drafting]:<13} ({where})"
     expected = layout.expected
     if expected is None:
         return f"{label}: does not fit"
     text = f"{label}: {expected.tokens_per_s:.1f} tokens/s"
     plain = plan.layouts[0].speed
-    if layout.way is not Way.OFF:
+    if layout.drafting is not Layout.OFF:
         faster = f", {expected.tokens_per_s / plain:.2f}x plain" if plain else ""
         text += f"{faster}, {expected.tokens_per_round:.2f} tokens a round"
         text += f", {expected.nodes_per_round:.0f} nodes verified"
@@ -155,26 +155,28 @@ def _verdict(plan: Plan) -> str:
         if plan.pays_from is not None
         else "no acceptance makes it pay"
     )
-    if best.way is Way.OFF:
+    if best.drafting is Layout.OFF:
         return f"take: plain decoding ({_settings(plan, best)}); {pays}"
     plain = plan.layouts[0].speed
     faster = f", {best.speed / plain:.2f}x plain decoding on the same devices" if plain else ""
-    return f"take: {_NAMES[best.way]} ({_settings(plan, best)}){faster}; {pays}"
+    return f"take: {_NAMES[best.drafting]} ({_settings(plan, best)}){faster}; {pays}"
 
 
 def _settings(plan: Plan, layout: PlannedLayout) -> str:
     """What the engine is to be told of a layout."""
     split = layout.target > 1 and not plan.platform.shares_memory
-    return f"mode {_MODES[layout.way]}" + (f", SSD_TENSOR_PARALLEL={layout.target}" if split else "")
+    return f"mode {_MODES[layout.drafting]}" + (f", SSD_TENSOR_PARALLEL={layout.target}" if split else "")
 
 
 def _draft(plan: Plan) -> str:
     if plan.draft is None or plan.best is None:
         return "does not fit"
     plain = plan.layouts[0].speed
-    drafting = max(plan.layouts[1:], key=lambda layout: layout.speed)
+    fastest = max(plan.layouts[1:], key=lambda layout: layout.speed)
     gain = (
-        f"{drafting.speed / plain:.2f}x {_NAMES[drafting.way]}" if plain else f"{drafting.speed:.1f} tokens/s"
+        f"{fastest.speed / plain:.2f}x {_NAMES[fastest.drafting]}"
+        if plain
+        else f"{fastest.speed:.1f} tokens/s"
     )
     return f"{plan.draft.name} at {plan.wish.acceptance:g} {gain}"
 

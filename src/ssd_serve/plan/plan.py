@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import SettingsError
 from ssd_serve.plan.devices import Platform, cost_table
+from ssd_serve.plan.guesses import Guesses
 from ssd_serve.plan.known_models import PlannedModel
-from ssd_serve.plan.simulation import Costs, Guesses, Simulated, Way, simulate
+from ssd_serve.plan.simulation import Costs, Simulated, simulate
 from ssd_serve.verifier.planning.cost import HostCost
+from ssd_serve.verifier.planning.layout import Layout
 
 DRAFT_HOST_S = 1e-3
 """What a draft step takes beside its forward. Steps that were stretched to 1.8 ms took 2.8 ms in the
@@ -73,7 +75,7 @@ class PlannedLayout:
     """One way to use the devices. `expected` is None where it does not fit, or needs devices that are not
     there."""
 
-    way: Way
+    drafting: Layout
     target: int
     draft: int
     """Devices of the drafter's own."""
@@ -123,19 +125,19 @@ def make_plan(
 ) -> Plan:
     """Compare plain decoding, the draft in turns with the target, and the draft on a device of its own.
 
-    Expected tokens come from the engine's own trees and decisions in simulated time, which agrees within a
-    few per cent with section 5 of the design: 2.9 and 3.5 tokens a target step for synchronous and live trees
-    at an acceptance of 0.725 and draft steps of 0.094.
+    Expected tokens come from the engine itself in virtual time, which agrees within some per cent with
+    section 5 of the design: 2.9 and 3.5 tokens a target step for synchronous and live trees at an acceptance
+    of 0.725 and draft steps of 0.094.
     """
-    layouts = [_layout(Way.OFF, platform, target, None, wish)]
+    layouts = [_layout(Layout.OFF, platform, target, None, wish)]
     if draft is not None:
-        layouts.append(_layout(Way.SYNC, platform, target, draft, wish))
+        layouts.append(_layout(Layout.SYNC, platform, target, draft, wish))
         if platform.count > 1:
-            layouts.append(_layout(Way.ASYNC, platform, target, draft, wish))
-    drafting = max(layouts[1:], key=lambda layout: layout.speed, default=None)
+            layouts.append(_layout(Layout.ASYNC, platform, target, draft, wish))
+    fastest = max(layouts[1:], key=lambda layout: layout.speed, default=None)
     pays_from = None
-    if draft is not None and drafting is not None and drafting.expected is not None:
-        pays_from = _pays_from(platform, target, draft, wish, drafting.way, layouts[0].speed)
+    if draft is not None and fastest is not None and fastest.expected is not None:
+        pays_from = _pays_from(platform, target, draft, wish, fastest.drafting, layouts[0].speed)
     return Plan(platform, wish, target, draft, tuple(layouts), pays_from)
 
 
@@ -145,25 +147,25 @@ def best_draft(plans: Sequence[Plan]) -> Plan:
 
 
 def _layout(
-    way: Way, platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: PlanOptions
+    drafting: Layout, platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: PlanOptions
 ) -> PlannedLayout:
-    own = int(way is Way.ASYNC)
+    own = int(drafting is Layout.ASYNC)
     devices = platform.group(target, platform.count - own)
-    target_share = _share(platform, target, devices, wish, draft if way is Way.SYNC else None)
+    target_share = _share(platform, target, devices, wish, draft if drafting is Layout.SYNC else None)
     shares = [target_share]
-    if draft is not None and way is Way.ASYNC:
+    if draft is not None and drafting is Layout.ASYNC:
         shares.append(_share(platform, draft, 1, wish))
     fits = all(share.fits for share in shares)
     if platform.shares_memory:
         fits = sum(share.need for share in shares) <= target_share.free
-    costs = _costs(way, platform, target, devices, draft, wish)
-    expected = _expected(way, costs, wish, wish.acceptance) if fits else None
+    costs = _costs(drafting, platform, target, devices, draft, wish)
+    expected = _expected(drafting, costs, wish, wish.acceptance) if fits else None
     step_s = platform.step_s(target, devices, wish.requests, wish.context * wish.requests)
-    return PlannedLayout(way, devices, own, tuple(shares), step_s, costs.draft_s, expected)
+    return PlannedLayout(drafting, devices, own, tuple(shares), step_s, costs.draft_s, expected)
 
 
 def _costs(
-    way: Way,
+    drafting: Layout,
     platform: Platform,
     target: PlannedModel,
     devices: int,
@@ -173,18 +175,20 @@ def _costs(
     draft_s, factor = 0.0, 1.0
     if draft is not None:
         # A drafter in turns has the target's device; of cores, all of them.
-        own = devices if way is Way.SYNC and platform.shares_memory else 1
+        own = devices if drafting is Layout.SYNC and platform.shares_memory else 1
         draft_s = platform.step_s(draft, own, wish.width, wish.context) + DRAFT_HOST_S
-        factor = platform.disturbance(devices, draft) if way is Way.ASYNC else 1.0
+        factor = platform.disturbance(devices, draft) if drafting is Layout.ASYNC else 1.0
     limits = GrowthLimits(width=wish.width, fan_out=_FAN_OUT, depth=16, nodes=4096)
     table = cost_table(platform, target, devices, wish.context, factor)
     return Costs(table, HostCost(), factor * draft_s, limits, wish.context)
 
 
 def _expected(
-    way: Way, costs: Costs, wish: PlanOptions, acceptance: float, rounds: int = _ROUNDS
+    drafting: Layout, costs: Costs, wish: PlanOptions, acceptance: float, rounds: int = _ROUNDS
 ) -> Simulated:
-    return simulate(way, Guesses(acceptance), costs, wish.requests, max(_MIN_ROUNDS, rounds // wish.requests))
+    return simulate(
+        drafting, Guesses(acceptance), costs, wish.requests, max(_MIN_ROUNDS, rounds // wish.requests)
+    )
 
 
 def _share(
@@ -205,17 +209,22 @@ def _share(
 
 
 def _pays_from(
-    platform: Platform, target: PlannedModel, draft: PlannedModel, wish: PlanOptions, way: Way, plain: float
+    platform: Platform,
+    target: PlannedModel,
+    draft: PlannedModel,
+    wish: PlanOptions,
+    drafting: Layout,
+    plain: float,
 ) -> float | None:
-    """By halving: the least acceptance at which `way` gives `PAYS` times the plain speed."""
-    devices = platform.group(target, platform.count - int(way is Way.ASYNC))
-    costs = _costs(way, platform, target, devices, draft, wish)
+    """By halving: the least acceptance at which `drafting` gives `PAYS` times the plain speed."""
+    devices = platform.group(target, platform.count - int(drafting is Layout.ASYNC))
+    costs = _costs(drafting, platform, target, devices, draft, wish)
     low, high = 0.05, 0.95
-    if _expected(way, costs, wish, high, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:
+    if _expected(drafting, costs, wish, high, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:
         return None
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
-        if _expected(way, costs, wish, middle, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:
+        if _expected(drafting, costs, wish, middle, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:
             low = middle
         else:
             high = middle

@@ -1,15 +1,15 @@
-"""Virtual time: a clock, models whose forwards only note what they would take, and drafters that work while
-the verifier's time passes.
+"""Virtual time for the real engine: a clock, rounds that take what they are said to take, and a channel to a
+drafter that works while the verifier's time passes.
 
 Knows messages, steps and seconds; not what is verified, and not what is compared.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ssd_serve.drafter.inline import ChannelWithin
-from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
     Close,
     DrafterMessage,
@@ -21,8 +21,9 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
-from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.models.interface import Model
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.verifier.round import InFlight, RequestStep, Rounds
 
 MESSAGE_S = 50e-6
 """What a message takes: about a unix socket's time there or back."""
@@ -63,27 +64,71 @@ class Clock:
         self.now = max(self.now, end)
 
 
-class TimedModel(WrappedModel):
-    """A model that adds up what its forwards would take: `step_s` up to `flat_rows` rows, then in
-    proportion."""
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """A forward that has been computed, and is over at `at` of the virtual clock."""
 
-    def __init__(self, model: Model, step_s: float, flat_rows: int) -> None:
-        super().__init__(model)
-        self._step_s = step_s
-        self._flat_rows = flat_rows
-        self._seconds = 0.0
-        self.forwards = 0
-        self.rows = 0
+    clock: Clock
+    at: float
 
-    def forward(self, batch: Batch) -> ForwardResult:
-        """Forward now; its time is only noted."""
-        self._seconds += self._step_s * max(1.0, batch.rows / self._flat_rows)
-        self.forwards += 1
-        self.rows += batch.rows
-        return self._model.forward(batch)
+    def ready(self) -> bool:
+        """Always: nothing is listened for, because what arrives meanwhile is taken when it is over."""
+        return True
+
+    def wait(self) -> float:
+        """Let time pass until then."""
+        if self.clock.now < self.at:
+            self.clock.advance(self.at)
+        return self.at
+
+
+class VirtualRounds(Rounds):
+    """Rounds whose forwards take `forward_s` of their rows; before that the host takes `host_s` of their
+    requests and nodes, or no time."""
+
+    def __init__(
+        self,
+        model: Model,
+        noise: NoiseRows,
+        eos: tuple[int, ...],
+        clock: Clock,
+        forward_s: Callable[[int], float],
+        host_s: Callable[[int, int], float] | None = None,
+    ) -> None:
+        super().__init__(model, noise, eos, clock=clock)
+        self._virtual = clock
+        self._forward_s = forward_s
+        self._host_s = host_s
+
+    def launch(self, work: Sequence[RequestStep]) -> InFlight:
+        if self._host_s is not None:
+            nodes = sum(len(each.tree) for each in work)
+            self._virtual.advance(self._virtual.now + self._host_s(len(work), nodes))
+        flight = super().launch(work)
+        landing = _Landing(self._virtual, flight.started + self._forward_s(flight.rows))
+        return replace(flight, result=replace(flight.result, completion=landing))
+
+
+class Timed(Protocol):
+    """What adds up the seconds that a drafter's steps take."""
 
     def take_seconds(self) -> float:
         """Seconds noted since the last call."""
+        ...
+
+
+class StepTimes:
+    """Adds up steps that take `step_s` each."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._seconds = 0.0
+
+    def add(self) -> None:
+        """One more step."""
+        self._seconds += self._step_s
+
+    def take_seconds(self) -> float:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -91,11 +136,11 @@ class TimedModel(WrappedModel):
 class VirtualChannel(ChannelWithin):
     """The verifier's end of a channel to a drafter whose device works while the verifier's time passes."""
 
-    def __init__(self, clock: Clock, core: Core, model: TimedModel, hello: Hello) -> None:
+    def __init__(self, clock: Clock, core: Core, timed: Timed, hello: Hello) -> None:
         super().__init__()
         self._clock = clock
         self._core = core
-        self._model = model
+        self._timed = timed
         self._to_drafter: list[tuple[float, DrafterMessage]] = []
         self._to_verifier: list[tuple[float, Message]] = [(0.0, hello)]
         self._free_at = 0.0
@@ -140,7 +185,7 @@ class VirtualChannel(ChannelWithin):
         for message in heard:
             self._say(self._core.handle(message))
         growth = self._core.step()
-        seconds = self._model.take_seconds()
+        seconds = self._timed.take_seconds()
         if seconds:
             self.steps += 1
             self._free_at += seconds

@@ -1,25 +1,21 @@
 """Virtual time: what happens while what lasts."""
 
-import numpy as np
 import pytest
 
-from lab.virtual.clock import MESSAGE_S, Clock, TimedModel, VirtualChannel
-from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.messages import Close, DrafterMessage, Growth
-from tests.fakes import FakeModel
-from tests.lab.virtual_fakes import fake_pair
+from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, StepTimes, VirtualChannel
+from tests.fakes import HELLO
 
-NOTHING = np.zeros(0, dtype=np.int32)
 GROWTH = Growth(1, 1, 0, b"", b"", b"", b"", b"")
 
 
 class Scripted:
-    """A core whose steps are one forward each; `left` of them, and one more for each message."""
+    """A core that makes `left` steps, and one more for each message."""
 
-    def __init__(self, model: TimedModel, left: int) -> None:
+    def __init__(self, times: StepTimes, left: int) -> None:
         self.left = left
         self.heard: list[DrafterMessage] = []
-        self._model = model
+        self._times = times
 
     def handle(self, message: DrafterMessage) -> list[DrafterMessage]:
         self.heard.append(message)
@@ -30,7 +26,7 @@ class Scripted:
         if not self.left:
             return []
         self.left -= 1
-        self._model.forward(build_batch([RequestRows([5], [0], [0], NOTHING, [0])]))
+        self._times.add()
         return [GROWTH]
 
 
@@ -40,9 +36,9 @@ def make(left: int) -> tuple[Clock, Scripted, VirtualChannel]:
 
 
 def drafter(clock: Clock, left: int) -> tuple[Scripted, VirtualChannel]:
-    model = TimedModel(FakeModel(8), 0.002, 64)
-    core = Scripted(model, left)
-    channel = VirtualChannel(clock, core, model, fake_pair().hello())
+    times = StepTimes(0.002)
+    core = Scripted(times, left)
+    channel = VirtualChannel(clock, core, times, HELLO)
     assert len(channel.receive()) == 1  # its hello
     return core, channel
 
@@ -86,12 +82,3 @@ def test_an_idle_drafter_hears_a_message_as_soon_as_it_comes() -> None:
     assert channel.wait(0.1)
     assert core.heard == [Close(1, 1)]
     assert clock.now == pytest.approx(0.010 + MESSAGE_S + 0.002 + MESSAGE_S)
-
-
-def test_more_rows_than_the_flat_part_take_longer() -> None:
-    model = TimedModel(FakeModel(512), 0.002, 4)
-    rows = 6
-    texts = RequestRows(list(range(1, rows + 1)), list(range(rows)), list(range(rows)), NOTHING, [0])
-    model.forward(build_batch([texts]))
-    assert model.take_seconds() == 0.002 * rows / 4
-    assert model.take_seconds() == 0.0
