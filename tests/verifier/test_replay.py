@@ -48,7 +48,7 @@ from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.planning.cost import Timing
 from ssd_serve.verifier.replay.recording import SessionRecorder, recorded_bytes, session_recorder
 from ssd_serve.verifier.replay.replay import Replay, Replayed
-from ssd_serve.verifier.replay.tape import HEADER, TAPE, RoundTrace, TapeReader, framed, read_pages
+from ssd_serve.verifier.replay.tape import HEADER, TAPE, Kind, RoundTrace, TapeReader, framed, read_pages
 from tests.end_to_end.tiny_pair import write_pair
 
 LOG = get_logger("test", "error")
@@ -159,7 +159,8 @@ def ask(engine: Engine, what: ServerMessage | Turn) -> None:
 
 
 def live(engine: Engine, settings: Settings) -> None:
-    """A session: requests come while others run, two go away, the drafter leaves and another one comes."""
+    """A session: requests come while others run, two go away, the drafter leaves and another one comes, and
+    so does somebody who talks nonsense."""
     its, work = drafter(engine, settings)
     ask(engine, Turn.DRAIN)
     waiting = submits()
@@ -175,6 +176,10 @@ def live(engine: Engine, settings: Settings) -> None:
             ask(engine, Finish(4))
         if step == 30:
             its.close()
+        if step == 35:
+            stranger, nonsense = memory_pair()
+            engine.drafters.connect(stranger, stranger=True, peer="10.0.0.7")
+            nonsense.send_raw(b"\xff" * 8)
         if step == 40:
             its, work = drafter(engine, settings)
         ask(engine, Turn.STEP)
@@ -264,6 +269,8 @@ def test_the_session_had_what_makes_sessions_differ(recorded: Recorded) -> None:
     assert recorded.prefix_hits > 0
     assert recorded.accepted > 0
     assert recorded.shortages > 0
+    pages = [page for page in read_pages(recorded.folder / TAPE) if page != "cut"]
+    assert {kind for page in pages for kind in page.kinds} == set(Kind) - {Kind.FULL}
 
 
 def test_a_session_runs_again_as_it_was(recorded: Recorded) -> None:
