@@ -141,12 +141,6 @@ def short_of_memory() -> Engine:
     return engine
 
 
-def silent_for_long() -> Engine:
-    engine = silent(engine_of())
-    engine.drafters.worth_waiting = lambda: False  # type: ignore[method-assign]
-    return engine
-
-
 def beside_a_long_prompt() -> Iterator[Decision]:
     engine = inline(engine_of(prefill_chunk=2048, slots=8192))
     first = decisions(engine)
@@ -185,8 +179,10 @@ def test_what_lasts_is_said_of_every_round_in_which_it_matters(why: Why) -> None
     assert seen <= {why, Why.PROMPTS, Why.ENDING}
 
 
-def test_a_drafter_that_was_silent_for_too_long_is_none() -> None:
-    assert Why.NO_DRAFTER in {each.why for each in decisions(silent_for_long())}
+def test_a_drafter_that_was_silent_for_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = silent(engine_of())
+    monkeypatch.setattr(engine.drafters, "worth_waiting", lambda: False)
+    assert Why.NO_DRAFTER in {each.why for each in decisions(engine)}
 
 
 def test_a_layout_that_is_tried_may_draft() -> None:
