@@ -1,8 +1,8 @@
-"""A decoder whose forwards on a GPU are captured once for each shape and then replayed.
+"""A model whose forwards on a GPU are captured once for each shape and then replayed.
 
 Launching the kernels of a forward takes the host longer than small forwards take the GPU. Batches are padded
 to a few row counts; what cannot be captured runs as it is, and so does everything after a capture
-has failed. Knows the decoder's two halves, not requests.
+has failed. Knows the two parts of a model's forward, not requests.
 """
 
 from collections.abc import Hashable, Mapping
@@ -16,8 +16,7 @@ from ssd_serve.kernels.batch import Batch, padded
 from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, GraphCapture, captured_rows
 from ssd_serve.logs import Logger
 from ssd_serve.models.completion import completion
-from ssd_serve.models.decoder import Decoder, Inputs
-from ssd_serve.models.interface import ForwardResult, ModelFacts
+from ssd_serve.models.interface import CapturableModel, ForwardResult, Inputs, ModelFacts
 from ssd_serve.models.ranks.parallel import Alone, Group
 
 MAX_GRAPHS = 128
@@ -31,15 +30,15 @@ class _Forward:
     features: Mapping[str, torch.Tensor]
 
 
-class CapturedDecoder:
-    """`Model` over a decoder with attention that can be captured.
+class CapturedModel:
+    """`Model` over another with attention that can be captured.
 
     `padding_slot` is a KV slot that no request has.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: CapturableModel,
         capturable: Capturable,
         capture: GraphCapture,
         padding_slot: int,
@@ -47,29 +46,29 @@ class CapturedDecoder:
         group: Group | None = None,
         log: Logger | None = None,
     ) -> None:
-        self._decoder = decoder
+        self._model = model
         self._capturable = capturable
         self._graphs = capture
         self._padding_slot = padding_slot
         self._group = group or Alone()
         self._log = log
-        self._device = torch.device(decoder.facts.device)
+        self._device = torch.device(model.facts.device)
         # Tokens, then positions.
         self._rows = torch.zeros((2, MAX_CAPTURED_ROWS), dtype=torch.int64, device=self._device)
         # One for all graphs: each would keep its own.
-        self._logits = torch.zeros((MAX_CAPTURED_ROWS, decoder.facts.vocabulary), device=self._device)
+        self._logits = torch.zeros((MAX_CAPTURED_ROWS, model.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
         self._failed = False
 
     @property
     def facts(self) -> ModelFacts:
         """Sizes and names."""
-        return self._decoder.facts
+        return self._model.facts
 
     @property
     def slots(self) -> int:
         """Number of KV slots that requests may have."""
-        return self._decoder.slots
+        return self._model.slots
 
     @property
     def graphs(self) -> int:
@@ -87,12 +86,12 @@ class CapturedDecoder:
         rows = captured_rows(batch.rows)
         # The logits of all rows are computed; where few are wanted, as in a prompt, that would not pay.
         if rows is None or self._failed or 2 * len(batch.rows_wanted) < batch.rows:
-            return self._decoder.forward(batch)
+            return self._model.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
         shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)
         forward, captured_now = (None, False) if shape is None else self._captured(inputs, shape)
         if forward is None:
-            return replace(self._decoder.forward(batch), captured_now=captured_now)
+            return replace(self._model.forward(batch), captured_now=captured_now)
         # Before the replay: the host would wait for it, on ROCm whether the copy is to block or not.
         wanted = None
         if len(batch.rows_wanted) < batch.rows:
@@ -138,7 +137,7 @@ class CapturedDecoder:
         """A captured forward, or why there can be none."""
 
         def work() -> Mapping[str, torch.Tensor]:
-            logits, features = self._decoder.run(inputs)
+            logits, features = self._model.run(inputs)
             self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # a rank's share, or all
             return features
 

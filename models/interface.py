@@ -7,7 +7,7 @@ no checkpoint format and no request.
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -98,5 +98,28 @@ class Model(Protocol):
         """Run, or start, one ragged batch: write K/V of every row, attend, return logits of the wanted rows.
 
         Must be called from one thread. Reads and writes only slots named in the batch.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One forward's rows, on the device."""
+
+    tokens: torch.Tensor  # [rows], int64
+    positions: torch.Tensor  # [rows], int64
+    plan: Any
+    """The attention's."""
+    wanted: torch.Tensor | None = None
+    """int64, the rows whose logits are wanted; None: all."""
+
+
+class CapturableModel(Model, Protocol):
+    """A model whose forward has two parts: what the host must know of a batch, and `run`."""
+
+    def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Logits of the wanted rows, float32 [wanted, vocabulary], and features, from what is on the device.
+
+        Nothing in it depends on values: with a capturable attention it can be captured and replayed.
         """
         ...

@@ -1,10 +1,11 @@
-"""A decoder whose rows do not depend on their batch, to the bit: its products and row operations made so.
+"""A model whose rows do not depend on their batch, to the bit: its products and row operations made so.
 
 Kernels are chosen by shape, so one trial stands for all layers. Compiled kernels compute a row alone whatever
-the batch is, and stay as they are. Knows a decoder's weights; no batch and no attention.
+the batch is, and stay as they are. Knows shapes and how matrices are made; no model, batch or attention.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,11 +22,12 @@ from ssd_serve.kernels.rows.fixed_rows import (
 )
 from ssd_serve.kernels.rows.norm import RmsNorm
 from ssd_serve.kernels.rows.operations import RowOperations
-from ssd_serve.models.config import DecoderConfig
-from ssd_serve.models.decoder import DecoderWeights
-from ssd_serve.models.weights.linear import Linear, LinearFactory
+from ssd_serve.models.architectures.contract import RowShapes
+from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
 
 _INDEPENDENT = (NativeMatrix, NativeInt8Matrix)
+_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,87 +68,86 @@ class FixedRowOperations:
         return self.way.run(self.operations.gate, gate_up)
 
 
-def invariant_weights(config: DecoderConfig, weights: DecoderWeights, make: LinearFactory) -> DecoderWeights:
-    """The same weights, multiplied so that rows do not depend on each other. Raises `UserError`."""
-    c = config
-    heads = (c.heads + 2 * c.kv_heads) * c.head_dim
-    qkv = _Products("query, key and value", heads, c.hidden, c.qkv_bias, make, weights)
-    output = _Products("attention's output", c.hidden, c.heads * c.head_dim, c.output_bias, make, weights)
-    gate_up = _Products("gate and up", 2 * c.intermediate, c.hidden, c.mlp_bias, make, weights)
-    down = _Products("down", c.hidden, c.intermediate, c.mlp_bias, make, weights)
-    head = _Products("head", c.vocabulary, c.hidden, False, make, weights)
-    layers = tuple(
-        replace(
-            layer,
-            qkv=qkv.fixed(layer.qkv),
-            output=output.fixed(layer.output),
-            gate_up=gate_up.fixed(layer.gate_up),
-            down=down.fixed(layer.down),
-        )
-        for layer in weights.layers
-    )
-    return replace(weights, layers=layers, head=head.fixed(weights.head))
+class InvariantLinears:
+    """`Linears` whose matrices are multiplied so that rows do not depend on each other. Where that cannot be
+    had, what makes a matrix raises `UserError`.
+
+    Matrices may be of several kinds; of each kind and shape one is tried.
+    """
+
+    def __init__(self, linears: Linears, device: str, dtype: torch.dtype) -> None:
+        self._linears = linears
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._ways: dict[tuple[type, int, int, bool], BlockForm] = {}
+
+    @property
+    def parallel(self) -> Parallel:
+        return self._linears.parallel
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._linears.tensor(name, shape)
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        return self._linears.embedding(name, shape)
+
+    def by_outputs(self, parts: Sequence[MatrixShare], inputs: int, *, bias: bool) -> Linear:
+        shares = [part.own or self.parallel.part(part.outputs) for part in parts]
+        outputs = sum(share.stop - share.start for share in shares)
+        name = ", ".join(part.name for part in parts)
+        return self._fixed(self._linears.by_outputs(parts, inputs, bias=bias), outputs, inputs, bias, name)
+
+    def by_inputs(self, part: MatrixShare, inputs: int, *, bias: bool) -> Linear:
+        columns = self.parallel.part(inputs)
+        linear = self._linears.by_inputs(part, inputs, bias=bias)
+        return self._fixed(linear, part.outputs, columns.stop - columns.start, bias, part.name)
+
+    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        outputs, inputs = weight.shape
+        return self._fixed(self._linears.wrap(weight, bias), outputs, inputs, bias is not None, "head")
+
+    def _fixed(self, linear: Linear, outputs: int, inputs: int, biased: bool, name: str) -> Linear:
+        if isinstance(linear, _INDEPENDENT):
+            return linear
+        key = type(linear), outputs, inputs, biased
+        if key not in self._ways:
+            self._ways[key] = self._settle(linear, outputs, inputs, biased, name)
+        return FixedLinear(linear, self._ways[key])
+
+    def _settle(self, linear: Linear, outputs: int, inputs: int, biased: bool, name: str) -> BlockForm:
+        place = self._device
+        trial, rows = trial_product(rows_of_block(place.type), outputs, inputs, self._dtype)
+        if place.type == "cpu":
+            linear = self._linears.wrap(trial, trial.new_zeros(outputs) if biased else None)
+        what = f"the product with the matrix {name!r} by {type(linear).__name__}"
+        return settle(linear, (rows.to(place),), product_ways(place.type), what)
 
 
 def invariant_operations(
-    config: DecoderConfig, weights: DecoderWeights, operations: RowOperations
+    shapes: RowShapes, operations: RowOperations, device: str, dtype: torch.dtype
 ) -> RowOperations:
     """The same operations, done so that rows do not depend on each other. Raises `UserError`."""
     if isinstance(operations, NativeRows):
         return operations
-    like, layer, c = weights.embedding, weights.layers[0], config
-    rows, generator = rows_of_block(like.device.type), torch.Generator().manual_seed(0)
+    place, generator = torch.device(device), torch.Generator().manual_seed(0)
+    rows, rotated = rows_of_block(place.type), shapes.heads + shapes.kv_heads
 
     def some(*shape: int) -> torch.Tensor:
-        return torch.randn((rows, *shape), generator=generator).to(like.device, like.dtype)
+        return torch.randn(shape, generator=generator).to(place, dtype)
+
+    hidden_norm = RmsNorm(some(shapes.hidden), _EPSILON)
+    head_norm = RmsNorm(some(rotated, shapes.head_dim), _EPSILON) if shapes.head_norm else None
 
     def norm(hidden: torch.Tensor) -> torch.Tensor:
-        return operations.norm(hidden, None, layer.input_norm)
+        return operations.norm(hidden, None, hidden_norm)
 
     def rotate(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        return operations.rotate(heads, turns, c.heads + c.kv_heads, layer.qk_norm)
+        return operations.rotate(heads, turns, rotated, head_norm)
 
-    angles = some(1, c.head_dim // 2).float()
+    angles = some(rows, 1, shapes.head_dim // 2).float()
     turns = torch.polar(torch.ones_like(angles), angles)
-    way = operation_way(like.device.type)
-    settle(norm, (some(c.hidden),), [way], "a norm")
-    settle(rotate, (some(c.heads + 2 * c.kv_heads, c.head_dim), turns), [way], "a rotation")
-    settle(operations.gate, (some(2 * c.intermediate),), [way], "the gate")
+    way = operation_way(place.type)
+    settle(norm, (some(rows, shapes.hidden),), [way], "a norm")
+    settle(rotate, (some(rows, rotated + shapes.kv_heads, shapes.head_dim), turns), [way], "a rotation")
+    settle(operations.gate, (some(rows, 2 * shapes.gate),), [way], "the gate")
     return FixedRowOperations(operations, way)
-
-
-class _Products:
-    """The matrices of one place in the layers. They may be of several kinds; of each, one is tried."""
-
-    def __init__(
-        self,
-        name: str,
-        outputs: int,
-        inputs: int,
-        biased: bool,
-        make: LinearFactory,
-        weights: DecoderWeights,
-    ) -> None:
-        self._name = name
-        self._outputs, self._inputs = outputs, inputs
-        self._biased = biased
-        self._make = make
-        self._like = weights.embedding
-        self._ways: dict[type, BlockForm] = {}
-
-    def fixed(self, linear: Linear) -> Linear:
-        """A matrix of this place, run so that its rows do not depend on each other."""
-        if isinstance(linear, _INDEPENDENT):
-            return linear
-        kind = type(linear)
-        if kind not in self._ways:
-            self._ways[kind] = self._settle(linear)
-        return FixedLinear(linear, self._ways[kind])
-
-    def _settle(self, linear: Linear) -> BlockForm:
-        place, dtype = self._like.device, self._like.dtype
-        trial, rows = trial_product(rows_of_block(place.type), self._outputs, self._inputs, dtype)
-        if place.type == "cpu":
-            linear = self._make.wrap(trial, trial.new_zeros(self._outputs) if self._biased else None)
-        what = f"the product with the matrix {self._name!r} by {type(linear).__name__}"
-        return settle(linear, (rows.to(place),), product_ways(place.type), what)

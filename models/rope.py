@@ -3,14 +3,36 @@
 transformers rotates element i of a head with element i + head_dim / 2. Here the rows of the query and key
 matrices are reordered once, at loading, so that the two stand side by side and form a complex number; scores
 do not change, because queries and keys are reordered alike. A rotation is then one product with a table of
-cos + i sin.
+cos + i sin. What cannot be computed exactly is refused.
 """
 
+from dataclasses import dataclass
 from math import ceil, floor, log, pi
+from typing import Literal
 
 import torch
 
-from ssd_serve.models.config import RopeConfig
+from ssd_serve.errors import CheckpointError
+from ssd_serve.models.config import Json
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding. Names follow the `rope_parameters` of transformers."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    """Cosines and sines are multiplied by it (yarn)."""
+    truncate: bool = True
 
 
 def interleave(head_dim: int, heads: int) -> torch.Tensor:
@@ -61,3 +83,53 @@ def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
     high = high if high > low else low + 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def rope_parameters(raw: Json) -> tuple[Json, str]:
+    """The rope parameters under either of their names, and the rope type."""
+    parameters: Json = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return parameters, str(parameters.get("rope_type", parameters.get("type", "default")))
+
+
+def parse_rope(raw: Json) -> RopeConfig:
+    """What `config.json` says of rotations, under its old and new key names."""
+    parameters, kind = rope_parameters(raw)
+    if float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise CheckpointError("partial rotary embeddings are not supported")
+    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    context = int(raw.get("max_position_embeddings", 2048))
+    original = int(parameters.get("original_max_position_embeddings") or context)
+    factor = float(parameters.get("factor") or 1.0)
+    match kind:
+        case "default" | "dynamic":
+            return RopeConfig(theta=theta)
+        case "linear":
+            return RopeConfig(theta=theta, kind="linear", factor=factor)
+        case "llama3":
+            return RopeConfig(
+                theta=theta,
+                kind="llama3",
+                factor=factor,
+                original_context=original,
+                low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
+                high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
+            )
+        case "yarn" if "mscale" not in parameters:
+            return _parse_yarn(parameters, theta, factor, original)
+        case _:
+            supported = "default, linear, dynamic, llama3, yarn (without mscale)"
+            raise CheckpointError(f"rope type {kind!r} is not supported; supported are {supported}")
+
+
+def _parse_yarn(parameters: Json, theta: float, factor: float, original: int) -> RopeConfig:
+    given = parameters.get("attention_factor")
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_context=original,
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        attention_factor=float(given) if given else 0.1 * log(max(factor, 1.0)) + 1.0,
+        truncate=bool(parameters.get("truncate", True)),
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.messages import Why
-from ssd_serve.models.config import SUPPORTED
+from ssd_serve.models.architectures.registry import ARCHITECTURES
 from ssd_serve.settings import PREFIX, Settings
 from tests.generated_docs import DOCS, TABLES, block
 
@@ -46,7 +46,7 @@ def test_generated_tables(name: str) -> None:
 
 def test_the_supported_architectures() -> None:
     models = text(DOCS / "models.md")
-    assert all(f"| `{name}` |" in models for name in SUPPORTED)
+    assert all(f"| `{name}` |" in models for name in ARCHITECTURES)
 
 
 def test_why_it_does_not_speculate() -> None:

@@ -17,7 +17,7 @@ from ssd_serve.plan.guesses import Guesses
 from ssd_serve.plan.known_models import (
     Computing,
     PlannedModel,
-    known_config,
+    known_model,
     known_names,
     planned_model,
     sized,
@@ -36,7 +36,7 @@ PLAIN_SHEET = DeviceSheet("test", 100, 1000, 100, 1.0, 1.0, 0.0, 0.0)
 
 
 def known(name: str) -> PlannedModel:
-    config = known_config(name)
+    config = known_model(name)
     assert config is not None
     return sized(name, config, Computing("cuda:0", torch.bfloat16))
 
@@ -78,7 +78,7 @@ def test_a_token_of_llama_70b_takes_320_kib_of_kv_cache() -> None:
 
 
 def test_a_tied_head_is_held_twice_on_cpus_only() -> None:
-    config = known_config("llama-3.2-1b")
+    config = known_model("llama-3.2-1b")
     assert config is not None
     on_cpu, on_gpu = (sized("x", config, Computing(place, torch.bfloat16)) for place in ("cpu", "cuda:0"))
     assert on_cpu.resident_bytes - on_gpu.resident_bytes == 128256 * 2048 * 2

@@ -9,7 +9,7 @@ import torch
 from ssd_serve.cli import main as cli
 from ssd_serve.devices import Machine
 from ssd_serve.kernels.products.fp8 import FORMATS
-from ssd_serve.models.load import model_sizes
+from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.weights import linear
 from ssd_serve.models.weights.quantization import Fp8Scheme
 from ssd_serve.plan import known_models as plan_models
@@ -18,7 +18,7 @@ from ssd_serve.plan.devices import Measured, Sheets
 from ssd_serve.plan.known_models import (
     Computing,
     PlannedModel,
-    known_config,
+    known_model,
     multiplied_fp8,
     planned_model,
     sized,
@@ -36,9 +36,10 @@ def on_gpu(name: str | Path, fp8: torch.dtype | None) -> PlannedModel:
 
 def known_fp8(name: str, fp8: torch.dtype | None, scheme: Fp8Scheme) -> PlannedModel:
     """A well-known model as if its `config.json` said this."""
-    config = known_config(name)
-    assert config is not None
-    return sized(name, replace(config, fp8=scheme), Computing("cuda:0", BF16, fp8))
+    model = known_model(name)
+    assert model is not None
+    quantised = replace(model, config=replace(model.config, fp8=scheme))
+    return sized(name, quantised, Computing("cuda:0", BF16, fp8))
 
 
 TENSOR = Fp8Scheme(frozenset({"tensor"}), rounds_inputs=True)
@@ -104,7 +105,7 @@ def test_what_is_not_multiplied_in_fp8_is_wide(scheme: Fp8Scheme) -> None:
 
 
 def test_models_that_are_not_fp8_are_as_before() -> None:
-    config = known_config("llama-3.1-8b")
+    config = known_model("llama-3.1-8b")
     assert config is not None
     plain, other = (sized("x", config, Computing("cuda:0", BF16, fp8)) for fp8 in (None, FN))
     assert plain == other

@@ -23,9 +23,10 @@ from ssd_serve.models.config import model_name
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
-from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
+from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Mode, Settings
@@ -269,7 +270,7 @@ def _slots(settings: Settings, sizes: ModelSizes, device: str, leader: Leader | 
     """KV slots: what the settings name, else a share of the free memory, never more than all requests
     need. A rank's cache holds its heads of all of them, so that the rank with the least memory decides."""
     ranks = settings.tensor_parallel
-    context = min(settings.context or sizes.config.context, sizes.config.context)
+    context = min(settings.context or sizes.context, sizes.context)
     if settings.kv_memory_mb is not None:
         budget = (settings.kv_memory_mb << 20) // ranks
     else:

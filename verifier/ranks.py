@@ -17,11 +17,12 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_served, torch_device
+from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.ranks.lockstep import LeadingModel, follow
 from ssd_serve.models.ranks.parallel import Group, Parallel
 from ssd_serve.models.ranks.torch_group import TorchGroup, join_group
+from ssd_serve.models.sizes import torch_device
 from ssd_serve.settings import Settings
 
 

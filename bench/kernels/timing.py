@@ -27,7 +27,7 @@ from ssd_serve.kernels.attention.self_test import Asked, first_failure, layout_o
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
-from ssd_serve.models.load import attention_dtype
+from ssd_serve.models.sizes import attention_dtype
 from ssd_serve.plan.roof import Effort, Roof, measure_roof
 from ssd_serve.settings import Settings
 

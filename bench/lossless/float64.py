@@ -1,4 +1,4 @@
-"""A decoder in float64, slow and obvious: the judge of first differences between two fp32 runs.
+"""A dense decoder in float64, slow and obvious: the judge of first differences between two fp32 runs.
 
 It computes the same function as the engine's decoder from the same weights and the same (float32) rotation
 table, one whole text at a time, without a cache. Knows no requests and no trees.
@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from ssd_serve.errors import CheckpointError
-from ssd_serve.models.config import load_config
+from ssd_serve.models.architectures.dense.config import DecoderConfig
+from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.rope import rotation_table
 
 
@@ -18,7 +19,10 @@ class Float64Decoder:
     """A model folder with one safetensors file, in float64. Raises `CheckpointError` where it is in fp8."""
 
     def __init__(self, folder: Path) -> None:
-        self._config = load_config(folder)
+        config = load_description(folder).config
+        if not isinstance(config, DecoderConfig):
+            raise CheckpointError(f"{folder} is no dense decoder, and there is no float64 decoder for others")
+        self._config = config
         if self._config.fp8 is not None:
             raise CheckpointError(
                 f"{folder} holds fp8 weights, whose scales the float64 decoder does not apply; use a model "

@@ -39,7 +39,7 @@ from ssd_serve.messages import (
     Submit,
 )
 from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.seeds import mix
@@ -160,12 +160,14 @@ def _load(
     def load() -> Model:
         return load_model(
             path,
-            device=device.torch_name,
-            dtype=dtype,
-            slots=_SLOTS,
-            context=512,
-            native=native,
-            batch_invariant=batch_invariant,
+            ModelWish(
+                device=device.torch_name,
+                dtype=dtype,
+                slots=_SLOTS,
+                context=512,
+                native=native,
+                batch_invariant=batch_invariant,
+            ),
         )
 
     if device.kind == "cpu":

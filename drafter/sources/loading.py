@@ -10,7 +10,7 @@ from pathlib import Path
 from ssd_serve.drafter.sources.contract import DraftSource
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import Logger
-from ssd_serve.models.config import load_config
+from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.text.tokenizer import Tokenizer
@@ -56,6 +56,6 @@ class LoadedSource:
 def texts_of_target(settings: Settings) -> Texts:
     """Those of the target, for sources that have no model of their own."""
     folder = find_model(settings, settings.target, "target")
-    config = load_config(folder)
+    config = load_description(folder).config
     context = min(settings.context or config.context, config.context)
     return Texts(Tokenizer(folder).vocabulary_hash(), config.vocabulary, context, config.eos_token_ids)

@@ -10,8 +10,9 @@ from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelSizes, load_served, model_sizes, torch_device
+from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
+from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
@@ -45,7 +46,7 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     if path is None:
         raise SettingsError(f"{settings.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
     sizes = model_sizes(path, device=device, dtype=settings.dtype, allow_pickle=settings.allow_pickle)
-    most = settings.max_running * (settings.context or sizes.config.context) + settings.tree_nodes
+    most = settings.max_running * (settings.context or sizes.context) + settings.tree_nodes
     slots = min(most, max(1024, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
     model: Model = load_served(settings, path, device, slots, order.native, order.log)
     emulated = None

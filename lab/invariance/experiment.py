@@ -19,7 +19,8 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_served, torch_device
+from ssd_serve.models.load import load_served
+from ssd_serve.models.sizes import torch_device
 from ssd_serve.settings import Settings
 
 SHAPES: dict[str, tuple[Asked, ...]] = {

@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> Report:
     """Measure, compare, print the page."""
     os.environ.update(worker_environment())  # torch is not imported yet
     from lab.roofline.experiment import page, run_roofline
-    from ssd_serve.models.load import resolve_dtype
+    from ssd_serve.models.sizes import resolve_dtype
 
     device = parse_device(args.device)
     modes: Path | None = args.results

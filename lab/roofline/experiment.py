@@ -18,10 +18,11 @@ from ssd_serve.bench.document import read_file
 from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.tables import markdown_table
 from ssd_serve.errors import UserError
-from ssd_serve.models.config import DecoderConfig, parse_config, read_json
-from ssd_serve.models.decoder import matrix_elements
+from ssd_serve.models.architectures.registry import describe
+from ssd_serve.models.config import read_json
 from ssd_serve.models.hub import embedded_folder
-from ssd_serve.models.load import model_sizes
+from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.sizes import model_sizes
 from ssd_serve.plan.roof import Roof, measure_roof
 from ssd_serve.recipes.ballast import Sizes, enlarged, enlarged_config
 
@@ -132,11 +133,11 @@ def run_roofline(
     }
     if modes is not None and found is not None:
         if target is None:
-            elements = matrix_elements(_benchmark_target())
+            elements = _benchmark_elements()
             weight_bytes = elements * ITEM_BYTES[dtype]
         else:
             sizes = model_sizes(target, device=device, dtype=dtype)
-            elements, weight_bytes = matrix_elements(sizes.config), sizes.matrix_bytes
+            elements, weight_bytes = sizes.elements, sizes.matrix_bytes
         by_setting = _roofs_by_setting(roofs, device)
         rows = distances(found.results, by_setting, weight_bytes, 2.0 * elements)
         result["target"] = {"weight_bytes": weight_bytes, "flops_per_row": 2 * elements}
@@ -259,8 +260,9 @@ def _same_machine(path: Path, theirs: Mapping[str, object]) -> None:
             )
 
 
-def _benchmark_target() -> DecoderConfig:
-    """The embedded target with the ballast of `ssd bench modes`: only its sizes are computed."""
+def _benchmark_elements() -> int:
+    """Numbers in the matrices of the embedded target with the ballast of `ssd bench modes`."""
     raw = dict(read_json(embedded_folder("target") / "config.json"))
     old = Sizes.of(raw)
-    return parse_config(enlarged_config(raw, old, enlarged(old, BALLAST_HIDDEN, TARGET_LAYERS, None, None)))
+    enlarged_raw = enlarged_config(raw, old, enlarged(old, BALLAST_HIDDEN, TARGET_LAYERS, None, None))
+    return describe(enlarged_raw).sizes(Parallel()).elements

@@ -10,7 +10,7 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.emulated import device_table
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import EMBEDDED, Settings
 
@@ -31,4 +31,4 @@ def embedded_draft() -> Model:
 
 def _load(path: Path, slots: int) -> Model:
     native = native_library(Settings())
-    return load_model(path, device="cpu", dtype="auto", slots=slots, context=None, native=native)
+    return load_model(path, ModelWish(device="cpu", dtype="auto", slots=slots, context=None, native=native))

@@ -1,17 +1,16 @@
-"""Splitting one decoder over ranks: which part of it is whose, and what ranks say to each other in a forward.
+"""Splitting one model over ranks: which part of it is whose, and what ranks say to each other in a forward.
 
 Every rank has whole layers with fewer heads and a narrower feed-forward part; sums over ranks make a block's
 result whole again. Vocabulary and embedding are split by tokens. Where there are fewer key-value heads than
 ranks, neighbouring ranks hold the same one. Knows no transport (`torch_group` is one) and no checkpoint.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ssd_serve.errors import UserError
-from ssd_serve.models.config import DecoderConfig
 
 MAX_RANKS = 8
 
@@ -99,40 +98,3 @@ class Alone:
 
     def quiesce(self) -> None:
         """Nobody else looks."""
-
-
-def rank_config(config: DecoderConfig, parallel: Parallel) -> DecoderConfig:
-    """What one rank computes: the same layers with its share of heads, feed-forward part and vocabulary.
-
-    Raises `UserError` where that many ranks cannot share the model.
-    """
-    if not _fits(config, parallel.size):
-        possible = map(str, possible_ranks(config))
-        raise UserError(
-            f"{parallel.size} ranks cannot share {config.heads} attention heads, {config.kv_heads} key-value "
-            f"heads and {config.intermediate} feed-forward columns evenly; "
-            f"set SSD_TENSOR_PARALLEL to {' or '.join(possible)} for this target"
-        )
-    vocabulary, kv_heads = parallel.nearly_even(config.vocabulary), parallel.kv_heads(config.kv_heads)
-    return replace(
-        config,
-        heads=config.heads // parallel.size,
-        kv_heads=kv_heads.stop - kv_heads.start,
-        intermediate=config.intermediate // parallel.size,
-        vocabulary=vocabulary.stop - vocabulary.start,
-    )
-
-
-def possible_ranks(config: DecoderConfig) -> tuple[int, ...]:
-    """How many ranks can share a model."""
-    return tuple(size for size in range(1, MAX_RANKS + 1) if _fits(config, size))
-
-
-def _fits(config: DecoderConfig, size: int) -> bool:
-    kv_heads = config.kv_heads
-    return (
-        config.heads % size == 0
-        and (kv_heads % size == 0 or size % kv_heads == 0)
-        and config.intermediate % size == 0
-        and config.vocabulary >= size
-    )

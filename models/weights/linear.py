@@ -85,10 +85,40 @@ def multiplied_format(scheme: Fp8Scheme | None, device: str) -> torch.dtype | No
     return native_format(device)
 
 
-class LinearFactory:
-    """Makes the linear layers of one rank from a checkpoint: in `dtype`, or int8 for rows in `dtype`.
+class Linears(Protocol):
+    """Where an architecture gets its weights from, by their names in the checkpoint."""
 
-    `fp8` is how the checkpoint's fp8 weights are scaled, None: it holds none.
+    @property
+    def parallel(self) -> Parallel:
+        """Whose share they are."""
+        ...
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that every rank holds whole (a norm), in the model's dtype and device."""
+        ...
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """This rank's rows of a table with one row a token of the vocabulary."""
+        ...
+
+    def by_outputs(self, parts: Sequence[MatrixShare], inputs: int, *, bias: bool) -> Linear:
+        """Matrices that share their input, fused; every rank computes its share of each one's outputs."""
+        ...
+
+    def by_inputs(self, part: MatrixShare, inputs: int, *, bias: bool) -> Linear:
+        """A matrix whose inputs are split over the ranks; the results of all ranks are summed."""
+        ...
+
+    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """A weight [outputs, inputs] in the format of this device; the dense copy is not kept when packed."""
+        ...
+
+
+class LinearFactory:
+    """`Linears` of one rank from a checkpoint: in `dtype`, or int8 for rows in `dtype`.
+
+    `packed`: matrices are packed where that is faster. `fp8` is how the checkpoint's fp8 weights are scaled,
+    None: it holds none.
     """
 
     def __init__(
@@ -98,7 +128,7 @@ class LinearFactory:
         parallel: Parallel,
         device: str,
         dtype: torch.dtype,
-        packed: bool,
+        packed: bool = True,
         int8: bool = False,
         native: NativeLibrary | None = None,
         fp8: Fp8Scheme | None = None,
@@ -108,7 +138,7 @@ class LinearFactory:
         self._checkpoint = checkpoint
         self._matrices = MatrixReader(checkpoint, fp8)
         self._fp8_format = multiplied_format(fp8, device)
-        self.parallel = parallel
+        self._parallel = parallel
         self._device = device
         self._dtype = dtype
         self._kind = matrix_kind(dtype, device, native) if packed else DenseLinear
@@ -118,18 +148,19 @@ class LinearFactory:
         # Numbers are rounded once, from what the file says, to int8.
         self._read_dtype = torch.float32 if int8 else dtype
 
+    @property
+    def parallel(self) -> Parallel:
+        return self._parallel
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor that every rank holds whole (a norm), in the model's dtype and device."""
         return self._matrices.plain(name, shape).to(self._device, self._dtype)
 
     def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        """This rank's rows of a table with one row a token of the vocabulary."""
-        rows = self.parallel.nearly_even(shape[0])
+        rows = self._parallel.nearly_even(shape[0])
         return self._matrices.plain(name, shape, rows).to(self._device, self._dtype)
 
     def by_outputs(self, parts: Sequence[MatrixShare], inputs: int, *, bias: bool) -> Linear:
-        """Matrices that share their input, fused; every rank computes its share of each one's outputs."""
-        shares = [part.own or self.parallel.part(part.outputs) for part in parts]
+        shares = [part.own or self._parallel.part(part.outputs) for part in parts]
         biases: list[torch.Tensor] = []
         for part, share in zip(parts, shares, strict=True) if bias else ():
             offset = self._checkpoint.read(f"{part.name}.bias", (part.outputs,), rows=share)
@@ -138,12 +169,11 @@ class LinearFactory:
         return self._fuse(stored, sum(share.stop - share.start for share in shares), inputs, biases)
 
     def by_inputs(self, part: MatrixShare, inputs: int, *, bias: bool) -> Linear:
-        """A matrix whose inputs are split over the ranks; the results of all ranks are summed."""
         shape = (part.outputs, inputs)
-        columns = self.parallel.part(inputs)
+        columns = self._parallel.part(inputs)
         stored = self._matrices.read(part.name, shape, columns=columns)
         offsets: list[torch.Tensor] = []
-        if bias and self.parallel.rank:  # ranks sum their results, so only one of them may add the bias
+        if bias and self._parallel.rank:  # ranks sum their results, so only one of them may add the bias
             self._checkpoint.ignore(f"{part.name}.bias")
         elif bias:
             offsets.append(self._checkpoint.read(f"{part.name}.bias", (part.outputs,)))
@@ -183,7 +213,6 @@ class LinearFactory:
         return Fp8Matrix(data.view(form), scales, offset)
 
     def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """A weight [outputs, inputs] in the format of this device; the dense copy is not kept when packed."""
         if bias is not None:
             bias = bias.to(self._device, self._dtype)
         if self._int8:

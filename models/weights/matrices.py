@@ -6,7 +6,6 @@ all. Scales of an fp8 KV cache are ignored: keys and values are kept wide. Knows
 knows no device and no architecture.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -102,16 +101,17 @@ class MatrixReader:
         factors, width = self._scales(scales[0], self._scheme, shape, columns)
         return StoredMatrix(numbers, factors[rows], width)
 
-    def bytes_saved(self, names: Iterable[str], form: torch.dtype, dtype: torch.dtype) -> int:
-        """Bytes that these tensors take less than in `dtype` where fp8 is multiplied in the format `form`.
+    def bytes_saved(self, form: torch.dtype, dtype: torch.dtype) -> int:
+        """Bytes that the matrices take less than in `dtype` where fp8 is multiplied in the format `form`.
 
         Reads scales, but no weights. A matrix that is fused with a wide one is widened, and yet counted.
         """
         saved = 0
-        for weight in names:
+        for weight in self._checkpoint.names():
+            name = weight.removesuffix(".weight")
             match self._checkpoint.shape(weight):
-                case (outputs, inputs) if can_multiply(outputs, inputs):
-                    stored = self.read(weight.removesuffix(".weight"), (outputs, inputs), rows=slice(0))
+                case (outputs, inputs) if name != weight and can_multiply(outputs, inputs):
+                    stored = self.read(name, (outputs, inputs), rows=slice(0))
                     if stored.scaled(form) is not None:
                         saved += outputs * (inputs * (dtype.itemsize - 1) - torch.float32.itemsize)
                 case _:

@@ -27,7 +27,7 @@ from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.messages import Open, SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.settings import EMBEDDED, Settings
 
 FIRST, SECOND = Device("cuda", (0,)), Device("cuda", (1,))
@@ -142,7 +142,7 @@ def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
         batch_invariant: bool,
     ) -> Model:
         current.append(f"loads on {device}")
-        return load_model(path, device=gpu, dtype=dtype, slots=slots, context=context)
+        return load_model(path, ModelWish(device=gpu, dtype=dtype, slots=slots, context=context))
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(lossless_rig, "load_model", loaded)

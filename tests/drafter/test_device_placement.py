@@ -17,7 +17,7 @@ from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.attention.backends import AttentionWish
 from ssd_serve.messages import Open, SamplingParameters
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_model
@@ -39,7 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 1.3)])
 def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder: Path) -> None:
     def candidates(device: str) -> list[Candidates | None]:
-        model = load_model(folder, device=device, dtype="fp32", slots=128, context=None, wish=SDPA)
+        model = load_model(
+            folder, ModelWish(device=device, dtype="fp32", slots=128, context=None, attention=SDPA)
+        )
         source = ModelSource(model, SlotPool(128), NoiseRows(model.facts.vocabulary, 64, device), 4)
         for request, temperature in enumerate(temperatures):
             source.open(request, PROMPT, SamplingParameters(temperature=temperature), 11)

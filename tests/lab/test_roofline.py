@@ -11,7 +11,7 @@ from lab.roofline.__main__ import main
 from lab.roofline.experiment import ModeRow, distances, page, run_roofline
 from ssd_serve.bench.machine import hardware
 from ssd_serve.errors import UserError
-from ssd_serve.models.load import model_sizes
+from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.weights import linear
 from ssd_serve.plan.roof import Effort, Roof, measure_roof
 from tests.models.fp8_checkpoints import FORMS, write

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.ranks.lockstep import LeadingModel, follow
 from ssd_serve.models.ranks.parallel import Group, Parallel
 from ssd_serve.models.ranks.torch_group import join_group
@@ -39,7 +39,7 @@ def ranked(folder: Path, store: Path, size: int, **options: Any) -> Generator[Mo
     options = {"slots": SLOTS, "context": None, **options}
 
     def load(group: Group) -> Model:
-        return load_model(folder, device="cpu", group=group, **options)
+        return load_model(folder, ModelWish(device="cpu", **options), group=group)
 
     models = in_ranks(store, size, load, ordered=ordered)
     told: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in models[1:]]

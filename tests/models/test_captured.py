@@ -15,10 +15,10 @@ from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows
 from ssd_serve.kernels.rows.operations import TorchRows
 from ssd_serve.kernels.triton.attention import TritonAttention
-from ssd_serve.models.captured import CapturedDecoder
-from ssd_serve.models.config import load_config
-from ssd_serve.models.decoder import Decoder, kv_layout, read_weights
-from ssd_serve.models.interface import ModelFacts
+from ssd_serve.models.architectures.contract import ModelParts
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.captured import CapturedModel
+from ssd_serve.models.interface import CapturableModel, ModelFacts
 from ssd_serve.models.ranks.parallel import Alone, Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import LinearFactory
@@ -49,22 +49,25 @@ def unrolled_attention(cache: KVCache, heads: int) -> Any:
 
 def decoder(
     folder: Path, make_attention: Callable[[KVCache, int], Any], order: Literal["heads", "slots"] = "heads"
-) -> tuple[Decoder, Any]:
+) -> tuple[CapturableModel, Any]:
     """With one slot more than requests may have, and features of a layer."""
-    config = load_config(folder)
+    description = load_description(folder)
+    architecture, config, sizes = description.architecture, description.config, description.sizes(Parallel())
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         make = LinearFactory(
             checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False, int8=False
         )
-        weights = read_weights(config, checkpoint, make)
-        layout = replace(kv_layout(config, torch.float32), order=order)
+        weights = architecture.read_weights(config, checkpoint, make)
+        layout = replace(sizes.layout(torch.float32), order=order)
         cache = KVCache(layout, SLOTS + 1, "cpu")
     attention = make_attention(cache, config.heads)
     facts = ModelFacts(
         "small", config.vocabulary, 128, config.layers, config.hidden, (2,), 0, 0, "cpu", "fp32"
     )
-    operations = TorchRows(torch.float32)
-    return Decoder(config, weights, attention, operations, facts=facts, slots=SLOTS, features=(1,)), attention
+    parts = ModelParts(
+        attention=attention, operations=TorchRows(torch.float32), facts=facts, slots=SLOTS, features=(1,)
+    )
+    return architecture.build(config, weights, parts), attention
 
 
 class Pair:
@@ -81,7 +84,7 @@ class Pair:
         self.tape = tape
         self.plain, _ = decoder(folder, plain)
         second, attention = decoder(folder, make_attention, order)
-        self.captured = CapturedDecoder(second, attention, self.tape, padding_slot=SLOTS)
+        self.captured = CapturedModel(second, attention, self.tape, padding_slot=SLOTS)
 
     def compare(self, batch: Batch) -> None:
         """Forward both."""
@@ -162,9 +165,7 @@ def test_nobody_looks_at_earlier_sums_while_ranks_record(
     second, attention = decoder(folder, triton_attention)
     diary = Diary()
     with recording_kernels(diary, monkeypatch):
-        CapturedDecoder(second, attention, diary, padding_slot=SLOTS, group=diary).forward(
-            batch_of(1, (9, 3))
-        )
+        CapturedModel(second, attention, diary, padding_slot=SLOTS, group=diary).forward(batch_of(1, (9, 3)))
     assert diary.happened == ["warm-up", "quiet", "graph", "vote"]
 
 
@@ -187,7 +188,7 @@ def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> N
     """The others are in the middle of that forward: a vote would be added to their sums."""
     second, attention = decoder(folder, triton_attention)
     diary = OfTwo()
-    captured = CapturedDecoder(second, attention, Failing(), padding_slot=SLOTS, group=diary)
+    captured = CapturedModel(second, attention, Failing(), padding_slot=SLOTS, group=diary)
     with pytest.raises(torch.OutOfMemoryError):
         captured.forward(batch_of(1, (9, 3)))
     assert diary.happened == []
@@ -196,7 +197,7 @@ def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> N
 def test_a_forward_that_fails_when_padded_runs_unpadded_where_nobody_else_waits(folder: Path) -> None:
     plain, _ = decoder(folder, triton_attention)
     second, attention = decoder(folder, triton_attention)
-    captured = CapturedDecoder(second, attention, Failing(), padding_slot=SLOTS)
+    captured = CapturedModel(second, attention, Failing(), padding_slot=SLOTS)
     batch = batch_of(1, (9, 3))
     torch.testing.assert_close(captured.forward(batch).logits, plain.forward(batch).logits)
 
@@ -213,7 +214,7 @@ def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> N
     plain, _ = decoder(folder, triton_attention)
     second, attention = decoder(folder, triton_attention)
     tape = Tape()
-    captured = CapturedDecoder(second, attention, tape, padding_slot=SLOTS, group=Contradicted())
+    captured = CapturedModel(second, attention, tape, padding_slot=SLOTS, group=Contradicted())
     for seed in (1, 2):
         batch = batch_of(seed, (9, 3))
         torch.testing.assert_close(captured.forward(batch).logits, plain.forward(batch).logits)

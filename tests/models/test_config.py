@@ -10,7 +10,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ssd_serve.errors import CheckpointError
-from ssd_serve.models.config import load_config, model_name, parse_config
+from ssd_serve.models.architectures.dense.config import DecoderConfig
+from ssd_serve.models.architectures.registry import describe, load_description
+from ssd_serve.models.config import model_name
 from ssd_serve.models.rope import inverse_frequencies
 
 BASE: dict[str, Any] = {
@@ -45,6 +47,11 @@ ROPES: list[dict[str, Any]] = [
         "truncate": False,
     },
 ]
+
+
+def parse_config(raw: dict[str, Any]) -> DecoderConfig:
+    config: DecoderConfig = describe(raw).config
+    return config
 
 
 @pytest.mark.parametrize("parameters", ROPES)
@@ -121,15 +128,15 @@ def test_refused(change: dict[str, Any], message: str) -> None:
 
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
-        load_config(tmp_path / "nowhere")
+        load_description(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        load_config(tmp_path)
+        load_description(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot read"):
-        load_config(tmp_path)
+        load_description(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
-    assert load_config(tmp_path).eos_token_ids == (2, 5)
+    assert load_description(tmp_path).config.eos_token_ids == (2, 5)
 
 
 def test_names() -> None:

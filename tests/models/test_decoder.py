@@ -12,7 +12,8 @@ import torch
 
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.weights import linear
 from tests.models import checkpoints
 
 TOLERANCE = 1e-4
@@ -29,7 +30,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs = checkpoints.make(case)
     folder = checkpoints.save(theirs, tmp_path_factory.mktemp("model"))
     compiled = request.getfixturevalue("native") if kernels == "native" else None
-    return theirs, load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None, native=compiled)
+    return theirs, load_model(
+        folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None, native=compiled)
+    )
 
 
 def chunk(tokens: Sequence[int], start: int, stop: int, slots: Sequence[int]) -> RequestRows:
@@ -135,10 +138,14 @@ def test_facts(pair: tuple[Any, Model]) -> None:
 
 @pytest.mark.parametrize("options", [{"max_shard_size": "60KB"}, {}])
 @pytest.mark.parametrize("packed", [False, True])
-def test_layouts_and_formats_agree(tmp_path: Path, options: dict[str, Any], packed: bool) -> None:
+def test_layouts_and_formats_agree(
+    tmp_path: Path, options: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed:
+        monkeypatch.setattr(linear, "can_pack", lambda _dtype: False)
     theirs = checkpoints.make("llama")
     folder = checkpoints.save(theirs, tmp_path, **options)
-    ours = load_model(folder, device="cpu", dtype="fp32", slots=32, context=32, packed=packed)
+    ours = load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=32, context=32))
     tokens = numbers(20, 9)
     batch = build_batch([chunk(tokens, 0, 20, range(20))])
     close(ours.forward(batch).logits, checkpoints.logits(theirs, tokens))
@@ -148,7 +155,7 @@ def test_layouts_and_formats_agree(tmp_path: Path, options: dict[str, Any], pack
 def test_hidden_states_on_request(tmp_path: Path) -> None:
     theirs = checkpoints.make("llama")
     folder = checkpoints.save(theirs, tmp_path)
-    ours = load_model(folder, device="cpu", dtype="fp32", slots=32, context=None, features=(0, 1))
+    ours = load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=32, context=None, features=(0, 1)))
     tokens = numbers(10, 10)
     result = ours.forward(build_batch([chunk(tokens, 0, 10, range(10))]))
     with torch.inference_mode():
@@ -166,7 +173,7 @@ def test_half_precision_is_near(
     theirs = checkpoints.make("qwen3-qk-norm", initializer_range=0.05)
     folder = checkpoints.save(theirs, tmp_path)
     compiled = request.getfixturevalue("native") if kernels == "native" else None
-    ours = load_model(folder, device="cpu", dtype=dtype, slots=32, context=None, native=compiled)
+    ours = load_model(folder, ModelWish(device="cpu", dtype=dtype, slots=32, context=None, native=compiled))
     tokens = numbers(20, 11)
     result = ours.forward(build_batch([chunk(tokens, 0, 20, range(20))])).logits
     expected = checkpoints.logits(theirs, tokens)

@@ -13,7 +13,7 @@ from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import fp8
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.ranks.parallel import Alone, Parallel
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
@@ -48,7 +48,8 @@ def _without_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(folder: Path, device: str, backend: str) -> Model:
     wish = AttentionWish(backend)
     return load_model(
-        folder, device=device, dtype="fp32", slots=SLOTS, context=None, wish=wish, features=(1,)
+        folder,
+        ModelWish(device=device, dtype="fp32", slots=SLOTS, context=None, attention=wish, features=(1,)),
     )
 
 
@@ -90,10 +91,14 @@ class HalfAlone(Alone):
 def test_a_rank_computes_its_share_on_its_device_and_the_host_waits_for_nothing(tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("qwen3-qk-norm"), tmp_path)
     options: dict[str, Any] = {"dtype": "fp32", "slots": SLOTS, "context": None}
-    on_cpu = load_model(folder, device="cpu", group=HalfAlone(), wish=AttentionWish("sdpa"), **options)
+    on_cpu = load_model(
+        folder, ModelWish(device="cpu", attention=AttentionWish("sdpa"), **options), group=HalfAlone()
+    )
     expected = [on_cpu.forward(batch).logits for batch in batches()]
     with pretended_device() as reads:
-        model = load_model(folder, device=DEVICE, group=HalfAlone(), wish=AttentionWish("sdpa"), **options)
+        model = load_model(
+            folder, ModelWish(device=DEVICE, attention=AttentionWish("sdpa"), **options), group=HalfAlone()
+        )
         reads.clear()
         found = [model.forward(batch).logits for batch in batches()]
         assert reads == []
@@ -107,7 +112,9 @@ def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
     differences: list[object] = []
     with pretended_device():
         wish = AttentionWish("triton", check="sdpa", report=differences.append)
-        model = load_model(folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, wish=wish)
+        model = load_model(
+            folder, ModelWish(device=DEVICE, dtype="fp32", slots=SLOTS, context=None, attention=wish)
+        )
         for batch in batches():
             model.forward(batch)
     assert differences == []
@@ -118,7 +125,8 @@ def test_what_is_compiled_for_the_cpu_is_not_used(native: NativeLibrary, tmp_pat
     wish = AttentionWish("sdpa")  # measuring which is fastest would take long here
     with pretended_device():
         model = load_model(
-            folder, device=DEVICE, dtype="fp32", slots=SLOTS, context=None, wish=wish, native=native
+            folder,
+            ModelWish(device=DEVICE, dtype="fp32", slots=SLOTS, context=None, attention=wish, native=native),
         )
         assert model.facts.kernels == "torch"
         assert model.facts.attention != "native"
@@ -144,12 +152,14 @@ def test_fp8_weights_and_their_products_lie_on_the_device(
         return a.float() @ b.float() * scales[0] * scales[1]
 
     write(FORMS["compressed-tensor-static"], tmp_path)
-    wide = load_model(tmp_path, device="cpu", dtype="bf16", slots=SLOTS, context=None)
+    wide = load_model(tmp_path, ModelWish(device="cpu", dtype="bf16", slots=SLOTS, context=None))
     expected = [wide.forward(batch).logits for batch in batches()[:2]]
     monkeypatch.setattr(torch.ops.aten, "_scaled_mm", product)
     with pretended_device() as reads:
         wish = AttentionWish("sdpa")
-        model = load_model(tmp_path, device=DEVICE, dtype="bf16", slots=SLOTS, context=None, wish=wish)
+        model = load_model(
+            tmp_path, ModelWish(device=DEVICE, dtype="bf16", slots=SLOTS, context=None, attention=wish)
+        )
         assert model.facts.weight_bytes < (1.01 if native is None else 0.6) * wide.facts.weight_bytes
         reads.clear()
         found = [model.forward(batch).logits for batch in batches()[:2]]

@@ -11,7 +11,7 @@ from ssd_serve.errors import CheckpointError, UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.products import fp8
 from ssd_serve.models import load
-from ssd_serve.models.config import load_config
+from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
 from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.weights import linear
@@ -28,7 +28,9 @@ FN, FNUZ = fp8.FORMATS
 
 
 def load_model(folder: Path, dtype: str = "fp32") -> Model:
-    return load.load_model(folder, device="cpu", dtype=dtype, slots=64, context=64, allow_pickle=True)
+    return load.load_model(
+        folder, load.ModelWish(device="cpu", dtype=dtype, slots=64, context=64, allow_pickle=True)
+    )
 
 
 def logits(model: Model) -> torch.Tensor:
@@ -47,7 +49,7 @@ def factory(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype = torch.flo
         device="cpu",
         dtype=dtype,
         packed=False,
-        fp8=load_config(folder).fp8,
+        fp8=load_description(folder).config.fp8,
     )
 
 
@@ -120,7 +122,7 @@ def test_shares_of_ranks(tmp_path: Path) -> None:
     for number, form in enumerate(FORMS.values()):
         folder = tmp_path / str(number)
         weight = write(form, folder).state_dict()[f"{UP}.weight"]
-        scheme = load_config(folder).fp8
+        scheme = load_description(folder).config.fp8
         target = torch.empty(40, 64)
         with Checkpoint(folder) as checkpoint:
             reader = MatrixReader(checkpoint, scheme)

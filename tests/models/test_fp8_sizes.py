@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssd_serve.kernels.products import fp8
-from ssd_serve.models import load
+from ssd_serve.models import load, sizes
 from ssd_serve.models.weights import linear
 from tests.models.fp8_checkpoints import FORMS, Form, change_tensors, is_quantised, write
 
@@ -21,8 +21,8 @@ def form(request: pytest.FixtureRequest) -> Form:
     return FORMS[request.param]
 
 
-def sizes(folder: Path, device: str) -> load.ModelSizes:
-    return load.model_sizes(folder, device=device, dtype="bf16")
+def sizes_on(folder: Path, device: str) -> sizes.ModelSizes:
+    return sizes.model_sizes(folder, device=device, dtype="bf16")
 
 
 def multiply(monkeypatch: pytest.MonkeyPatch, native: torch.dtype) -> None:
@@ -46,12 +46,13 @@ def test_they_are_what_a_loaded_model_holds(
     for module, name in ((linear, "Fp8Matrix"), (linear, "DenseLinear")):
         kind = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, kind=kind: record(kind, *given))
-    for module in (linear, load):
+    monkeypatch.setattr(linear, "can_pack", lambda _dtype: False)
+    for module in (linear, sizes):
         monkeypatch.setattr(module, "multiplied_format", lambda *_: native)
     write(form, tmp_path)
-    model = load.load_model(tmp_path, device="cpu", dtype="bf16", slots=16, context=64, packed=False)
+    model = load.load_model(tmp_path, load.ModelWish(device="cpu", dtype="bf16", slots=16, context=64))
     assert len(held) == 3 * 4 + 1
-    assert model.facts.weight_bytes == sum(held) == sizes(tmp_path, "cpu").matrix_bytes
+    assert model.facts.weight_bytes == sum(held) == sizes_on(tmp_path, "cpu").matrix_bytes
     blocks = form.kind("") == "block"
     assert sum(narrow) == (0 if blocks or (form.form is FNUZ and native is FN) else 3 * 4)
 
@@ -61,11 +62,11 @@ def test_a_byte_a_number_and_four_a_scale(tmp_path: Path, monkeypatch: pytest.Mo
     weights = write(form, tmp_path).state_dict()
     multiply(monkeypatch, FN)
     matrices = [weight for name, weight in weights.items() if is_quantised(name, form)]
-    found = sizes(tmp_path, "cuda:0")
+    found = sizes_on(tmp_path, "cuda:0")
     narrow = sum(weight.numel() + 4 * len(weight) for weight in matrices)
     assert found.matrix_bytes == narrow + 2 * HEAD
     assert found.resident_bytes == narrow + 2 * 2 * HEAD  # the embedding is as large as the head
-    wide = sizes(tmp_path, "cpu")
+    wide = sizes_on(tmp_path, "cpu")
     assert wide.matrix_bytes == 2 * (sum(weight.numel() for weight in matrices) + HEAD)
     assert wide.kv_bytes_per_slot == 2 * found.kv_bytes_per_slot  # float32 and bf16: neither is fp8
 
@@ -73,7 +74,7 @@ def test_a_byte_a_number_and_four_a_scale(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_matrix_that_is_not_quantised_is_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = write(FORMS["fp8-static"], tmp_path).state_dict()
     multiply(monkeypatch, FN)
-    before = sizes(tmp_path, "cuda:0").matrix_bytes
+    before = sizes_on(tmp_path, "cuda:0").matrix_bytes
     weight = weights[f"{DOWN}.weight"]
 
     def widen(tensors: dict[str, torch.Tensor]) -> None:
@@ -81,7 +82,7 @@ def test_a_matrix_that_is_not_quantised_is_wide(tmp_path: Path, monkeypatch: pyt
         del tensors[f"{DOWN}.weight_scale"], tensors[f"{DOWN}.activation_scale"]
 
     change_tensors(tmp_path, widen)
-    assert sizes(tmp_path, "cuda:0").matrix_bytes - before == weight.numel() - 4 * len(weight)
+    assert sizes_on(tmp_path, "cuda:0").matrix_bytes - before == weight.numel() - 4 * len(weight)
 
 
 def test_devices_that_do_not_multiply_fp8_hold_wide_weights(
@@ -89,12 +90,12 @@ def test_devices_that_do_not_multiply_fp8_hold_wide_weights(
 ) -> None:
     write(form, tmp_path)
     monkeypatch.setattr(linear, "native_format", lambda device: None)
-    assert sizes(tmp_path, "cuda:0").matrix_bytes == sizes(tmp_path, "cpu").matrix_bytes
+    assert sizes_on(tmp_path, "cuda:0").matrix_bytes == sizes_on(tmp_path, "cpu").matrix_bytes
 
 
 def test_sizes_on_cpus_need_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(FORMS["fp8-static"], tmp_path)
     multiply(monkeypatch, FN)
-    wide = sizes(tmp_path, "cpu")
+    wide = sizes_on(tmp_path, "cpu")
     (tmp_path / "model.safetensors").unlink()
-    assert sizes(tmp_path, "cpu") == wide
+    assert sizes_on(tmp_path, "cpu") == wide

@@ -16,7 +16,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model
+from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.weights.linear import DenseLinear, Linear
 from ssd_serve.verifier.planning.startup_benchmark import identity
 from tests.models import checkpoints
@@ -36,12 +36,14 @@ CASES = (
 def load(folder: Path, dtype: str, native: NativeLibrary | None, batch_invariant: bool) -> Model:
     return load_model(
         folder,
-        device="cpu",
-        dtype=dtype,
-        slots=SLOTS,
-        context=None,
-        native=native,
-        batch_invariant=batch_invariant,
+        ModelWish(
+            device="cpu",
+            dtype=dtype,
+            slots=SLOTS,
+            context=None,
+            native=native,
+            batch_invariant=batch_invariant,
+        ),
     )
 
 
@@ -158,7 +160,7 @@ def test_a_product_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("ssd_serve.models.weights.linear.matrix_kind", kind)
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
-    with pytest.raises(UserError, match=r"the product with the matrix 'query, key and value' by Placed"):
+    with pytest.raises(UserError, match=r"the product with the matrix 'lm_head' by Placed"):
         load(folder, "bf16", None, True)
 
 

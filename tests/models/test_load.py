@@ -9,8 +9,8 @@ from ssd_serve.errors import MemoryShortError, UserError
 from ssd_serve.kernels.attention.backends import AttentionWish
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import packed
-from ssd_serve.models import load, memory
-from ssd_serve.models.decoder import Decoder
+from ssd_serve.models import load, memory, sizes
+from ssd_serve.models.architectures.dense.decoder import Decoder
 from tests.models import checkpoints
 
 
@@ -22,41 +22,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for fast, expected in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(load, "cpu_has_fast_bf16", lambda fast=fast: fast)
-        assert load.resolve_dtype("auto", "cpu:0-1") == expected
-    assert load.resolve_dtype("auto", "cuda:0") == "bf16"
-    assert load.resolve_dtype("fp16", "cpu") == "fp16"
+        monkeypatch.setattr(sizes, "cpu_has_fast_bf16", lambda fast=fast: fast)
+        assert sizes.resolve_dtype("auto", "cpu:0-1") == expected
+    assert sizes.resolve_dtype("auto", "cuda:0") == "bf16"
+    assert sizes.resolve_dtype("fp16", "cpu") == "fp16"
     with pytest.raises(UserError, match="'fp8' is unknown"):
-        load.resolve_dtype("fp8", "cpu")
+        sizes.resolve_dtype("fp8", "cpu")
 
 
 def test_devices() -> None:
-    assert [load.torch_device(name) for name in ("cpu", "cpu:3", "cpu:0-1", "cuda:1")] == [
+    assert [sizes.torch_device(name) for name in ("cpu", "cpu:3", "cpu:0-1", "cuda:1")] == [
         "cpu", "cpu", "cpu", "cuda:1",
     ]  # fmt: skip
     assert isinstance(packed.cpu_has_fast_bf16(), bool)
 
 
 def test_sizes_from_the_configuration_alone(folder: Path) -> None:
-    sizes = load.model_sizes(folder, device="cpu", dtype="bf16")
-    seen: list[tuple[int, int]] = []
+    before = sizes.model_sizes(folder, device="cpu", dtype="bf16")
     model = load.load_model(
-        folder, device="cpu:0", dtype="bf16", slots=16, context=64, progress=lambda *now: seen.append(now)
+        folder,
+        load.ModelWish(device="cpu:0", dtype="bf16", slots=16, context=64),
     )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
     facts = model.facts
-    assert sizes.kv_bytes_per_slot == facts.kv_bytes_per_slot
-    assert sizes.resident_bytes == facts.weight_bytes + 199 * 64 * 2
-    on_gpu = load.model_sizes(folder, device="cuda:0", dtype="bf16")
+    assert before.kv_bytes_per_slot == facts.kv_bytes_per_slot
+    assert before.resident_bytes == facts.weight_bytes + 199 * 64 * 2
+    on_gpu = sizes.model_sizes(folder, device="cuda:0", dtype="bf16")
     assert on_gpu.resident_bytes == facts.weight_bytes  # tied: one matrix is embedding and head
     assert (facts.device, facts.dtype, facts.context, model.slots) == ("cpu", "bf16", 64, 16)
 
 
 def test_memory_is_checked_before_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "available_memory", lambda device: 300 << 20)
-    load.load_model(folder, device="cpu", dtype="fp32", slots=16, context=64)
+    load.load_model(folder, load.ModelWish(device="cpu", dtype="fp32", slots=16, context=64))
     with pytest.raises(MemoryShortError, match="GiB are free"):
-        load.load_model(folder, device="cpu", dtype="fp32", slots=1 << 20, context=64)
+        load.load_model(folder, load.ModelWish(device="cpu", dtype="fp32", slots=1 << 20, context=64))
 
 
 def test_container_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +72,7 @@ def test_container_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_forward_does_not_depend_on_who_set_the_threads(folder: Path) -> None:
     before = torch.get_num_threads()
-    load.load_model(folder, device="cpu", dtype="fp32", slots=16, context=64)
+    load.load_model(folder, load.ModelWish(device="cpu", dtype="fp32", slots=16, context=64))
     assert torch.get_num_threads() == before
 
 
@@ -81,12 +80,14 @@ def test_the_tree_attention_that_was_asked_for(folder: Path, native: NativeLibra
     def kernels(backend: str, library: NativeLibrary | None) -> str:
         model = load.load_model(
             folder,
-            device="cpu",
-            dtype="fp32",
-            slots=16,
-            context=64,
-            native=library,
-            wish=AttentionWish(backend),
+            load.ModelWish(
+                device="cpu",
+                dtype="fp32",
+                slots=16,
+                context=64,
+                native=library,
+                attention=AttentionWish(backend),
+            ),
         )
         assert isinstance(model, Decoder)
         return type(model.attention).__name__

@@ -14,11 +14,13 @@ from ssd_serve.errors import ProtocolError, RankLostError, UserError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.batch_bytes import pack, unpack
 from ssd_serve.models import load
-from ssd_serve.models.config import load_config
+from ssd_serve.models.architectures.dense.sizes import rank_config
+from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import load_model, model_sizes
-from ssd_serve.models.ranks.parallel import Alone, Group, Parallel, rank_config
+from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.ranks.parallel import Alone, Group, Parallel
 from ssd_serve.models.ranks.torch_group import join_group
+from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
@@ -45,7 +47,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The model on one rank, and on several."""
     case, size, changes = request.param
     folder = checkpoints.save(checkpoints.make(case, **changes), tmp_path_factory.mktemp("model"))
-    alone = load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None, features=(0, 2))
+    alone = load_model(
+        folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None, features=(0, 2))
+    )
     store = tmp_path_factory.mktemp("store") / "store"
     with ranked(folder, store, size, dtype="fp32", features=(0, 2)) as several:
         yield alone, several
@@ -120,7 +124,7 @@ def test_a_rank_reads_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest
             opened.append(self)
 
     monkeypatch.setattr(load, "Checkpoint", Counted)
-    load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None)
+    load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None))
     whole = opened.pop().bytes_read
     for size in (2, 4):
         with ranked(folder, tmp_path / f"store{size}", size, dtype="fp32"):
@@ -135,7 +139,7 @@ def test_a_rank_reads_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path / "model")
-    alone = load_model(folder, device="cpu", dtype=dtype, slots=SLOTS, context=None)
+    alone = load_model(folder, ModelWish(device="cpu", dtype=dtype, slots=SLOTS, context=None))
     batch = build_batch([chunk(0, 30)])
     with ranked(folder, tmp_path / "store", 2, dtype=dtype) as several:
         found, expected = several.forward(batch).logits, alone.forward(batch).logits
@@ -145,7 +149,7 @@ def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_fp8_weights_are_split_with_their_scales_or_the_split_is_refused(form: str, tmp_path: Path) -> None:
     write(FORMS[form], tmp_path / "model")
-    alone = load_model(tmp_path / "model", device="cpu", dtype="fp32", slots=SLOTS, context=None)
+    alone = load_model(tmp_path / "model", ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None))
     batch = build_batch([chunk(0, 30)])
     several = ranked(tmp_path / "model", tmp_path / "store", 2, dtype="fp32")
     if "block" in form:
@@ -185,7 +189,7 @@ def test_what_ranks_cannot_share_is_said_before_anything_is_read(
 
 
 def test_ranks_that_share_a_key_value_head_are_neighbours(tmp_path: Path) -> None:
-    config = load_config(checkpoints.save(checkpoints.make("qwen3-qk-norm", **HEADS), tmp_path))
+    config = load_description(checkpoints.save(checkpoints.make("qwen3-qk-norm", **HEADS), tmp_path)).config
     assert [Parallel(rank, 8).kv_heads(config.kv_heads).start for rank in range(8)] == [0] * 4 + [1] * 4
     assert {rank_config(config, Parallel(rank, 8)).kv_heads for rank in range(8)} == {1}
     assert sum(rank_config(config, Parallel(rank, 8)).vocabulary for rank in range(8)) == 199
@@ -237,7 +241,7 @@ class Meeting(Alone):
 
 def test_ranks_that_load_meet_before_anything_that_has_to_be_quick(tmp_path: Path) -> None:
     folder, group = checkpoints.save(checkpoints.make("llama"), tmp_path), Meeting()
-    load_model(folder, device="cpu", dtype="fp32", slots=SLOTS, context=None, group=group)
+    load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None), group=group)
     assert group.happened[:2] == ["met", "voted"]
 
 

@@ -16,7 +16,7 @@ from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.messages import SamplingParameters, Submit
-from ssd_serve.models import load
+from ssd_serve.models import load, sizes
 from ssd_serve.models.interface import Model
 from ssd_serve.models.weights import linear
 from tests.models import checkpoints
@@ -30,8 +30,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return checkpoints.save(checkpoints.make(request.param), tmp_path_factory.mktemp("model"))
 
 
-def load_model(folder: Path, dtype: str, *, packed: bool = True) -> Model:
-    return load.load_model(folder, device="cpu:0", dtype=dtype, slots=64, context=64, packed=packed)
+def load_model(folder: Path, dtype: str) -> Model:
+    return load.load_model(folder, load.ModelWish(device="cpu:0", dtype=dtype, slots=64, context=64))
 
 
 def logits(model: Model) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_the_fallback_computes_the_same_function(folder: Path, monkeypatch: pyte
     exact = logits(load_model(folder, "fp32"))
     found = logits(load_model(folder, "int8"))
     monkeypatch.setattr(linear, "can_multiply_int8", lambda: False)
-    monkeypatch.setattr(load, "can_multiply_int8", lambda: False)
+    monkeypatch.setattr(sizes, "can_multiply_int8", lambda: False)
     fallback = load_model(folder, "int8")
     assert distance(logits(fallback), exact) < 0.06
     assert distance(logits(fallback), found) < distance(logits(load_model(folder, "bf16")), exact) * 2
@@ -76,7 +76,9 @@ def test_compiled_kernels_compute_the_same_function(
         return made[-1]
 
     monkeypatch.setattr(linear, "NativeInt8Matrix", make)
-    found = load.load_model(folder, device="cpu:0", dtype="int8", slots=64, context=64, native=native)
+    found = load.load_model(
+        folder, load.ModelWish(device="cpu:0", dtype="int8", slots=64, context=64, native=native)
+    )
     exact = logits(load_model(folder, "fp32"))
     assert distance(logits(found), exact) < 0.06
     assert distance(logits(found), logits(load_model(folder, "int8"))) < 0.02
@@ -86,9 +88,9 @@ def test_compiled_kernels_compute_the_same_function(
 def test_facts_and_sizes(folder: Path) -> None:
     bf16, int8 = load_model(folder, "bf16").facts, load_model(folder, "int8").facts
     assert int8.dtype == "int8"
-    sizes = load.model_sizes(folder, device="cpu", dtype="int8")
-    assert sizes.resident_bytes == int8.weight_bytes + 199 * 64 * 2  # the embedding stays bf16
-    assert sizes.kv_bytes_per_slot == int8.kv_bytes_per_slot == bf16.kv_bytes_per_slot
+    before = sizes.model_sizes(folder, device="cpu", dtype="int8")
+    assert before.resident_bytes == int8.weight_bytes + 199 * 64 * 2  # the embedding stays bf16
+    assert before.kv_bytes_per_slot == int8.kv_bytes_per_slot == bf16.kv_bytes_per_slot
     if can_multiply_int8():
         scales = int8.weight_bytes - bf16.weight_bytes // 2
         assert 4 * 199 < scales < 0.1 * bf16.weight_bytes
@@ -97,9 +99,9 @@ def test_facts_and_sizes(folder: Path) -> None:
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
 def test_int8_is_not_built_for_gpus(folder: Path, device: str) -> None:
     with pytest.raises(UserError, match=f"int8 is not built for {device}"):
-        load.model_sizes(folder, device=device, dtype="int8")
+        sizes.model_sizes(folder, device=device, dtype="int8")
     with pytest.raises(UserError, match=f"int8 is not built for {device}"):
-        load.load_model(folder, device=device, dtype="int8", slots=16, context=64)
+        load.load_model(folder, load.ModelWish(device=device, dtype="int8", slots=16, context=64))
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -13,8 +13,8 @@ from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load
-from ssd_serve.models.decoder import Decoder, Inputs
-from ssd_serve.models.interface import ModelFacts
+from ssd_serve.models.architectures.dense.decoder import Decoder
+from ssd_serve.models.interface import Inputs, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
@@ -111,7 +111,7 @@ def test_recorded_forwards_of_both_models_give_them_too(
     """Target and draft are recorded once for each shape, while they serve, and replayed after that."""
     monkeypatch.setattr(backends, "first_failure", lambda *_: "")
     tape = Tape()
-    monkeypatch.setattr(load, "GraphRecorder", lambda _: tape)
+    monkeypatch.setattr(load, "DeviceGraphCapture", lambda _: tape)
 
     @contextmanager
     def there() -> Generator[None]:

@@ -17,7 +17,7 @@ from ssd_serve.kernels.attention.backends import AttentionWish, Candidate, atten
 from ssd_serve.kernels.attention.self_test import RATIOS, layout_order, self_test
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, load_native
-from ssd_serve.models.load import attention_dtype, resolve_dtype
+from ssd_serve.models.sizes import attention_dtype, resolve_dtype
 from ssd_serve.settings import Settings
 
 __all__ = ["Check", "State", "examine"]

@@ -5,6 +5,7 @@ Downloads no weights. Knows shapes, not devices.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -15,22 +16,28 @@ from ssd_serve.errors import CheckpointError, HubError
 from ssd_serve.hub_id import HubId, hub_id
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.products.fp8 import FORMATS, can_multiply, native_format
-from ssd_serve.models.config import (
-    DecoderConfig,
-    RopeConfig,
-    load_config,
-    model_name,
-    parse_config,
-    read_json,
-)
-from ssd_serve.models.decoder import kv_layout, matrix_elements, tensor_names
+from ssd_serve.models.architectures.contract import Description, Sizes
+from ssd_serve.models.architectures.registry import describe, load_description
+from ssd_serve.models.config import model_name, read_json
 from ssd_serve.models.hub import Role, embedded_folder
-from ssd_serve.models.load import attention_dtype, resolve_dtype
-from ssd_serve.models.ranks.parallel import possible_ranks
-from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.matrices import MatrixReader
+from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.sizes import attention_dtype, bytes_saved, resolve_dtype, separate_embedding
+from ssd_serve.models.weights.quantization import Fp8Scheme
 from ssd_serve.plan.device_tables import device_sheet
 from ssd_serve.settings import EMBEDDED
+
+_KEYS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,56 +88,51 @@ class Computing:
 
 def planned_model(name: str, role: Role, computing: Computing, token: str | None) -> PlannedModel:
     """Look a model up: `embedded`, a folder, a well-known name, or a hub id."""
-    shown, config, folder = _find(name, role, token)
-    return sized(shown, config, computing, folder)
+    shown, model, folder = _find(name, role, token)
+    return sized(shown, model, computing, folder)
 
 
-def sized(name: str, config: DecoderConfig, computing: Computing, folder: Path | None = None) -> PlannedModel:
+def sized(
+    name: str, model: Description[Any], computing: Computing, folder: Path | None = None
+) -> PlannedModel:
     """The sizes that follow from a configuration, and from the weights' files where they are in a folder."""
-    elements, dtype = matrix_elements(config), computing.dtype
-    wide, saved = elements * dtype.itemsize, _saved(config, computing, folder)
-    # On CPUs the head is packed and cannot serve as the embedding too.
-    shared = config.tied and computing.device != "cpu"
-    embedding = 0 if shared else config.vocabulary * config.hidden
+    whole, config, dtype = model.sizes(Parallel()), model.config, computing.dtype
+    wide, saved = whole.elements * dtype.itemsize, _saved(whole, config.fp8, computing, folder)
+    embedding = separate_embedding(whole, computing.device)
     return PlannedModel(
         name=name,
-        layers=config.layers,
-        kv_heads=config.kv_heads,
+        layers=len(whole.kv),
+        kv_heads=whole.rows.kv_heads,
         vocabulary=config.vocabulary,
         context=config.context,
-        elements=elements,
+        elements=whole.elements,
         wide_bytes=wide,
         matrix_bytes=wide - saved,
         resident_bytes=wide - saved + embedding * dtype.itemsize,
-        kv_bytes_per_token=kv_layout(config, attention_dtype(computing.device, dtype)).bytes_per_slot,
-        ranks=possible_ranks(config),
-        attention_flops=4.0 * config.heads * config.head_dim * config.layers,
+        kv_bytes_per_token=whole.layout(attention_dtype(computing.device, dtype)).bytes_per_slot,
+        ranks=whole.ranks,
+        attention_flops=4.0 * whole.rows.heads * sum(layer.head_dim for layer in whole.kv),
         fp8=None if config.fp8 is None else saved > 0,
     )
 
 
-def _saved(config: DecoderConfig, computing: Computing, folder: Path | None) -> int:
+def _saved(whole: Sizes, scheme: Fp8Scheme | None, computing: Computing, folder: Path | None) -> int:
     """Bytes that matrices take less than wide ones where the device multiplies fp8.
 
     The files say it. Without them, every matrix but the head is taken to be in e4m3fn, as exports leave it.
     """
     form, dtype = computing.fp8, computing.dtype
-    if form is None or config.fp8 is None or not config.fp8.rounds_inputs:
+    if form is None or scheme is None or not scheme.rounds_inputs:
         return 0
     if folder is not None and any(folder.glob("*.safetensors")):
-        with Checkpoint(folder) as checkpoint:
-            checkpoint.require(tensor_names(config))
-            return MatrixReader(checkpoint, config.fp8).bytes_saved(tensor_names(config), form, dtype)
-    if "block" in config.fp8.kinds:
+        return bytes_saved(folder, scheme, form, dtype)
+    if "block" in scheme.kinds:
         return 0  # widened everywhere
-    hidden, inner = config.hidden, config.intermediate
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    return config.layers * sum(
-        outputs * (inputs * (dtype.itemsize - 1) - torch.float32.itemsize)
-        for outputs, inputs in shapes
-        if can_multiply(outputs, inputs)
+    return sum(
+        each.count * outputs * (each.inputs * (dtype.itemsize - 1) - torch.float32.itemsize)
+        for each in whole.matrices
+        for outputs in each.outputs
+        if can_multiply(outputs, each.inputs)
     )
 
 
@@ -154,21 +156,21 @@ def known_names() -> tuple[str, ...]:
     return tuple(_shapes())
 
 
-def known_config(name: str) -> DecoderConfig | None:
-    """The configuration of a well-known model, as far as sizes go; None if the name is not known."""
+def known_model(name: str) -> Description[Any] | None:
+    """A well-known model, as far as sizes go; None if the name is not known."""
     shape = _shapes().get(name.lower())
-    return None if shape is None else _config(*shape)
+    return None if shape is None else describe(dict(zip(_KEYS, shape, strict=True)))
 
 
-def _find(name: str, role: Role, token: str | None) -> tuple[str, DecoderConfig, Path | None]:
-    """Its name for people, its configuration, and its folder if it has one."""
+def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[Any], Path | None]:
+    """Its name for people, what its configuration describes, and its folder if it has one."""
     if name == EMBEDDED:
         folder = embedded_folder(role)
-        return model_name(folder), load_config(folder), folder
+        return model_name(folder), load_description(folder), folder
     if Path(name).expanduser().is_dir():
         folder = Path(name).expanduser()
-        return model_name(folder.resolve()), load_config(folder), folder
-    known = known_config(name)
+        return model_name(folder.resolve()), load_description(folder), folder
+    known = known_model(name)
     if known is not None:
         return name.lower(), known, None
     if (found := hub_id(name)) is None:
@@ -179,7 +181,7 @@ def _find(name: str, role: Role, token: str | None) -> tuple[str, DecoderConfig,
     return name, _from_hub(found, token), None
 
 
-def _from_hub(name: HubId, token: str | None) -> DecoderConfig:
+def _from_hub(name: HubId, token: str | None) -> Description[Any]:
     """`config.json` alone; a copy in the local cache will do where there is no network."""
     try:
         path = hf_hub_download(name.name, "config.json", revision=name.revision, token=token)
@@ -193,12 +195,12 @@ def _from_hub(name: HubId, token: str | None) -> DecoderConfig:
             f"cannot fetch config.json of {name} ({error}); check the network, give a local folder, or one "
             f"of {', '.join(known_names())}"
         ) from error
-    return parse_config(read_json(Path(path)))
+    return describe(read_json(Path(path)))
 
 
-def _shapes() -> dict[str, tuple[str, int, int, int, int, int, int, int, int, bool]]:
-    """Architecture, hidden, intermediate, layers, heads, KV heads, head size, vocabulary, context, tied."""
-    llama, qwen2, qwen3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+def _shapes() -> dict[str, tuple[list[str], int, int, int, int, int, int, int, int, bool]]:
+    """What `config.json` of each model says under the keys."""
+    llama, qwen2, qwen3 = ["LlamaForCausalLM"], ["Qwen2ForCausalLM"], ["Qwen3ForCausalLM"]
     return {
         "llama-3.1-405b": (llama, 16384, 53248, 126, 128, 8, 128, 128256, 131072, False),
         "llama-3.3-70b": (llama, 8192, 28672, 80, 64, 8, 128, 128256, 131072, False),
@@ -215,37 +217,3 @@ def _shapes() -> dict[str, tuple[str, int, int, int, int, int, int, int, int, bo
         "qwen3-1.7b": (qwen3, 2048, 6144, 28, 16, 8, 128, 151936, 40960, True),
         "qwen3-0.6b": (qwen3, 1024, 3072, 28, 16, 8, 128, 151936, 40960, True),
     }
-
-
-def _config(
-    architecture: str,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocabulary: int,
-    context: int,
-    tied: bool,
-) -> DecoderConfig:
-    return DecoderConfig(
-        architecture=architecture,
-        vocabulary=vocabulary,
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        context=context,
-        norm_epsilon=1e-5,
-        rope=RopeConfig(),
-        windows=(None,) * layers,
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        tied=tied,
-        eos_token_ids=(),
-    )

@@ -1,0 +1,159 @@
+"""What an architecture is to the rest of the house: how its configuration is read, what its models hold, and
+how they are built.
+
+Knows no architecture; those that there are stand in `registry`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from ssd_serve.cache.kv import KVLayout, LayerKV
+from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.rows.operations import RowOperations
+from ssd_serve.models.config import Json
+from ssd_serve.models.interface import CapturableModel, ModelFacts
+from ssd_serve.models.ranks.parallel import Alone, Group, Parallel
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.linear import Linears
+from ssd_serve.models.weights.quantization import Fp8Scheme
+
+
+class ModelConfig(Protocol):
+    """What every architecture's configuration tells; what else it has only the architecture knows."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def fp8(self) -> Fp8Scheme | None:
+        """How weights are scaled that lie in the file in fp8; None: none may."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """`count` equal matrices. Those of the file that share their input are multiplied as one: `outputs`
+    are those of each."""
+
+    outputs: tuple[int, ...]
+    inputs: int
+    count: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all of them."""
+        return self.count * sum(self.outputs) * self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class RowShapes:
+    """What `RowOperations` get a row of: a norm [hidden], a rotation of heads, a gate [2 * gate]."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gate: int
+    head_norm: bool
+    """Whether heads are normed before they are rotated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What one rank of a model holds, in numbers; how many bytes those take follows from the dtype."""
+
+    matrices: tuple[Matrices, ...]
+    """All that a forward reads but the head."""
+    head: Matrices
+    embedding: int
+    """Numbers of the embedding."""
+    tied: bool
+    """The head is the embedding too, where its format allows that."""
+    kv: tuple[LayerKV, ...]
+    """What each layer remembers of a token."""
+    rows: RowShapes
+    ranks: tuple[int, ...]
+    """How many ranks can share the model."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all matrices that one forward of one row reads (the head, not the embedding)."""
+        return self.head.elements + sum(each.elements for each in self.matrices)
+
+    @property
+    def outputs(self) -> int:
+        """Rows of all those matrices."""
+        return sum(each.count * sum(each.outputs) for each in (self.head, *self.matrices))
+
+    @property
+    def largest(self) -> int:
+        """Numbers in the largest matrix that is multiplied."""
+        return max(each.elements // each.count for each in (self.head, *self.matrices))
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        """What is remembered of a token, in the dtype that attention computes in."""
+        return KVLayout(self.kv, dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """What a model of any architecture is built on. `features` are the layers whose outputs every forward
+    returns, named `layer.<index>`."""
+
+    attention: AttentionBackend[Any]
+    operations: RowOperations
+    facts: ModelFacts
+    slots: int
+    features: tuple[int, ...] = ()
+    group: Group = field(default_factory=Alone)
+
+
+C = TypeVar("C", bound=ModelConfig)
+W = TypeVar("W")
+
+
+def _as_they_are(operations: RowOperations) -> RowOperations:
+    return operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture(Generic[C, W]):
+    """One architecture, or one of a family. C is its configuration, W are its weights."""
+
+    models: str
+    """Models that have it, for people."""
+    parse: Callable[[Json, Json], C]
+    """The configuration, from `config.json` and `generation_config.json` (empty where there is none). What
+    cannot be computed exactly is a `CheckpointError`."""
+    sizes: Callable[[C, Parallel], Sizes]
+    """What this rank of a model holds. Raises `UserError` where that many ranks cannot share it."""
+    read_weights: Callable[[C, Checkpoint, Linears], W]
+    """One rank's share of all weights. Missing, misshapen and unexpected tensors are a `CheckpointError`."""
+    build: Callable[[C, W, ModelParts], CapturableModel]
+    """The model of one rank; the configuration is the whole model's."""
+    operations: Callable[[RowOperations], RowOperations] = _as_they_are
+    """What computes rows between products, given what usually does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description(Generic[C]):
+    """A model before its weights are read."""
+
+    architecture: Architecture[C, Any]
+    config: C
+
+    def sizes(self, parallel: Parallel) -> Sizes:
+        """What one rank holds; see `Architecture.sizes`."""
+        return self.architecture.sizes(self.config, parallel)
