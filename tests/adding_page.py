@@ -1,0 +1,37 @@
+"""What docs/adding.md tells to write, done as a reader would: a file, and its line in a registry."""
+
+import ast
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "adding.md"
+_CODE = r"\n\n```python\n(.*?)^```"
+_FILE = re.compile(r"^`([\w/]+)\.py`:" + _CODE, re.MULTILINE | re.DOTALL)
+_LINE = re.compile(r"^The line in `(\w+)` of `([\w/]+)\.py`:" + _CODE, re.MULTILINE | re.DOTALL)
+
+
+def section(heading: str) -> str:
+    """The page from one heading of the second level to the next."""
+    return PAGE.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def follow(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the section's file to a folder, in which its package is then found too, and add its line to the
+    registry, all for the length of a test."""
+    ((path, source),) = _FILE.findall(section(heading))
+    ((table, place, line),) = _LINE.findall(section(heading))
+    (folder / f"{Path(path).name}.py").write_text(source, encoding="utf-8")
+    package = import_module(_module(str(Path(path).parent)))
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    monkeypatch.setitem(sys.modules, _module(path), package)  # what is imported is forgotten with the test
+    del sys.modules[_module(path)]
+    (entry,) = ast.literal_eval("{" + line + "}").items()
+    monkeypatch.setitem(getattr(import_module(_module(place)), table), *entry)
+
+
+def _module(path: str) -> str:
+    return "ssd_serve." + path.replace("/", ".")
