@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,8 +160,8 @@ def _changes(*stages: Stage) -> tuple[tuple[Parameter, Change], ...]:
 
 def change_of(parameter: Parameter) -> Change:
     """The function that the table names."""
-    module, _, name = parameter.function.rpartition(":")
-    change: Change = getattr(import_module(module or __name__), name)
+    name = parameter.function
+    change: Change = resolve_name(name if ":" in name else f"{__name__}:{name}")
     return change
 
 

@@ -66,7 +66,7 @@ def _metric_row(family: Metric) -> str:
 
 def backends_table() -> str:
     """Every tree attention backend."""
-    rows = [f"| `{each.name}` | {each.where.value} | {each.what} |" for each in BACKENDS]
+    rows = [f"| `{name}` | {each.where.value} | {each.what} |" for name, each in BACKENDS.items()]
     return "\n".join(["| backend | where | what it is |", "|---|---|---|", *rows])
 
 

@@ -6,9 +6,9 @@ A backend that fails its self-test is an error by name when it was asked for, an
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from ssd_serve.cache.kv import KVCache
@@ -100,12 +100,12 @@ def candidates(
     """All backends of the table, in its order; see `Means`."""
     means = Means(native, folder, log, invariant)
     found: list[Candidate] = []
-    for row in BACKENDS:
-        factory: AttentionFactory = import_module(row.module).FACTORY
+    for name, row in BACKENDS.items():
+        factory: AttentionFactory = resolve_name(row.factory)
         make = factory.maker(means)
         if invariant and not factory.rows_alone:
             make = _unrolling(make)
-        found.append(Candidate(row.name, _missing(row, factory, cache, means), make, invariant))
+        found.append(Candidate(name, _missing(row, factory, cache, means), make, invariant))
     return found
 
 

@@ -102,7 +102,7 @@ def _nothing(_cache: KVCache, _means: Means) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFactory:
-    """How a backend is made: the `FACTORY` of its module, which `kernels/attention/registry.py` names."""
+    """How a backend is made; `kernels/attention/registry.py` names it."""
 
     maker: Callable[[Means], Maker]
     missing: Callable[[KVCache, Means], str] = _nothing

@@ -1,6 +1,6 @@
-"""Every tree attention backend in one table, the fastest first: its name, where it runs, its module.
+"""Every tree attention backend in one table, the fastest first: its name, where it runs, how it is made.
 
-Names of settings, messages and the documents follow from it. Knows neither torch nor how a backend is built.
+Names of settings, messages and the documents follow from it. Imports neither torch nor a backend.
 """
 
 from dataclasses import dataclass
@@ -24,42 +24,45 @@ class Where(Enum):
 class RegisteredBackend:
     """A row of the table."""
 
-    name: str
     where: Where
-    module: str
-    """Has `FACTORY`, an `AttentionFactory`. It is imported wherever torch is: what may be missing is imported
-    when a backend is made."""
+    factory: str
+    """Its `AttentionFactory`, as `module:name`. The module is imported wherever torch is: what may be missing
+    is imported when a backend is made."""
     what: str
     """What it is, for the documents."""
     package: str = ""
     """The Python package that it needs, and the extra of this project that installs it."""
 
 
-BACKENDS = (
-    RegisteredBackend("native", Where.CPUS, "ssd_serve.kernels.native.attention", "C"),
-    RegisteredBackend(
-        "flashinfer",
+BACKENDS = {
+    "native": RegisteredBackend(Where.CPUS, "ssd_serve.kernels.native.attention:FACTORY", "C"),
+    "flashinfer": RegisteredBackend(
         Where.GPUS,
-        "ssd_serve.kernels.flashinfer.factory",
+        "ssd_serve.kernels.flashinfer.factory:FACTORY",
         "upstream's package on CUDA, AMD's port on ROCm; prefixes that lie in order are read in pages of 1, "
         "16 or 64 slots, whichever a measurement at the start finds fastest",
         package="flashinfer",
     ),
-    RegisteredBackend(
-        "triton",
+    "triton": RegisteredBackend(
         Where.GPUS,
-        "ssd_serve.kernels.triton.factory",
+        "ssd_serve.kernels.triton.factory:FACTORY",
         "our own kernels: the prefix of a request is read once for all its rows, in parts that are merged by "
         "their log-sum-exp",
         package="triton",
     ),
-    RegisteredBackend("sdpa", Where.ANY, "ssd_serve.kernels.attention.sdpa", "PyTorch"),
-)
+    "sdpa": RegisteredBackend(Where.ANY, "ssd_serve.kernels.attention.sdpa:FACTORY", "PyTorch"),
+}
+"""By their names, the fastest first."""
 
 
 def names(*where: Where) -> tuple[str, ...]:
     """The names of those that run there; without a place, all."""
-    return tuple(each.name for each in BACKENDS if not where or each.where in where)
+    return tuple(name for name, each in BACKENDS.items() if not where or each.where in where)
+
+
+def told() -> str:
+    """All of them in words, with where they run."""
+    return ", ".join(f"{name} ({each.where.value})" for name, each in BACKENDS.items())
 
 
 def choices(where: Where) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from ssd_serve.sampling.fields import Choices, Seed, Temperature, within
+from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
 from ssd_serve.server.limits import MAX_MESSAGES
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,
@@ -67,6 +67,7 @@ _SCORED_OR_STREAMED = [
 ]
 
 
+@with_numbers
 class GenerationRequest(Strict):
     """What completions and chat completions have in common. Null means the default."""
 

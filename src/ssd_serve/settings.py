@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.kernels.attention.registry import AUTO, BACKENDS, names
+from ssd_serve.kernels.attention.registry import AUTO, names, told
 
 EMBEDDED = "embedded"
 PREFIX = "SSD_"
@@ -159,8 +159,7 @@ class Settings(BaseSettings):
     )
     tree_decode_backend: Annotated[str, AfterValidator(_tree_attention)] = Field(
         default=AUTO,
-        description=f"tree attention: {', '.join(f'{each.name} ({each.where.value})' for each in BACKENDS)} "
-        f"or {AUTO}, the fastest that works",
+        description=f"tree attention: {told()} or {AUTO}, the fastest that works",
     )
     tree_decode_check: Literal["", "sdpa"] = Field(
         default="",

@@ -12,7 +12,8 @@ from ssd_serve.errors import ContextLengthError, RequestError
 from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.checks import banned, check_prompt, encode, engine_parameters, output_limit
-from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range
+from ssd_serve.sampling.fields import with_numbers
+from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, at
 from ssd_serve.server.errors import from_ssd_error
 from ssd_serve.server.openai.protocol import CompletionRequest
 from tests.server.fakes import READY, ByteTokenizer
@@ -165,3 +166,17 @@ def test_checking_needs_no_torch() -> None:
     said = f"import {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_model_that_declares_no_numbers_has_them() -> None:
+    class Bare(BaseModel):
+        top_p: int = 7
+
+    whole = with_numbers(Bare)
+    assert (whole.__name__, whole.model_fields["top_p"].default) == ("Bare", 7)
+    acting = at(Stage.START, Stage.PENALTY, Stage.TEMPERATURE, Stage.TRUNCATION)
+    assert set(whole.model_fields) == {each.name for each in acting}
+    assert accepted(whole, {"min_p": 0.3, "top_k": None})
+    assert not accepted(whole, {"min_p": 1.01})
+    assert not accepted(whole, {"top_k": 1.5})
+    assert with_numbers(whole) is whole

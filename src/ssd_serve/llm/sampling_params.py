@@ -12,12 +12,13 @@ from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from ssd_serve.errors import RequestError
-from ssd_serve.sampling.fields import Choices, Seed, Temperature, within
+from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
 
 TokenIds = Sequence[Annotated[int, Field(ge=0)]]
 StopString = Annotated[str, Field(min_length=1)]
 
 
+@with_numbers
 class SamplingParams(BaseModel):
     """What one call wants of its texts. Wrong values are a `RequestError` that names the field."""
 
