@@ -20,7 +20,7 @@ from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cli.main import main
 from ssd_serve.cli.replay import find_session, read_header
 from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.errors import PermissionProblemError
+from ssd_serve.errors import PermissionProblemError, RecordingError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
@@ -310,6 +310,17 @@ def test_a_tape_that_is_cut_off_runs_as_far_as_it_goes(recorded: Recorded, tmp_p
     assert tape.cut
     assert result.difference == ""
     assert result.rounds < recorded.rounds
+
+
+def test_a_damaged_page_is_an_error_when_it_is_reached(recorded: Recorded, tmp_path: Path) -> None:
+    pages = [framed(page) for page in read_pages(recorded.folder / TAPE) if page != "cut"]
+    whole, start = b"".join(pages), sum(len(page) for page in pages[:-1])
+    at = start + 50
+    tape = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    seen: list[RoundTrace] = []
+    with pytest.raises(RecordingError, match=f"damaged at byte {start}:"):
+        replay(recorded, copy_of(recorded, tmp_path, tape), seen)
+    assert seen
 
 
 def test_a_limit_ends_the_recording_and_not_the_session(recorded: Recorded, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 from ssd_serve.cluster.channels.channel import Channel
-from ssd_serve.errors import PairMismatchError, RecordingError, SsdError, in_a_line
+from ssd_serve.errors import PairMismatchError, SsdError, in_a_line
 from ssd_serve.logs import Logger, Sparingly
 from ssd_serve.messages import Refusal
 from ssd_serve.verifier.drafts.admission import Admission
@@ -81,8 +81,6 @@ class Links:
             return None
         try:
             return action(*args, **named)
-        except RecordingError:  # a session is run again, and its tape has ended
-            raise
         except Exception as error:
             self.fail(link, error)
             return None

@@ -22,12 +22,14 @@ from ssd_serve.verifier.replay.taped import taped
 from ssd_serve.verifier.round import Walk
 
 
-class TapeEndedError(RecordingError):
-    """The engine asks for more than was recorded: the session was cut off here."""
+class _Halt(BaseException):
+    """Ends a replay from within the engine, for which any `Exception` may be the failure of a drafter."""
 
-
-class DifferenceError(RecordingError):
-    """The engine did something else than what was recorded; the text says what."""
+    def __init__(self, difference: str = "", error: RecordingError | None = None) -> None:
+        """No `difference` and no `error`: the tape has ended."""
+        super().__init__(difference)
+        self.difference = difference
+        self.error = error
 
 
 @dataclass(slots=True)
@@ -60,14 +62,14 @@ class Replay(Observer):
         """Do with the engine what was done with it, to the end, to a difference, or for `until` rounds."""
         try:
             while until is None or self.result.rounds < until:
-                kind = self._tape.next_kind()
+                kind = self._next_kind()
                 if kind is None:
                     break
                 self._call(engine, kind, self._tape.take())
-        except TapeEndedError:
-            pass
-        except DifferenceError as difference:
-            self.result.difference = str(difference)
+        except _Halt as halt:
+            if halt.error is not None:
+                raise halt.error from None
+            self.result.difference = halt.difference
         return self.result
 
     def _call(self, engine: Engine, kind: Kind, value: float) -> None:
@@ -81,7 +83,7 @@ class Replay(Observer):
             peer = "elsewhere" if how.elsewhere else ""
             engine.drafters.connect(_Nobody(), how.synchronous, how.stranger, peer)
         else:
-            raise DifferenceError(f"{self._where()}: the engine does not ask for {kind.name} any more")
+            raise _Halt(f"{self._where()}: the engine does not ask for {kind.name} any more")
 
     def _ask(self, engine: Engine) -> None:
         message: ServerMessage = self._said(ServerMessage)
@@ -116,7 +118,7 @@ class Replay(Observer):
         recorded: RoundTrace = self._said(RoundTrace)
         difference = first_difference(recorded, trace)
         if difference:
-            raise DifferenceError(f"{self._where()}, {difference}")
+            raise _Halt(f"{self._where()}, {difference}")
         self.result.rounds += 1
         self.result.tokens += sum(len(part.tokens) for part in trace.parts)
         self._see(self.result.rounds, recorded)
@@ -124,26 +126,33 @@ class Replay(Observer):
     def _take(self, *expected: Kind) -> tuple[Kind, float]:
         """The next entry, which must be of an expected kind."""
         self._fail_if_short()
-        kind = self._tape.next_kind()
+        kind = self._next_kind()
         if kind is None:
-            raise TapeEndedError
+            raise _Halt
         if kind not in expected:
-            raise DifferenceError(
+            raise _Halt(
                 f"{self._where()}: the engine asks for {expected[0].name} where {kind.name} was recorded"
             )
         return kind, self._tape.take()
 
     def _fail_if_short(self) -> None:
         """Have too little memory where the device had."""
-        if self._tape.next_kind() is Kind.SHORT:
+        if self._next_kind() is Kind.SHORT:
             self._tape.take()
             refusal: Refusal = self._said(Refusal)
             raise DeviceMemoryError(refusal.message)
 
+    def _next_kind(self) -> Kind | None:
+        try:
+            return self._tape.next_kind()
+        except RecordingError as error:
+            raise _Halt(error=error) from error
+
     def _said(self, kind: Any) -> Any:
         said = self._tape.said()
         if not isinstance(said, kind):
-            raise RecordingError(f"the recording has a {type(said).__name__} in a wrong place: it is damaged")
+            error = f"the recording has a {type(said).__name__} in a wrong place: it is damaged"
+            raise _Halt(error=RecordingError(error))
         return said
 
     def _where(self) -> str:
