@@ -1,0 +1,81 @@
+"""Which source drafts: one that is named, one that a checkpoint asks for, or a whole model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssd_serve.drafter.sources import registry
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder
+from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source
+from ssd_serve.errors import CheckpointError, SettingsError
+from ssd_serve.logs import get_logger
+from ssd_serve.settings import Settings
+
+HERE = __name__
+
+
+def load_named(_order: SourceOrder) -> Any:
+    return "named"
+
+
+def load_head(_order: SourceOrder) -> Any:
+    return "head"
+
+
+def load_any(_order: SourceOrder) -> Any:
+    return "whole model"
+
+
+@pytest.fixture(autouse=True)
+def sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"lookup": "load_named", "HeadForCausalLM": "load_head", ANY_MODEL: "load_any"}
+    monkeypatch.setattr(registry, "SOURCES", {name: f"{HERE}:{load}" for name, load in known.items()})
+
+
+def loaded(name: str, folder: Path | None) -> LoadedSource:
+    order = SourceOrder(
+        settings=Settings(), folder=folder, device="cpu", native=None, log=get_logger("d0"), widths=[4]
+    )
+    return load_source(name, order)
+
+
+def checkpoint(folder: Path, architectures: list[str] | None) -> Path:
+    (folder / "config.json").write_text(json.dumps({"architectures": architectures}), encoding="utf-8")
+    return folder
+
+
+def test_a_name_is_a_source() -> None:
+    assert is_source("lookup")
+    assert loaded("lookup", None) == "named"
+
+
+@pytest.mark.parametrize("name", ["*", "owner/name", "./lookup", ""])
+def test_anything_else_is_a_model(name: str) -> None:
+    assert not is_source(name)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "expected"),
+    [
+        (["HeadForCausalLM"], "head"),
+        (["LlamaForCausalLM"], "whole model"),
+        (["*"], "whole model"),
+        ([], "whole model"),
+        (None, "whole model"),
+    ],
+)
+def test_a_checkpoint_says_what_it_is(architectures: list[str] | None, expected: str, tmp_path: Path) -> None:
+    assert loaded("owner/name", checkpoint(tmp_path, architectures)) == expected
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        loaded("owner/name", tmp_path)
+
+
+def test_a_whole_model_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "SOURCES", {"lookup": SOURCES[ANY_MODEL]})
+    with pytest.raises(SettingsError, match="names no model"):
+        loaded("lookup", None)
