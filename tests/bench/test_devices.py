@@ -3,6 +3,7 @@ GPU: what mixes devices fails there, and reading a result back ends it."""
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,18 +132,9 @@ def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
         current.append(name)
         yield
 
-    def loaded(
-        path: Path,
-        *,
-        device: str,
-        dtype: str,
-        slots: int,
-        context: int,
-        native: None,
-        batch_invariant: bool,
-    ) -> Model:
-        current.append(f"loads on {device}")
-        return load_model(path, ModelWish(device=gpu, dtype=dtype, slots=slots, context=context))
+    def loaded(path: Path, wish: ModelWish) -> Model:
+        current.append(f"loads on {wish.device}")
+        return load_model(path, replace(wish, device=gpu))
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(lossless_rig, "load_model", loaded)
