@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ssd_serve.drafter.sources import registry
-from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder
+from ssd_serve.drafter.sources.loading import SourceOrder
 from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source
 from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.logs import get_logger
@@ -34,7 +34,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "SOURCES", {name: f"{HERE}:{load}" for name, load in known.items()})
 
 
-def loaded(name: str, folder: Path | None) -> LoadedSource:
+def loaded(name: str, folder: Path | None) -> Any:
     order = SourceOrder(
         settings=Settings(), folder=folder, device="cpu", native=None, log=get_logger("d0"), widths=[4]
     )
