@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from tests.deploy.files import ROOT, Dockerfile, environment, read_dockerfile, services
-from tests.end_to_end.test_serve import free_port
+from tests.servers import free_port
 
 CPU_FOR_GPU = {
     "SSD_TARGET": "embedded",

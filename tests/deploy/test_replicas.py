@@ -24,7 +24,7 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.files import ROOT, by_default, deploying, environment, read_yaml, services
-from tests.end_to_end.test_serve import await_health, free_port
+from tests.servers import await_health, free_port
 
 pytestmark = pytest.mark.slow
 # As slow as a large model, so that a stream lasts while something happens.

@@ -24,7 +24,7 @@ from tests.deploy.files import (
     read_yaml,
     services,
 )
-from tests.end_to_end.test_serve import await_health, free_port
+from tests.servers import await_health, free_port
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.containers import CPU_FOR_GPU, Container, Network
-from tests.end_to_end.test_serve import await_health, complete
+from tests.servers import await_health, complete
 
 pytestmark = pytest.mark.slow
 

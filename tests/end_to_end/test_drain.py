@@ -14,8 +14,8 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.end_to_end.test_serve import await_health, children, free_port, gone
 from tests.end_to_end.tiny_pair import write_model
+from tests.servers import await_health, children, free_port, gone
 
 SOME, MANY = 30, 400
 """Tokens that take two seconds, and half a minute: a forward is stretched to 76 ms."""

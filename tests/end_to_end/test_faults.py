@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.test_serve import await_health, children, free_port, gone
 from tests.end_to_end.tiny_pair import write_pair
+from tests.servers import await_health, children, free_port, gone
 
 TOKENS = 60
 """Some three seconds at least: a forward is stretched to 76 ms."""

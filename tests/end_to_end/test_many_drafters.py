@@ -2,11 +2,9 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +14,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.end_to_end.tiny_pair import write_model, write_pair
+from tests.servers import await_health, free_port
+from tests.waiting import until
 
 KEY = "a key for the tests, long enough"
 
@@ -68,27 +68,8 @@ def serving(folders: dict[str, Path], folder: Path, **settings: str) -> Generato
     }
     with started(["serve"], folder, {**always, **settings}) as pid:
         url = f"http://127.0.0.1:{port}"
-        until(lambda: healthy(url), 120.0)
+        await_health(url)
         yield pid, url
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def healthy(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", timeout=30.0).status_code == 200
-    return False
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def complete(url: str, number: int) -> str:

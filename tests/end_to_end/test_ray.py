@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ssd_serve.sampling.checks import engine_parameters
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.settings_sources import visible_gpus
 from tests.end_to_end.tiny_pair import write_pair
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 QUIET = get_logger("server", level="error")
@@ -56,7 +57,7 @@ class SimulatedCluster:
         node = self._cluster.add_node(
             num_cpus=cpus, num_gpus=gpus, resources=resources, object_store_memory=80 << 20
         )
-        assert until(lambda: self.id(node) in self._alive())
+        until(lambda: self.id(node) in self._alive())
         return node
 
     def lose(self, node: Any) -> None:
@@ -67,7 +68,7 @@ class SimulatedCluster:
         """When they are of no use any more; Ray knows it at once."""
         for node in nodes:
             self._cluster.remove_node(node, allow_graceful=True)
-        assert until(lambda: not {self.id(node) for node in nodes} & self._alive())
+        until(lambda: not {self.id(node) for node in nodes} & self._alive())
 
     def _alive(self) -> set[str]:
         return {str(each["NodeID"]) for each in self._ray.nodes() if each["Alive"]}
@@ -79,15 +80,6 @@ class SimulatedCluster:
     def close(self) -> None:
         self._ray.shutdown()
         self._cluster.shutdown()
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +163,13 @@ def test_target_and_drafter_share_a_node_and_come_back_on_another(
         channel = engine.connect()
         access = EngineProcesses(engine, channel, lambda _progress: None)
         assert generated(access, tokenizer) == expected
-        assert until(lambda: len(engine.nodes()) == 2)
+        until(lambda: len(engine.nodes()) == 2)
         assert set(engine.nodes().values()) <= {cluster.id(another), cluster.id(small)}
         assert engine.failure is None
         pids = engine.pids()
         engine.expect_end()
         channel.close()
-    assert until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
     cluster.take_away(small, another)
 
 
@@ -194,9 +186,9 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
         tokenizer = Tokenizer(Path(ranked.target))
         cluster.lose(small)
         assert generated(access, tokenizer) == expected
-        assert until(lambda: engine.restarts > 0)
+        until(lambda: engine.restarts > 0)
         another = cluster.add(1)
-        assert until(lambda: engine.nodes().get("drafter-0") == cluster.id(another))
+        until(lambda: engine.nodes().get("drafter-0") == cluster.id(another))
         assert engine.failure is None
         engine.expect_end()
         channel.close()
@@ -283,7 +275,7 @@ def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster,
         hanging = engine.pids()["verifier"]
         time.sleep(1.5)  # a first sign of life
         os.kill(hanging, signal.SIGSTOP)
-        assert until(lambda: engine.restarts > 0, 30.0)
+        until(lambda: engine.restarts > 0, 30.0)
         channel.close()
         channel = engine.connect()
         EngineProcesses(engine, channel, lambda _progress: None)

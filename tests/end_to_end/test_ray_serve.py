@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Generator
@@ -15,8 +14,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from lab.faults.ray_nodes import two_nodes
-from tests.end_to_end.health import Server, running
 from tests.end_to_end.tiny_pair import write_pair
+from tests.servers import Server, free_port, running
 
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 
@@ -32,8 +31,7 @@ def temporary() -> Generator[Path]:
 def serving(folder: Path, temporary: Path, *flags: str) -> Generator[Server]:
     """A running server that answers; Ray's files and its own go below `temporary`."""
     target, draft = (str(model) for model in write_pair(folder / "pair"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "ssd_serve", "serve", target, "--draft", draft, "--port", str(port)]
     command += ["--mode", "ssd", "--dtype", "fp32", "--kv-memory-mb", "64", *flags]
     environment = {**os.environ, "TMPDIR": str(temporary)}

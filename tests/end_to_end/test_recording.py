@@ -9,9 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.health import running
-from tests.end_to_end.test_serve import free_port
 from tests.end_to_end.tiny_pair import write_pair
+from tests.servers import free_port, running
 
 
 @pytest.mark.parametrize(("mode", "drafters"), [("ssd", "1"), ("ssd", "2"), ("sd", "1"), ("auto", "1")])

@@ -4,7 +4,6 @@ import http.server
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -13,24 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ssd_serve.errors import HubError
 from tests.end_to_end.tiny_pair import write_pair
-
-Server = tuple["subprocess.Popen[bytes]", str, Path]
+from tests.servers import Server, await_health, children, complete, free_port, gone, started
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_pair(tmp_path_factory.mktemp("pair"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -47,48 +38,9 @@ def serving(pair: tuple[Path, Path], folder: Path) -> Generator[Server]:
         "SSD_BUDGET": "8",
         "SSD_DTYPE": "fp32",
     }
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ssd_serve", "serve"],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        yield process, f"http://127.0.0.1:{port}", folder / "log"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def await_health(url: str, seconds: float = 60.0) -> set[int]:
-    """All statuses seen until the first 200."""
-    seen: set[int] = set()
-    deadline = time.monotonic() + seconds
-    while 200 not in seen:
-        assert time.monotonic() < deadline, seen
-        with suppress(httpx.TransportError):
-            seen.add(httpx.get(f"{url}/health", timeout=30.0).status_code)
-        time.sleep(0.05)
-    return seen
-
-
-def children(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
-    found: dict[str, psutil.Process] = {}
-    for child in psutil.Process(process.pid).children():
-        # One that was just killed has no command line any more.
-        with suppress(psutil.Error, IndexError):
-            found[child.cmdline()[0].strip()] = child
-    return found
-
-
-def complete(url: str, tokens: int = 24) -> str:
-    body = {"prompt": "def f(", "max_tokens": tokens, "seed": 3, "temperature": 0.8}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["text"]
-    return text
+    command = [sys.executable, "-m", "ssd_serve", "serve"]
+    with started(command, environment, folder, port) as server:
+        yield server
 
 
 def figures_after_a_stop_string(url: str, text: str) -> object:
@@ -98,11 +50,6 @@ def figures_after_a_stop_string(url: str, text: str) -> object:
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert text.startswith(answer["choices"][0]["text"])
     return answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=10.0)
-    return not alive
 
 
 def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path], tmp_path: Path) -> None:

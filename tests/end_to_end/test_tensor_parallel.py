@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +14,8 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.end_to_end.health import Server, await_health, running
 from tests.end_to_end.tiny_pair import write_pair
+from tests.servers import Server, await_health, children, free_port, running
 
 Pair = tuple[Path, Path]
 PROMPTS = ("def f(", "import os\n", "class Tree:")
@@ -32,8 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def serving(pair: Pair, folder: Path, mode: str, ranks: int) -> Generator[Server]:
     """A running server that answers; its run dir and log are below the folder."""
     folder.mkdir(exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ,
         "SSD_TARGET": str(pair[0]),
@@ -49,10 +47,6 @@ def serving(pair: Pair, folder: Path, mode: str, ranks: int) -> Generator[Server
     command = [sys.executable, "-m", "ssd_serve", "serve"]
     with running(command, environment, folder, port) as server:
         yield server
-
-
-def workers(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
-    return {child.cmdline()[0].strip(): child for child in psutil.Process(process.pid).children()}
 
 
 def texts(url: str) -> list[str]:
@@ -71,7 +65,7 @@ def texts(url: str) -> list[str]:
 def expected(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The texts of one rank without drafts."""
     with serving(pair, tmp_path_factory.mktemp("one"), "ar", 1) as (process, url, _):
-        assert set(workers(process)) == {"ssd: verifier"}
+        assert set(children(process)) == {"ssd: verifier"}
         return texts(url)
 
 
@@ -80,7 +74,7 @@ def test_two_ranks_give_the_texts_of_one_and_end_tidily(
     pair: Pair, tmp_path: Path, expected: list[str], mode: str
 ) -> None:
     with serving(pair, tmp_path, mode, 2) as (process, url, log):
-        running = workers(process)
+        running = children(process)
         assert set(running) == RANKS | ({"ssd: drafter-0"} if mode == "ssd" else set())
         assert texts(url) == expected
         # To the whole group, as a terminal or a process manager does.
@@ -97,7 +91,7 @@ def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Pat
     with serving(wide, tmp_path / "one", "ar", 1) as (_, url, _):
         expected = texts(url)
     with serving(wide, tmp_path / "eight", "ssd", 8) as (process, url, log):
-        running = workers(process)
+        running = children(process)
         assert set(running) == {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 8))}
         assert texts(url) == expected
         process.send_signal(signal.SIGTERM)
@@ -118,7 +112,7 @@ def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
     pair: Pair, tmp_path: Path, victim: str, how: signal.Signals
 ) -> None:
     with serving(pair, tmp_path, "ar", 2) as (process, url, log):
-        before = workers(process)
+        before = children(process)
         body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "seed": 5}
         expected = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()["choices"]
         timer = threading.Timer(0.3, before[victim].send_signal, (how,))
@@ -126,10 +120,10 @@ def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
         found = httpx.post(f"{url}/v1/completions", json=body, timeout=90.0).json()["choices"]
         assert found == expected
         timer.join()
-        while workers(process).get(victim) in (None, before[victim]):
+        while children(process).get(victim) in (None, before[victim]):
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
-        await_health(process, url, log)
+        await_health(url)
         assert not psutil.wait_procs([before[name] for name in RANKS], timeout=5.0)[1]
 
 

@@ -33,7 +33,8 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from tests.hostile.victim import Victim, free_port, open_victim
+from tests.hostile.victim import Victim, open_victim
+from tests.servers import free_port
 
 KEY = "the key of these tests, and of nobody else"
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,9 @@ from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.channels.tls import Sealed, identity
 from ssd_serve.errors import SettingsError, SsdError
 from ssd_serve.messages import Heartbeat
-from tests.hostile.victim import Victim, free_port, open_victim
+from tests.hostile.victim import Victim, open_victim
+from tests.servers import free_port
+from tests.waiting import until
 
 KEY = "the key of these tests, and of nobody else"
 NAME = "a-name-that-nobody-reads"
@@ -274,10 +276,3 @@ def test_one_in_between_who_has_another_key_is_nobody_to_either(linked: Linked, 
         with pytest.raises(SsdError):
             connect(linked.address, 10.0, key="the key of somebody else")
     assert len(heard) == 1
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

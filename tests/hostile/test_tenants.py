@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.hostile.victim import Victim, free_port, open_victim
+from tests.hostile.victim import Victim, open_victim
+from tests.servers import free_port
 
 COMPLETIONS = "/v1/completions"
 OPERATOR, ANNA, BEN, MALLORY, METRICS = ("o" * 32, "a" * 32, "b" * 32, "m" * 32, "p" * 32)

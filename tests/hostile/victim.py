@@ -24,6 +24,8 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
+from tests.servers import free_port
+
 LONGEST_GAP_S = 4.0
 """On an idle machine some tenths of a second are seen, and more than one where others share its two cores.
 What is attacked here took ten seconds and more where it was not bounded."""
@@ -231,13 +233,6 @@ class _Peak(threading.Thread):
         """Look no more."""
         self._leaving.set()
         self.join()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -1,0 +1,88 @@
+"""A server as a process: where it may listen, from when on it answers, who its children are."""
+
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+
+Server = tuple["subprocess.Popen[bytes]", str, Path]
+"""The process, its address and its log."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@contextmanager
+def started(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int
+) -> Generator[Server]:
+    """A server that will listen at this port, in a session of its own; it is killed in the end."""
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    try:
+        yield process, f"http://127.0.0.1:{port}", log
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def running(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int
+) -> Generator[Server]:
+    """The same, once it can generate; its log says why it never could."""
+    with started(command, environment, folder, port) as (process, url, log):
+        await_health(url, alive=lambda: process.poll() is None, told=log.read_text)
+        yield process, url, log
+
+
+def await_health(
+    url: str,
+    seconds: float = 120.0,
+    alive: Callable[[], bool] = lambda: True,
+    told: Callable[[], str] = lambda: "",
+) -> set[int]:
+    """All statuses seen until the first 200."""
+    seen: set[int] = set()
+    deadline = time.monotonic() + seconds
+    while 200 not in seen:
+        assert alive(), told()
+        assert time.monotonic() < deadline, (seen, told())
+        with suppress(httpx.TransportError):
+            seen.add(httpx.get(f"{url}/health", timeout=30.0).status_code)
+        time.sleep(0.05)
+    return seen
+
+
+def children(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
+    """Its processes by title, such as `ssd: verifier`."""
+    found: dict[str, psutil.Process] = {}
+    for child in psutil.Process(process.pid).children():
+        # One that was just killed has no command line any more.
+        with suppress(psutil.Error, IndexError):
+            found[child.cmdline()[0].strip()] = child
+    return found
+
+
+def gone(processes: Sequence[psutil.Process]) -> bool:
+    """Whether all of them have ended, or do so soon."""
+    return not psutil.wait_procs(processes, timeout=10.0)[1]
+
+
+def complete(url: str, tokens: int = 24) -> str:
+    """The text of one request."""
+    body = {"prompt": "def f(", "max_tokens": tokens, "seed": 3, "temperature": 0.8}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
