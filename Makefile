@@ -76,7 +76,7 @@ test: $(DEVELOPING)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(DEVELOPING)
-	CI=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	CI=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(DEVELOPING)
 	$(BIN)/ruff check .

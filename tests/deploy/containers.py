@@ -79,6 +79,11 @@ class Network:
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
+    def age_signs_of_life(self) -> None:
+        """As if nobody had given one for longer than healthchecks bear."""
+        long_ago = time.time() - 60.0
+        os.utime(self.folder / "alive", (long_ago, long_ago))
+
     def close(self) -> None:
         for each in self.started:
             each.process.kill()

@@ -216,6 +216,12 @@ def generated() -> str:
     return text
 
 
+@pytest.fixture(scope="module")
+def long_text(fleet: Fleet) -> str:
+    """Of a stream that lasts for seconds, while nothing happens."""
+    return fleet.stream(400)
+
+
 def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, generated: str) -> None:
     until(lambda: both_are_there(fleet))
     with ThreadPoolExecutor(8) as crowd:
@@ -227,28 +233,29 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
     assert fleet.drafters() == [1.0, 1.0]
 
 
-def test_the_same_config_again_changes_nothing(fleet: Fleet) -> None:
+def test_the_same_config_again_changes_nothing(fleet: Fleet, long_text: str) -> None:
     """As when the service that tells it is started again."""
     until(lambda: both_are_there(fleet))
-    before, expected = set(fleet.answered()), fleet.stream(400)
+    before = set(fleet.answered())
     with ThreadPoolExecutor(1) as client:
         streaming = client.submit(fleet.stream, 400)
         fleet.tell(mode="ssd")
-        assert streaming.result() == expected
+        assert streaming.result() == long_text
     time.sleep(2.0)
     assert set(fleet.answered()) == before
 
 
-def test_a_dead_engine_comes_back_inside_its_replica_and_its_stream_goes_on(fleet: Fleet) -> None:
+def test_a_dead_engine_comes_back_inside_its_replica_and_its_stream_goes_on(
+    fleet: Fleet, long_text: str
+) -> None:
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
-    expected = fleet.stream(400)
     with ThreadPoolExecutor(1) as client:
         streaming = client.submit(fleet.stream, 400)
         time.sleep(0.5)
         for engine in fleet.verifiers():
             engine.kill()
-        assert streaming.result() == expected
+        assert streaming.result() == long_text
     assert set(fleet.answered()) == before
 
 
@@ -284,26 +291,17 @@ def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet,
     assert engine.wait(10) is None
 
 
-def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet) -> None:
-    until(lambda: both_are_there(fleet))
-    before = set(fleet.answered())
-    expected = fleet.stream(400)
-    with ThreadPoolExecutor(1) as client:
-        streaming = client.submit(fleet.stream, 400)
-        fleet.tell(mode="ar")
-        assert streaming.result() == expected
-    until(lambda: both_are_there(fleet) and not before & set(fleet.answered()))
-    assert fleet.stream(400) == expected
-
-
-def test_engines_of_replicas_may_be_placed_by_ray_too(fleet: Fleet) -> None:
-    """As on nodes with GPUs, whose environment names this launcher."""
+def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet, long_text: str, generated: str) -> None:
+    """To engines that are placed by Ray too, as on nodes with GPUs, whose environment names this launcher."""
     assert environment(services()["ray-head-rocm"])["SSD_LAUNCHER"] == "ray"
     until(lambda: both_are_there(fleet))
-    before, expected = set(fleet.answered()), fleet.stream()
-    fleet.tell(mode="ssd", launcher="ray", target_device="cpu:0", draft_device="cpu:1")
+    before = set(fleet.answered())
+    with ThreadPoolExecutor(1) as client:
+        streaming = client.submit(fleet.stream, 400)
+        fleet.tell(mode="ssd", launcher="ray", target_device="cpu:0", draft_device="cpu:1")
+        assert streaming.result() == long_text
     until(lambda: both_are_there(fleet) and not before & set(fleet.answered()))
-    assert {fleet.stream() for _ in range(4)} == {expected}
+    assert {fleet.stream() for _ in range(4)} == {generated}
     assert fleet.drafters() == [1.0, 1.0]
 
 
@@ -326,7 +324,6 @@ def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet) -> None:
 
 
 def test_a_head_that_has_forgotten_everything_is_told_again(fleet: Fleet, generated: str) -> None:
-    fleet.tell(mode="ssd")
     with fleet.told_again():
         fleet.forget()
         await_health(fleet.url, 150.0)

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.end_to_end.tiny_pair import write_pair
-from tests.servers import await_health, children, free_port, gone
+from tests.servers import children, free_port, gone, running
 
 TOKENS = 60
 """Some three seconds at least: a forward is stretched to 76 ms."""
@@ -101,13 +100,14 @@ class Serving:
         return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
-@contextmanager
-def serving(folder: Path, **more: str) -> Generator[Serving]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Serving]:
     """The tiny pair, on devices that are slow enough to be killed in the middle of a text."""
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("faults")
     target, draft = write_pair(folder / "pair")
     port = free_port()
-    settings = {
+    environment = {
+        **os.environ,
         "SSD_TARGET": str(target),
         "SSD_DRAFT": str(draft),
         "SSD_MODE": "ssd",
@@ -116,26 +116,9 @@ def serving(folder: Path, **more: str) -> Generator[Serving]:
         "SSD_EMULATE": "mi300x-70b-1b*4",
         "SSD_BUDGET": "2",
         "SSD_DTYPE": "fp32",
-        **more,
     }
-    command = [sys.executable, "-m", "ssd_serve", "serve"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        await_health(url)
-        yield Serving(process, url, folder / "log")
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Serving]:
-    with serving(tmp_path_factory.mktemp("faults") / "server") as found:
-        yield found
+    with running([sys.executable, "-m", "ssd_serve", "serve"], environment, folder, port) as found:
+        yield Serving(*found)
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +193,11 @@ def test_the_server_is_stopped_for_longer_than_workers_may_be_silent(
     assert server.metric("ssd_engine_restarts_total") == restarts[0]
 
 
-def test_a_verifier_that_cannot_come_back_ends_the_server_with_the_reason(tmp_path: Path) -> None:
-    with serving(tmp_path / "server", SSD_MODE="ar") as server:
-        (tmp_path / "server" / "pair" / "target" / "model.safetensors").unlink()
-        workers = list(children(server.process).values())
-        os.kill(server.pid("verifier"), signal.SIGKILL)
-        assert server.process.wait(30) == 6
-        assert "model.safetensors" in server.log.read_text()
-        assert gone(workers)
+def test_a_verifier_that_cannot_come_back_ends_the_server_with_the_reason(server: Serving) -> None:
+    """The last one of this server."""
+    (server.log.parent / "pair" / "target" / "model.safetensors").unlink()
+    workers = list(children(server.process).values())
+    os.kill(server.pid("verifier"), signal.SIGKILL)
+    assert server.process.wait(30) == 6
+    assert "model.safetensors" in server.log.read_text()
+    assert gone(workers)

@@ -13,7 +13,7 @@ from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import free_port, running
 
 
-@pytest.mark.parametrize(("mode", "drafters"), [("ssd", "1"), ("ssd", "2"), ("sd", "1"), ("auto", "1")])
+@pytest.mark.parametrize(("mode", "drafters"), [("ssd", "2"), ("sd", "1"), ("auto", "1")])
 def test_what_a_server_has_recorded_is_run_again(mode: str, drafters: str, tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path / "pair")
     port, record = free_port(), tmp_path / "record"

@@ -14,8 +14,9 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve import LLM, SamplingParams
 from tests.end_to_end.tiny_pair import write_pair
-from tests.servers import Server, await_health, children, free_port, running
+from tests.servers import Server, await_health, children, free_port, gone, running
 
 Pair = tuple[Path, Path]
 PROMPTS = ("def f(", "import os\n", "class Tree:")
@@ -61,42 +62,33 @@ def texts(url: str) -> list[str]:
     return found
 
 
+def texts_of_one_rank(target: Path) -> list[str]:
+    """The same in this process, without drafts."""
+    asked = [
+        (prompt, SamplingParams(max_tokens=32, seed=3, temperature=temperature))
+        for prompt in PROMPTS
+        for temperature in (0.0, 0.9)
+    ]
+    with LLM(str(target), mode="ar", dtype="fp32", budget=8, kv_memory_mb=64) as llm:
+        return [llm.generate(prompt, params)[0].text for prompt, params in asked]
+
+
 @pytest.fixture(scope="module")
-def expected(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The texts of one rank without drafts."""
-    with serving(pair, tmp_path_factory.mktemp("one"), "ar", 1) as (process, url, _):
-        assert set(children(process)) == {"ssd: verifier"}
-        return texts(url)
+def expected(pair: Pair) -> list[str]:
+    return texts_of_one_rank(pair[0])
 
 
-@pytest.mark.parametrize("mode", ["ssd", "sd"])
-def test_two_ranks_give_the_texts_of_one_and_end_tidily(
-    pair: Pair, tmp_path: Path, expected: list[str], mode: str
-) -> None:
-    with serving(pair, tmp_path, mode, 2) as (process, url, log):
-        running = children(process)
-        assert set(running) == RANKS | ({"ssd: drafter-0"} if mode == "ssd" else set())
-        assert texts(url) == expected
-        # To the whole group, as a terminal or a process manager does.
-        os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(15) == 0, log.read_text()
-        assert not psutil.wait_procs(list(running.values()), timeout=10.0)[1]
-        assert "Traceback" not in log.read_text()
-    assert list((tmp_path / "run").iterdir()) == []
+@pytest.fixture(scope="module")
+def two_ranks(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
+    """One server for all that may happen to a target of two ranks; the last test ends it."""
+    with serving(pair, tmp_path_factory.mktemp("two"), "ssd", 2) as server:
+        yield server
 
 
-def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Path) -> None:
-    """Their heads share one key-value head."""
-    wide = write_pair(tmp_path / "pair", heads=8)
-    with serving(wide, tmp_path / "one", "ar", 1) as (_, url, _):
-        expected = texts(url)
-    with serving(wide, tmp_path / "eight", "ssd", 8) as (process, url, log):
-        running = children(process)
-        assert set(running) == {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 8))}
-        assert texts(url) == expected
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 0, log.read_text()
-        assert not psutil.wait_procs(list(running.values()), timeout=10.0)[1]
+def test_two_ranks_give_the_texts_of_one(two_ranks: Server, expected: list[str]) -> None:
+    process, url, _ = two_ranks
+    assert set(children(process)) == RANKS | {"ssd: drafter-0"}
+    assert texts(url) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,22 +101,54 @@ def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Pat
     ids=["rank killed", "rank stopped", "rank 0 stopped"],
 )
 def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
-    pair: Pair, tmp_path: Path, victim: str, how: signal.Signals
+    two_ranks: Server, victim: str, how: signal.Signals
 ) -> None:
-    with serving(pair, tmp_path, "ar", 2) as (process, url, log):
-        before = children(process)
-        body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "seed": 5}
-        expected = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()["choices"]
-        timer = threading.Timer(0.3, before[victim].send_signal, (how,))
-        timer.start()  # in the middle of a text, or soon after: idle ranks must be noticed too
-        found = httpx.post(f"{url}/v1/completions", json=body, timeout=90.0).json()["choices"]
-        assert found == expected
-        timer.join()
-        while children(process).get(victim) in (None, before[victim]):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
-        await_health(url)
-        assert not psutil.wait_procs([before[name] for name in RANKS], timeout=5.0)[1]
+    process, url, log = two_ranks
+    before = children(process)
+    body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "seed": 5}
+    expected = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()["choices"]
+    timer = threading.Timer(0.3, before[victim].send_signal, (how,))
+    timer.start()  # in the middle of a text, or soon after: idle ranks must be noticed too
+    found = httpx.post(f"{url}/v1/completions", json=body, timeout=90.0).json()["choices"]
+    assert found == expected
+    timer.join()
+    while children(process).get(victim) in (None, before[victim]):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    await_health(url)
+    assert not psutil.wait_procs([before[name] for name in RANKS], timeout=5.0)[1]
+
+
+def ends_tidily(server: Server, folder: Path) -> None:
+    process, _, log = server
+    running, before = children(process), log.read_text()
+    # To the whole group, as a terminal or a process manager does.
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(15) == 0, log.read_text()
+    assert gone(list(running.values()))
+    assert "Traceback" not in log.read_text().removeprefix(before)
+    assert list((folder / "run").iterdir()) == []
+
+
+def test_two_ranks_end_tidily_whatever_has_happened_to_them(two_ranks: Server) -> None:
+    ends_tidily(two_ranks, two_ranks[2].parent)
+
+
+def test_a_target_of_two_ranks_may_draft_for_itself(pair: Pair, tmp_path: Path, expected: list[str]) -> None:
+    with serving(pair, tmp_path, "sd", 2) as server:
+        assert set(children(server[0])) == RANKS
+        assert texts(server[1]) == expected
+        ends_tidily(server, tmp_path)
+
+
+def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Path) -> None:
+    """Their heads share one key-value head."""
+    wide = write_pair(tmp_path / "pair", heads=8)
+    with serving(wide, tmp_path, "ssd", 8) as server:
+        names = {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 8))}
+        assert set(children(server[0])) == names
+        assert texts(server[1]) == texts_of_one_rank(wide[0])
+        ends_tidily(server, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 """The server that hostile tests share; those that need other settings open one of their own."""
 
 from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from ssd_serve.kernels.native.build import NativeError, build
+from tests.hostile.guarded import PLANTED, Guarded, open_guarded
 from tests.hostile.victim import Victim, open_victim
 
 
@@ -11,4 +15,25 @@ from tests.hostile.victim import Victim, open_victim
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Generator[Victim]:
     """A server with default limits, for one test process."""
     with open_victim(tmp_path_factory.mktemp("victim")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that everybody may write to, with a library of the right name in it, where a compiler
+    can build one."""
+    folder = tmp_path_factory.mktemp("shared") / "cache"
+    folder.mkdir()
+    with suppress(NativeError):
+        (folder / build(folder.parent / "mine").name).write_text(PLANTED)
+    (folder / "native.lock").symlink_to(folder / "precious")
+    (folder / "precious").write_text("precious")
+    folder.chmod(0o777)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Generator[Guarded]:
+    """The server with secrets, for one test process."""
+    with open_guarded(tmp_path_factory.mktemp("guarded"), shared) as found:
         yield found

@@ -5,7 +5,6 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -139,8 +138,9 @@ class Attacked:
             time.sleep(0.2)
 
 
-@contextlib.contextmanager
-def open_attacked(folder: Path) -> Generator[Attacked]:
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Generator[Attacked]:
+    """It gives requests to drafters also when it has learned from attacks that plain decoding is faster."""
     port = free_port()
     hello = Hello(
         protocol=PROTOCOL_VERSION,
@@ -149,21 +149,13 @@ def open_attacked(folder: Path) -> Generator[Attacked]:
         source="embedded",
         step_ms=1.0,
     )
-    with open_victim(folder, SSD_DRAFTER_ADDRESS=f"tcp://127.0.0.1:{port}", SSD_CLUSTER_KEY=KEY) as victim:
+    with open_victim(
+        tmp_path_factory.mktemp("attacked"),
+        SSD_DRAFTER_ADDRESS=f"tcp://127.0.0.1:{port}",
+        SSD_CLUSTER_KEY=KEY,
+        SSD_SPECULATION_MAY_STOP="false",
+    ) as victim:
         yield Attacked(victim, port, hello)
-
-
-@pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Generator[Attacked]:
-    with open_attacked(tmp_path_factory.mktemp("attacked")) as found:
-        yield found
-
-
-@pytest.fixture
-def speculating(tmp_path: Path) -> Generator[Attacked]:
-    """One that has not learned from attacks that plain decoding is faster: it gives requests to drafters."""
-    with open_attacked(tmp_path) as found:
-        yield found
 
 
 def raw(body: bytes) -> bytes:
@@ -281,8 +273,8 @@ def _lies(request: int, stand: Open | Outcome) -> bytes:
 
 
 @pytest.mark.parametrize("flood", [_orphans, _merges, _sources, _lies])
-def test_a_flood_of_growth_holds_up_no_round(speculating: Attacked, flood: Flood) -> None:
-    with speculating.unharmed(), speculating.stranger(change={"step_ms": 0.01}) as stranger:
+def test_a_flood_of_growth_holds_up_no_round(attacked: Attacked, flood: Flood) -> None:
+    with attacked.unharmed(), attacked.stranger(change={"step_ms": 0.01}) as stranger:
         stranger.join()
         for request, stand in stranger.roots().items():
             stranger.say_bytes(flood(request, stand))

@@ -2,73 +2,40 @@
 
 import os
 import re
-from collections.abc import Generator
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from ssd_serve.kernels.native.build import NativeError, build
-from tests.hostile.victim import Victim, open_victim
-
-API_KEY, HUB_TOKEN, CLUSTER_KEY = "sesame-of-the-api", "sesame-of-the-hub", "sesame-of-the-cluster"
-PLANTED = "planted by somebody else"
+from tests.hostile.guarded import PLANTED, SECRETS, Guarded
+from tests.hostile.victim import open_victim
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that everybody may write to, with a library of the right name in it."""
-    folder = tmp_path_factory.mktemp("shared") / "cache"
-    folder.mkdir()
-    try:
-        name = build(folder.parent / "mine").name
-    except NativeError:
-        pytest.skip("no C compiler")
-    (folder / name).write_text(PLANTED)
-    (folder / "native.lock").symlink_to(folder / "precious")
-    (folder / "precious").write_text("precious")
-    folder.chmod(0o777)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Generator[Victim]:
-    """A server with secrets, whose cache folder is open to all."""
-    with open_victim(
-        tmp_path_factory.mktemp("guarded"),
-        key=API_KEY,
-        SSD_HF_TOKEN=HUB_TOKEN,
-        HF_TOKEN=HUB_TOKEN,
-        SSD_CLUSTER_KEY=CLUSTER_KEY,
-        SSD_METRICS_KEY=API_KEY,
-        SSD_CACHE_DIR=str(shared),
-        TMPDIR=str(shared.parent),
-    ) as found:
-        yield found
-
-
-def test_no_worker_has_a_secret_in_its_environment_or_on_its_command_line(guarded: Victim) -> None:
-    with guarded.unharmed():
-        workers = guarded.workers()
+def test_no_worker_has_a_secret_in_its_environment_or_on_its_command_line(guarded: Guarded) -> None:
+    with guarded.victim.unharmed():
+        workers = guarded.victim.workers()
         assert {"ssd: verifier", "ssd: drafter-0"} <= set(workers)
-        for child in psutil.Process(guarded.process.pid).children(recursive=True):
+        for child in psutil.Process(guarded.victim.process.pid).children(recursive=True):
             for file in ("environ", "cmdline"):
-                assert b"sesame" not in Path(f"/proc/{child.pid}/{file}").read_bytes(), child.cmdline()
-    assert "sesame" not in guarded.log
+                told = Path(f"/proc/{child.pid}/{file}").read_bytes()
+                assert not [secret for secret in SECRETS if secret.encode() in told], child.cmdline()
+    assert not [secret for secret in SECRETS if secret in guarded.victim.log]
 
 
-def test_a_library_that_somebody_planted_is_not_loaded(guarded: Victim, shared: Path) -> None:
-    with guarded.unharmed():
-        for child in guarded.workers().values():
+def test_a_library_that_somebody_planted_is_not_loaded(guarded: Guarded) -> None:
+    if not list(guarded.shared.glob("native-*.so")):
+        pytest.skip("no C compiler")
+    with guarded.victim.unharmed():
+        for child in guarded.victim.workers().values():
             maps = Path(f"/proc/{child.pid}/maps").read_text()
-            assert str(shared) + "/" not in maps
+            assert str(guarded.shared) + "/" not in maps
             assert "/native-" in maps  # a compiled one is
-    assert len(re.findall(f"others may write to {shared}", guarded.log)) == 1
-    (planted,) = shared.glob("native-*.so")
+    assert len(re.findall(f"others may write to {guarded.shared}", guarded.victim.log)) == 1
+    (planted,) = guarded.shared.glob("native-*.so")
     assert planted.read_text() == PLANTED
-    assert (shared / "precious").read_text() == "precious"
-    assert len(list(shared.iterdir())) == 3  # nothing was written there
+    assert (guarded.shared / "precious").read_text() == "precious"
+    assert len(list(guarded.shared.iterdir())) == 3  # nothing was written there
 
 
 class Evil:

@@ -1,78 +1,28 @@
 """Users of one server who try to learn what others asked, to come in without a key, or to take all of it."""
 
 import json
-import os
 import time
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from tests.hostile.victim import Victim, open_victim
-from tests.servers import free_port
+from tests.hostile.guarded import (
+    ANNA,
+    BEN,
+    COMPLETIONS,
+    KEYS,
+    MALLORY,
+    METRICS,
+    OPERATOR,
+    SECRETS,
+    Guarded,
+    bearer,
+)
+from tests.hostile.victim import Victim
 
-COMPLETIONS = "/v1/completions"
-OPERATOR, ANNA, BEN, MALLORY, METRICS = ("o" * 32, "a" * 32, "b" * 32, "m" * 32, "p" * 32)
 SECRET = [3 + 17 * place % 900 for place in range(80)]
 """Token ids of a prompt that only one user has; long enough to be worth keeping."""
-KEYS = f"""
-anna {ANNA}
-ben {BEN}
-mallory {MALLORY} requests_per_minute=30 tokens_per_minute=3000
-"""
-
-
-class Guarded:
-    """A server with keys, and its file of them."""
-
-    def __init__(self, victim: Victim, file: Path, metrics_port: int) -> None:
-        self.victim = victim
-        self.file = file
-        self.metrics = f"http://{victim.host}:{metrics_port}/metrics"
-
-    def post(self, key: str, body: object, path: str = COMPLETIONS) -> httpx.Response:
-        return httpx.post(f"{self.victim.url}{path}", json=body, headers=bearer(key), timeout=120.0)
-
-    def rewrite(self, text: str) -> None:
-        new = self.file.with_suffix(".new")
-        new.write_text(text)
-        new.chmod(0o600)
-        os.replace(new, self.file)
-
-    def opens(self, key: str) -> bool:
-        answer = httpx.get(f"{self.victim.url}/v1/models", headers=bearer(key), timeout=30.0)
-        assert answer.status_code in (200, 401)
-        return answer.status_code == 200
-
-    def await_key(self, key: str, opens: bool) -> None:
-        deadline = time.monotonic() + 20.0
-        while self.opens(key) != opens:
-            assert time.monotonic() < deadline, self.victim.log
-            time.sleep(0.1)
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}".strip()}
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Generator[Guarded]:
-    folder = tmp_path_factory.mktemp("guarded")
-    file, port = folder / "keys", free_port()
-    file.write_text(KEYS)
-    file.chmod(0o600)
-    with open_victim(
-        folder,
-        key=OPERATOR,
-        SSD_API_KEYS_FILE=str(file),
-        SSD_METRICS_KEY=METRICS,
-        SSD_METRICS_PORT=str(port),
-        SSD_LOG_LEVEL="debug",
-    ) as victim:
-        yield Guarded(victim, file, port)
 
 
 def cached(answer: httpx.Response) -> int | None:
@@ -160,7 +110,7 @@ def test_keys_change_while_streams_run(guarded: Guarded) -> None:
         assert not guarded.opens(fresh)
     log = guarded.victim.log
     assert "line 1: a line is: name key" in log
-    assert not [key for key in (ANNA, BEN, MALLORY, OPERATOR, METRICS, fresh) if key in log]
+    assert not [key for key in (*SECRETS, fresh) if key in log]
 
 
 def test_a_limit_holds_and_refuses_before_a_body_is_sent(guarded: Guarded) -> None:
@@ -208,7 +158,7 @@ def test_nothing_that_users_write_is_in_the_log_whatever_goes_wrong(guarded: Gua
     log = guarded.victim.log
     assert mark not in log
     assert f" of ben: POST '{COMPLETIONS}' 200" in log
-    assert not [key for key in (ANNA, BEN, MALLORY, OPERATOR, METRICS) if key in log]
+    assert not [key for key in SECRETS if key in log]
 
 
 def test_metrics_are_for_their_key_at_their_port_alone(guarded: Guarded) -> None:
@@ -224,4 +174,4 @@ def test_metrics_are_for_their_key_at_their_port_alone(guarded: Guarded) -> None
         assert posted.status_code == 404
         page = httpx.get(guarded.metrics, headers=bearer(METRICS)).text
     assert 'ssd_key_requests_total{key="default"}' in page
-    assert not [key for key in (ANNA, BEN, MALLORY, OPERATOR, METRICS) if key in page]
+    assert not [key for key in SECRETS if key in page]

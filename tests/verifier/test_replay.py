@@ -273,18 +273,24 @@ def test_the_session_had_what_makes_sessions_differ(recorded: Recorded) -> None:
     assert {kind for page in pages for kind in page.kinds} == set(Kind) - {Kind.FULL}
 
 
-def test_a_session_runs_again_as_it_was(recorded: Recorded) -> None:
-    result = replay(recorded, recorded.folder)
+@pytest.fixture(scope="module")
+def again(recorded: Recorded) -> tuple[Replayed, list[RoundTrace]]:
+    """The session run again: what is said of it, and all its rounds."""
+    rounds: list[RoundTrace] = []
+    return replay(recorded, recorded.folder, rounds), rounds
+
+
+def test_a_session_runs_again_as_it_was(recorded: Recorded, again: tuple[Replayed, list[RoundTrace]]) -> None:
+    result = again[0]
     assert result.difference == ""
     assert (result.rounds, result.tokens) == (recorded.rounds, recorded.tokens)
     assert result.requests == 2 * 12
 
 
 @pytest.mark.slow
-def test_it_is_the_same_every_time(recorded: Recorded) -> None:
-    first: list[RoundTrace] = []
+def test_it_is_the_same_every_time(recorded: Recorded, again: tuple[Replayed, list[RoundTrace]]) -> None:
+    first = again[1]
     second: list[RoundTrace] = []
-    replay(recorded, recorded.folder, first)
     replay(recorded, recorded.folder, second)
     assert first == second
     assert len(first) == recorded.rounds
