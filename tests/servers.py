@@ -25,10 +25,13 @@ def free_port() -> int:
 def started(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int
 ) -> Generator[Server]:
-    """A server that will listen at this port, in a session of its own; it is killed in the end."""
+    """A server that will listen at this port, in this folder and a session of its own; it is killed in the
+    end."""
     log = folder / "log"
     with log.open("wb") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
     try:
         yield process, f"http://127.0.0.1:{port}", log
     finally:

@@ -1,14 +1,18 @@
-"""What is installed from a wheel is whole: it generates with the embedded pair, far from the repository."""
+"""What is installed from a wheel is whole: it generates and serves with the embedded pair, far from the
+repository."""
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.servers import children, complete, free_port, running
 
 ROOT = Path(__file__).parents[2]
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "tests", "__pycache__", "*.egg-info")
@@ -35,9 +39,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def elsewhere(**variables: str) -> dict[str, str]:
+    """An environment that does not know where the repository is."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+
+
 def run(command: list[str], folder: Path, **variables: str) -> str:
     """What the command prints; it runs in this folder and must end well."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    environment = elsewhere(**variables)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -63,3 +72,18 @@ def test_an_installed_wheel_generates_with_the_embedded_pair(installed: Path, tm
     sizes = ["--max-tokens", "12", "--temperature", "0", "--log-level", "error"]
     answer = json.loads(run([*command, *sizes], tmp_path, PYTHONPATH=str(installed)))
     assert answer["text"].strip()
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_serves_the_embedded_pair(installed: Path, tmp_path: Path) -> None:
+    port = free_port()
+    settings = {"SSD_MODE": "ssd", "SSD_PORT": str(port), "SSD_RUN_DIR": str(tmp_path / "run")}
+    environment = elsewhere(PYTHONPATH=str(installed), **settings)
+    with running([sys.executable, "-m", "ssd_serve", "serve"], environment, tmp_path, port) as server:
+        process, url, log = server
+        workers = children(process)
+        assert set(workers) == {"ssd: verifier", "ssd: drafter-0"}
+        assert {each.environ()["PYTHONPATH"] for each in workers.values()} == {str(installed)}
+        assert complete(url).strip()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
