@@ -81,9 +81,7 @@ def test_an_installed_wheel_serves_the_embedded_pair(installed: Path, tmp_path: 
     environment = elsewhere(PYTHONPATH=str(installed), **settings)
     with running([sys.executable, "-m", "ssd_serve", "serve"], environment, tmp_path, port) as server:
         process, url, log = server
-        workers = children(process)
-        assert set(workers) == {"ssd: verifier", "ssd: drafter-0"}
-        assert {each.environ()["PYTHONPATH"] for each in workers.values()} == {str(installed)}
+        assert set(children(process)) == {"ssd: verifier", "ssd: drafter-0"}
         assert complete(url).strip()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()

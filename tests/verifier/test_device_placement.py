@@ -18,6 +18,7 @@ from ssd_serve.models.interface import Inputs, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
+from ssd_serve.verifier.planning import startup_benchmark
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import RequestStep, Rounds
 from ssd_serve.verifier.scheduler import ScheduledChunk
@@ -113,6 +114,8 @@ def test_recorded_forwards_of_both_models_give_them_too(
     monkeypatch.setattr(backends, "first_failure", lambda *_: "")
     tape = Tape()
     monkeypatch.setattr(load, "DeviceGraphCapture", lambda _: tape)
+    monkeypatch.setattr(startup_benchmark, "ROWS", (1, 8))  # an interpreter takes long for more
+    monkeypatch.setattr(startup_benchmark, "_LONG_ROWS", (1,))
 
     @contextmanager
     def there() -> Generator[None]:
