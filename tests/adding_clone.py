@@ -1,0 +1,87 @@
+"""What docs/adding.md tells to write, done as a reader would: in a copy of the sources, with files and lines.
+
+The copy is run by programs of its own: whatever is derived from a table when it is imported is derived anew.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.adding_page import section
+
+ROOT = Path(__file__).parents[1]
+_CODE = r"\n\n```(?:python|diff)\n(.*?)^```"
+_FILE = re.compile(r"^`([\w/]+\.py)`:" + _CODE, re.MULTILINE | re.DOTALL)
+_LINE = re.compile(
+    r"^The line in `(\w+)` of `([\w/]+\.py)`, behind `(\w+)`:" + _CODE, re.MULTILINE | re.DOTALL
+)
+
+
+class Clone:
+    """The sources with what one section of the page adds; all that it leaves alone is a link to ours."""
+
+    def __init__(self, heading: str, folder: Path) -> None:
+        self._folder = folder
+        skipped = shutil.ignore_patterns("__pycache__", "bench", "recipes", "lab")
+        shutil.copytree(
+            ROOT / "src" / "ssd_serve", folder / "ssd_serve", ignore=skipped, copy_function=os.symlink
+        )
+        text = section(heading)
+        files, lines = _FILE.findall(text), _LINE.findall(text)
+        assert len(files) == 1
+        assert lines
+        for path, source in files:
+            assert not self._place(path).exists()
+            self._place(path).write_text(source, encoding="utf-8")
+        for table, path, neighbour, line in lines:
+            place = self._place(path)
+            added = with_line(place.read_text(encoding="utf-8"), table, neighbour, line.removeprefix("+"))
+            place.unlink()  # it is a link
+            place.write_text(added, encoding="utf-8")
+
+    def _place(self, path: str) -> Path:
+        """Of a file of the repository: rooms are found in the package."""
+        return self._folder / "ssd_serve" / path.removeprefix("src/ssd_serve/")
+
+    def run(self, *arguments: str) -> str:
+        """What a Python program of the copy prints; it must succeed."""
+        environment = {**os.environ, "PYTHONPATH": f"{self._folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return done.stdout
+
+
+def with_line(source: str, table: str, neighbour: str, line: str) -> str:
+    """The source with a line behind that of a neighbour, in a dictionary, a tuple of calls or a class."""
+    ends = [end for name, end in _entries(ast.parse(source), table) if name == neighbour]
+    (end,) = ends
+    lines = source.splitlines(keepends=True)
+    return "".join([*lines[:end], line, *lines[end:]])
+
+
+def _entries(tree: ast.Module, table: str) -> list[tuple[str, int]]:
+    """The entries' names, and their last lines."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == table:
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            return [(ast.unparse(each.target), each.end_lineno or 0) for each in fields]
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
+            value = node.value
+            if isinstance(value, ast.Dict):
+                pairs = zip(value.keys, value.values, strict=True)
+                return [(ast.literal_eval(key), each.end_lineno or 0) for key, each in pairs if key]
+            assert isinstance(value, ast.Tuple)
+            calls = [each for each in value.elts if isinstance(each, ast.Call)]
+            return [(ast.literal_eval(each.args[0]), each.end_lineno or 0) for each in calls]
+    raise AssertionError(f"there is no {table}")

@@ -1,0 +1,86 @@
+"""Following docs/adding.md gives a sampling parameter that acts in every path and is held to its range."""
+
+import pytest
+
+from tests.adding_clone import Clone
+
+ACTS = """
+import torch
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.batched_processors import process_rows
+from ssd_serve.sampling.choice import sample
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.native.choosing import COMPILED
+from ssd_serve.sampling.parameters import Declined, needs_processing, truncates
+from ssd_serve.sampling.processors import process
+from ssd_serve.sampling.rows import SamplingRows
+
+logits = 3 * torch.randn((40, 50), generator=torch.Generator().manual_seed(5))
+for top_a in (0.04, 0.5):
+    parameters = SamplingParameters(temperature=0.7, top_k=40, top_a=top_a)
+    assert truncates(parameters) and needs_processing(parameters, 0)
+    assert Declined(COMPILED).everything(parameters)
+    rows = [SamplingRows(parameters, seed, 9) for seed in range(40)]
+    one_by_one = torch.stack([process(line, parameters, None, (), 0, ()) for line in logits])
+    probabilities = (logits / 0.7).double().softmax(1)
+    kept = probabilities >= top_a * probabilities.amax(1, keepdim=True) ** 2
+    best = torch.zeros_like(kept).scatter_(1, (logits / 0.7).topk(40).indices, True)
+    assert torch.equal(one_by_one.isfinite(), kept & best)
+    assert 0 < kept.sum() < kept.numel()
+    assert torch.equal(process_rows(logits, rows), one_by_one)
+    choices = sample(logits, rows, NoiseRows(50, 64)).choices
+    assert all(kept[row, choice] for row, choice in enumerate(choices))
+    free = [row._replace(parameters=SamplingParameters(temperature=0.7, top_k=40)) for row in rows]
+    assert choices != sample(logits, free, NoiseRows(50, 64)).choices
+greedy = SamplingParameters(temperature=0.0, top_a=0.5)
+assert not truncates(greedy)
+print("acts")
+"""
+ASKED = """
+import json
+from ssd_serve import SamplingParams
+from ssd_serve.errors import RequestError
+from ssd_serve.sampling.checks import engine_parameters
+from ssd_serve.server.openai.openapi import Doors, build_document
+from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
+from tests.server.fakes import READY
+
+request = CompletionRequest.model_validate_json('{"prompt": "a", "top_a": 0.2}')
+for each in (request, SamplingParams(top_a=0.2)):
+    assert engine_parameters(each, READY, max_tokens=3, logprobs=None).top_a == 0.2
+assert engine_parameters(SamplingParams(), READY, max_tokens=3, logprobs=None).top_a == 0.0
+assert "top_a" in ChatRequest.model_fields
+document = build_document("x", "1", Doors())["components"]["schemas"]
+for name in ("CompletionRequest", "ChatRequest"):
+    (number, _) = document[name]["properties"]["top_a"]["anyOf"]
+    assert (number["type"], number["minimum"], number["maximum"]) == ("number", 0, 1), number
+try:
+    SamplingParams(top_a=1.5)
+except RequestError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    return Clone("A sampling parameter", tmp_path_factory.mktemp("clone"))
+
+
+def test_it_acts_in_the_reference_and_in_torchs_path(clone: Clone) -> None:
+    assert clone.run("-c", ACTS) == "acts\n"
+
+
+def test_requests_and_programs_have_it_and_are_held_to_its_range(clone: Clone) -> None:
+    assert clone.run("-c", ASKED) == "top_a: input should be less than or equal to 1\n"
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_table_enumerate_it(clone: Clone) -> None:
+    """What is derived from the table, what torch does one by one, and that the compiled kernel declines it.
+    The definition, word for word, is left to the reader."""
+    files = ["tests/sampling/test_parameters.py", "tests/sampling/test_checks.py"]
+    said = clone.run(
+        "-m", "pytest", "-q", *files, "-k", "top_a and not definition or doors or table or order"
+    )
+    assert "passed" in said
+    assert "deselected" in said
