@@ -7,19 +7,20 @@ server behind it.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import httpx
 import msgspec
 
+from ssd_serve.bench.completions import Events, Speculation, request
+
 _SILENCE_S = 300.0
 """A stream that says nothing for this long has failed; also the longest wait in the server's queue."""
 _IDLE_CONNECTION_S = 2.0
 """Shorter than servers keep idle connections, so that none is used that the server has just closed."""
 _START_S = 0.05
-_DATA, _DONE, _END = b"data: ", b"[DONE]", b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,6 @@ class Wanted:
     tokens: int
     seed: int
     at_s: float = 0.0
-
-
-class Speculation(msgspec.Struct, frozen=True):
-    """What a response tells about its speculation; nulls where the server does not know."""
-
-    num_spec_steps: int = 0
-    num_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_draft_tokens: int | None = None
-    cache_hits: int | None = None
-    cache_misses: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +89,7 @@ class LoadClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._temperature = temperature
-        headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            headers["Authorization"] = f"Bearer {api_key}"
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers=headers,
-            timeout=httpx.Timeout(_SILENCE_S, connect=10.0, pool=None),
-            limits=httpx.Limits(keepalive_expiry=_IDLE_CONNECTION_S),
-            transport=transport,
-            trust_env=False,
-        )
+        self._http = open_client(url, api_key, transport)
 
     async def __aenter__(self) -> "LoadClient":
         return self
@@ -149,71 +129,63 @@ class LoadClient:
 
         Cancelling keeps what has come.
         """
-        body = msgspec.json.encode(self._body(recording.wanted))
+        wanted = recording.wanted
+        asked = request(wanted.prompt, wanted.tokens, self._temperature, wanted.seed)
+        body = msgspec.json.encode(asked | {"return_token_ids": True})  # they tell how many a chunk brings
         recording.sent_s = time.perf_counter()
         recording.due_s = recording.due_s or recording.sent_s
         try:
-            async with self._http.stream("POST", "/v1/completions", content=body) as response:
-                if not response.is_success:
-                    await response.aread()
-                    recording.error = f"status {response.status_code}: {response.text[:200]}"
-                else:
-                    async for data in response.aiter_raw():
-                        recording.reads.append((time.perf_counter(), data))
-        except httpx.HTTPError as error:
-            recording.error = f"{type(error).__name__}: {error}"
+            recording.error = await stream(
+                self._http, body, lambda data: recording.reads.append((time.perf_counter(), data))
+            )
         finally:
             recording.ended_s = time.perf_counter()
 
-    def _body(self, wanted: Wanted) -> dict[str, object]:
-        """Exactly `wanted.tokens` tokens; their ids tell how many each chunk brings."""
-        return {
-            "prompt": wanted.prompt,
-            "max_tokens": wanted.tokens,
-            "seed": wanted.seed,
-            "temperature": self._temperature,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
+
+async def stream(http: httpx.AsyncClient, body: bytes, take: Callable[[bytes], None]) -> str:
+    """Post to `/v1/completions` and hand over what comes; returns what went wrong, empty: nothing."""
+    try:
+        async with http.stream("POST", "/v1/completions", content=body) as response:
+            if not response.is_success:
+                await response.aread()
+                return f"status {response.status_code}: {response.text[:200]}"
+            async for data in response.aiter_raw():
+                take(data)
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-class _Choice(msgspec.Struct, frozen=True):
-    token_ids: list[int] = []
-
-
-class _Metrics(msgspec.Struct, frozen=True):
-    speculative_decoding: Speculation = Speculation()
-
-
-class _Chunk(msgspec.Struct, frozen=True):
-    choices: list[_Choice] = []
-    metrics: _Metrics | None = None
-    error: dict[str, object] | None = None
+def open_client(
+    url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
+    """Connections to one server, whose streams may be silent for minutes."""
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        timeout=httpx.Timeout(_SILENCE_S, connect=10.0, pool=None),
+        limits=httpx.Limits(keepalive_expiry=_IDLE_CONNECTION_S),
+        transport=transport,
+        trust_env=False,
+    )
 
 
 def read(recording: Recording) -> Answer:
     """The recorded stream as an answer; one that is not whole has an error."""
-    rest, error, done = b"", recording.error, False
+    error, events = recording.error, Events()
     speculation = Speculation()
     arrivals: list[tuple[float, int]] = []
     for at, data in recording.reads:
-        *events, rest = (rest + data).split(_END)
-        for event in events:
-            if not event.startswith(_DATA):
-                continue
-            if event == _DATA + _DONE:
-                done = True
-                continue
-            chunk = msgspec.json.decode(event.removeprefix(_DATA), type=_Chunk)
-            count = sum(len(choice.token_ids) for choice in chunk.choices)
-            if count:
-                arrivals.append((at, count))
+        for chunk in events.feed(data):
+            if chunk.token_ids:
+                arrivals.append((at, len(chunk.token_ids)))
             if chunk.metrics is not None:
-                speculation = chunk.metrics.speculative_decoding
-            if chunk.error is not None:
-                error = error or str(chunk.error.get("message", "an error event"))
+                speculation = chunk.metrics.speculative_decoding or speculation
+            error = error or chunk.trouble
     tokens = sum(count for _, count in arrivals)
-    if not error and not (done and tokens == recording.wanted.tokens):
+    if not error and not (events.done and tokens == recording.wanted.tokens):
         error = f"the stream ended after {tokens} of {recording.wanted.tokens} tokens"
     return Answer(recording.due_s, recording.sent_s, recording.ended_s, tuple(arrivals), speculation, error)

@@ -101,7 +101,7 @@ def speculation_figures(answers: Sequence[Answer]) -> dict[str, float | None]:
     """Over all rounds of the answers; None where there is nothing to divide by."""
     told = [answer.speculation for answer in answers]
     rounds = sum(one.num_spec_steps for one in told)
-    accepted = sum(one.num_accepted_draft_tokens for one in told)
+    accepted = sum(one.num_accepted_draft_tokens or 0 for one in told)
     nodes = sum(one.num_draft_tokens or 0 for one in told)
     hits, misses = sum(one.cache_hits or 0 for one in told), sum(one.cache_misses or 0 for one in told)
     return {

@@ -5,17 +5,16 @@ arrive, and parsed after the last. Knows HTTP and what servers report, not how t
 """
 
 import http.client
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from ssd_serve.bench.completions import DATA, DONE, Chunk, request
 from ssd_serve.errors import SsdError
 
 _ANSWER_S = 300.0
-_DATA, _DONE = b"data: ", b"[DONE]"
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 
 
@@ -58,59 +57,19 @@ class Event:
     data: bytes
 
 
-class _Choice(msgspec.Struct):
-    text: str = ""
-    token_ids: list[int] | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Timings(msgspec.Struct):
-    """llama.cpp's report of a request; the draft's fields are absent when nothing was drafted."""
-
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-
-
-class _Speculation(msgspec.Struct):
-    num_draft_tokens: int | None = None
-    num_accepted_draft_tokens: int | None = None
-
-
-class _Metrics(msgspec.Struct):
-    """This engine's report of a request."""
-
-    speculative_decoding: _Speculation | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = msgspec.field(default_factory=list[_Choice])
-    usage: _Usage | None = None
-    timings: _Timings | None = None
-    metrics: _Metrics | None = None
-    error: dict[str, object] | str | None = None
-
-
 def body(ask: Ask, extra: Mapping[str, object]) -> dict[str, object]:
     """The request as every server understands it, and what only one of them does."""
-    return {
-        "prompt": list(ask.prompt),
-        "max_tokens": ask.tokens,
-        "temperature": ask.temperature,
-        "seed": ask.seed,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-        **extra,
-    }
+    asked = request(ask.prompt, ask.tokens, ask.temperature, ask.seed)
+    return {**asked, "stream_options": {"include_usage": True}, **extra}
 
 
-def stream(port: int, request: Mapping[str, object]) -> list[Event]:
-    """Post to `/v1/completions` on loopback and collect the events until the stream ends."""
+def stream(port: int, asked: Mapping[str, object]) -> list[Event]:
+    """Post to `/v1/completions` on loopback and collect the events until the stream ends.
+
+    By the standard library: of the cores that are measured, httpx takes many times as much for an event.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
-    data = json.dumps(request).encode()
+    data = msgspec.json.encode(asked)
     events: list[Event] = []
     try:
         started = time.perf_counter()
@@ -121,8 +80,8 @@ def stream(port: int, request: Mapping[str, object]) -> list[Event]:
                 f"the server answered {response.status}: {response.read(500).decode(errors='replace')}"
             )
         while line := response.readline():
-            if line.startswith(_DATA):
-                events.append(Event(time.perf_counter() - started, line[len(_DATA) :].strip()))
+            if line.startswith(DATA):
+                events.append(Event(time.perf_counter() - started, line[len(DATA) :].strip()))
     except (OSError, http.client.HTTPException) as error:
         raise PeerError(f"the server broke off its answer: {error!r}") from error
     finally:
@@ -135,15 +94,15 @@ def read_answer(events: Sequence[Event], ask: Ask) -> Sample:
     first = last = 0.0
     first_tokens = tokens = drafted = accepted = 0
     for event in events:
-        if event.data == _DONE:
+        if event.data == DONE:
             continue
         chunk = _decoded(event.data)
-        if chunk.error is not None:
-            raise PeerError(f"the server reported an error: {chunk.error}")
+        if chunk.trouble:
+            raise PeerError(f"the server reported an error: {chunk.trouble}")
         if any(choice.text or choice.token_ids for choice in chunk.choices):
             if not first_tokens:
                 first = event.at
-                first_tokens = max(1, sum(len(choice.token_ids or ()) for choice in chunk.choices))
+                first_tokens = max(1, len(chunk.token_ids))
             last = event.at
         if chunk.usage is not None:
             tokens = chunk.usage.completion_tokens
@@ -159,9 +118,9 @@ def read_answer(events: Sequence[Event], ask: Ask) -> Sample:
     return Sample(tokens, tokens - first_tokens, first, last - first, drafted, accepted)
 
 
-def _decoded(data: bytes) -> _Chunk:
+def _decoded(data: bytes) -> Chunk:
     try:
-        return msgspec.json.decode(data, type=_Chunk)
+        return msgspec.json.decode(data, type=Chunk)
     except msgspec.MsgspecError as error:
         raise PeerError(f"an event of the server is not understood ({error}): {data[:200]!r}") from error
 

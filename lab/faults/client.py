@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 
-_SILENCE_S = 300.0
-_DATA, _END = b"data: {", b"\n\n"
+from ssd_serve.bench.completions import Events, request
+from ssd_serve.bench.load.client import open_client, stream
+
 _TEXTS = ("def f(", "import os\n", "class Tree:\n    def", "for index in range(", "# A list of", "try:\n    ")
 
 
@@ -27,16 +28,8 @@ class Wish:
 
     def body(self, had: Sequence[int]) -> dict[str, object]:
         """As the API takes it, from who has these tokens of the answer already."""
-        return {
-            "prompt": self.prompt,
-            "max_tokens": self.tokens,
-            "seed": self.seed,
-            "temperature": self.temperature,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            "generated_token_ids": [had],
-        }
+        asked = request(self.prompt, self.tokens, self.temperature, self.seed)
+        return asked | {"return_token_ids": True, "generated_token_ids": [had]}
 
 
 @dataclass(slots=True)
@@ -59,19 +52,6 @@ class Heard:
         return end, length
 
 
-class _Choice(msgspec.Struct, frozen=True):
-    token_ids: list[int] | None = None
-
-
-class _Error(msgspec.Struct, frozen=True):
-    message: str = ""
-
-
-class _Chunk(msgspec.Struct, frozen=True):
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
 def wishes(url: str, count: int, tokens: int) -> list[Wish]:
     """Half of them greedy, half sampled at temperature 1."""
     found: list[Wish] = []
@@ -88,9 +68,7 @@ class Clients:
 
     def __init__(self, url: str, heard: Sequence[Heard]) -> None:
         self.heard = heard
-        self._http = httpx.AsyncClient(
-            base_url=url, timeout=httpx.Timeout(_SILENCE_S, connect=10.0), trust_env=False
-        )
+        self._http = open_client(url)
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
@@ -108,31 +86,15 @@ class Clients:
         await self._http.aclose()
 
     async def _stream(self, heard: Heard) -> None:
-        heard.error, pending = "", b""
+        heard.error, events = "", Events()
         if len(heard.tokens) == heard.wish.tokens:
             return
-        body = heard.wish.body(heard.tokens)
-        try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                if not response.is_success:
-                    await response.aread()
-                    heard.error = f"status {response.status_code}"
-                    return
-                async for data in response.aiter_raw():
-                    *events, pending = (pending + data).split(_END)
-                    for event in events:
-                        _take(heard, event)
-        except httpx.HTTPError as error:
-            heard.error = f"{type(error).__name__}"
 
+        def take(data: bytes) -> None:
+            for chunk in events.feed(data):
+                heard.error = heard.error or chunk.trouble
+                heard.tokens += chunk.token_ids
+                heard.times += [time.monotonic()] * len(chunk.token_ids)
 
-def _take(heard: Heard, event: bytes) -> None:
-    if not event.startswith(_DATA):
-        return
-    chunk = msgspec.json.decode(event[len(_DATA) - 1 :], type=_Chunk)
-    if chunk.error is not None:
-        heard.error = chunk.error.message
-    for choice in chunk.choices:
-        for token in choice.token_ids or ():
-            heard.tokens.append(token)
-            heard.times.append(time.monotonic())
+        error = await stream(self._http, msgspec.json.encode(heard.wish.body(heard.tokens)), take)
+        heard.error = heard.error or error.partition(":")[0]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ssd_serve.bench.load.client import Answer, LoadClient, Recording, Speculation, Wanted, read
+from ssd_serve.bench.completions import Speculation
+from ssd_serve.bench.load.client import Answer, LoadClient, Recording, Wanted, read
 from tests.bench.load.fakes import FakeApi, event, figures
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ssd_serve.bench.load.client import Answer, Speculation
+from ssd_serve.bench.completions import Speculation
+from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
 from ssd_serve.bench.load.statistics import Limits
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.bench.load.client import Answer, Speculation
+from ssd_serve.bench.completions import Speculation
+from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.load.statistics import (
     Limits,
     duration,
