@@ -11,6 +11,11 @@ import torch
 _PACKAGES = ("ssd-serve", "torch", "numpy", "tokenizers", "transformers")
 
 
+def measured_on() -> dict[str, object]:
+    """The last fields of every result file."""
+    return {"hardware": hardware(), "versions": versions()}
+
+
 def hardware() -> dict[str, object]:
     """Processor, cores, memory and GPUs of this machine."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

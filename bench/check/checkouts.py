@@ -153,16 +153,13 @@ def started(tree: Path, probe: Path, job: Path) -> Generator[Probe]:
 
 def _write_job(folder: Path) -> Path:
     """The pair with ballast, and the beginnings of held-out files, both from this checkout."""
-    from ssd_serve.bench.both import BALLAST_HIDDEN, DRAFT_LAYERS, TARGET_LAYERS
     from ssd_serve.bench.prompts import held_out_prompts
+    from ssd_serve.bench.workload import ballast_pair
     from ssd_serve.models.hub import resolve_model
     from ssd_serve.models.text.tokenizer import Tokenizer
-    from ssd_serve.recipes.ballast import add_ballast
     from ssd_serve.settings import EMBEDDED
 
-    target, draft = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
-    add_ballast(target, folder / "target", BALLAST_HIDDEN, TARGET_LAYERS)
-    add_ballast(draft, folder / "draft", BALLAST_HIDDEN, DRAFT_LAYERS)
+    target = resolve_model(EMBEDDED, "target")
     prompts = [
         {"tokens": prompt.tokens[:_PROMPT_TOKENS], "seed": prompt.seed}
         for prompt in held_out_prompts(target, Tokenizer(target))
@@ -171,8 +168,7 @@ def _write_job(folder: Path) -> Path:
     job.write_text(
         json.dumps(
             {
-                "target": str(folder / "target"),
-                "draft": str(folder / "draft"),
+                **ballast_pair(folder),
                 "prompts": prompts,
                 "prompts_of_a_pass": _PROMPTS,
                 "tokens": _NEW_TOKENS,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ssd_serve.bench.kernels.conformance import DTYPES, conformance
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.tables import markdown_table
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line
@@ -84,8 +84,7 @@ def run_kernels(plan: Plan, native: NativeLibrary | None, say: Callable[[str], N
         "threads": torch.get_num_threads(),
         "results": rows,
         "skipped": skipped,
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 
@@ -111,8 +110,7 @@ def check_conformance(device: str, say: Callable[[str], None], *, quick: bool = 
         "device": device,
         "right": bool(judged) and all(judged),
         "results": rows,
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 

@@ -18,11 +18,12 @@ from ssd_serve.bench.load.groups import AUTO
 from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
 from ssd_serve.bench.load.resume import ResumePlan, check_resume
 from ssd_serve.bench.load.servers import Server, on_cores, served
-from ssd_serve.bench.load.setups import Devices, ballast_pair, setups
+from ssd_serve.bench.load.setups import Devices, setups
 from ssd_serve.bench.load.statistics import Limits, percentile, summary, throughput
 from ssd_serve.bench.load.trace import Arrival, RequestMaker, fit, read_trace
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.prompts import held_out_prompts
+from ssd_serve.bench.workload import ballast_pair
 from ssd_serve.devices import Device, this_machine
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.memory import settle_memory
@@ -113,8 +114,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         "trace": found.replays,
         "resume": found.resumes,
         "notes": found.notes,
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 

@@ -5,17 +5,13 @@ Knows settings and devices, not what is measured.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from ssd_serve.bench.both import BALLAST_HIDDEN, DRAFT_LAYERS, TARGET_LAYERS
 from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Device, Machine
 from ssd_serve.errors import UserError
-from ssd_serve.models.hub import resolve_model
-from ssd_serve.recipes.ballast import add_ballast
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Mode, Settings
 
 Devices = Literal["same", "all", "both"]
 """The same device for the target in every mode, or for the target whatever a mode leaves free, or both."""
@@ -74,11 +70,3 @@ def _names(modes: Sequence[str], devices: Devices, widen: bool) -> list[str]:
     groups = [SAME] if devices == "same" or not widen else [ALL] if devices == "all" else [SAME, ALL]
     names = dict.fromkeys(name for group in groups for name in group)
     return [name for name in names if name.removesuffix(ALL_DEVICES) in modes]
-
-
-def ballast_pair(folder: Path) -> dict[str, str]:
-    """The embedded pair at a larger cost, as in the modes benchmark: the settings that name it."""
-    target, draft = folder / "target", folder / "draft"
-    add_ballast(resolve_model(EMBEDDED, "target"), target, BALLAST_HIDDEN, TARGET_LAYERS)
-    add_ballast(resolve_model(EMBEDDED, "draft"), draft, BALLAST_HIDDEN, DRAFT_LAYERS)
-    return {"target": str(target), "draft": str(draft)}

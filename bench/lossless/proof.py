@@ -17,7 +17,7 @@ from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, Outputs, Pair, run_case
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import measured_on
 from ssd_serve.devices import pin
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.messages import SamplingParameters, Submit
@@ -181,8 +181,7 @@ def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPU
         "bf16": bf16,
         "results": rows,
         "devices": devices.names(),
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ssd_serve.bench.completions import DATA, DONE, Chunk, request
+from ssd_serve.bench.metrics_page import metric
 from ssd_serve.errors import SsdError
 
 _ANSWER_S = 300.0
@@ -127,12 +128,7 @@ def _decoded(data: bytes) -> Chunk:
 
 def draft_counters(page: str) -> tuple[int, int]:
     """Drafted and accepted tokens since the start, from vLLM's metrics page; zeros without speculation."""
-    found = {_DRAFTED: 0.0, _ACCEPTED: 0.0}
-    for line in page.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in found:
-            found[name] += float(line.rpartition(" ")[2])
-    return int(found[_DRAFTED]), int(found[_ACCEPTED])
+    return int(metric(page, _DRAFTED)), int(metric(page, _ACCEPTED))
 
 
 def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import torch
 
-from ssd_serve.bench.both import BALLAST_HIDDEN, DRAFT_LAYERS, TARGET_LAYERS
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.peers.client import Ask, PeerError, Sample
 from ssd_serve.bench.peers.engines import Engine, launched
 from ssd_serve.bench.peers.figures import Launch, Weights, fastest, ratios, rows, wrong_speculation
 from ssd_serve.bench.peers.gguf_file import write_gguf
-from ssd_serve.bench.peers.prompts import choose_prompts
 from ssd_serve.bench.peers.ways import (
     BF16,
     CANDIDATES,
@@ -39,12 +37,10 @@ from ssd_serve.bench.peers.ways import (
     gguf_of,
 )
 from ssd_serve.bench.rig import use_cores
+from ssd_serve.bench.workload import ballast_pair, choose_prompts
 from ssd_serve.devices import Device
 from ssd_serve.errors import UserError
-from ssd_serve.models.hub import resolve_model
-from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.recipes.checkpoint import read_checkpoint
-from ssd_serve.settings import EMBEDDED
 
 _TUNING_PROMPTS, _TUNING_TOKENS, _WARM_UP_TOKENS = 2, 64, 32
 _READ_BYTES, _READ_REPEATS = 1 << 30, 9
@@ -91,7 +87,11 @@ def run_peers(
         place = Place(peers, pair, tuple(cores), folder)
         weights = read_weights(pair, read_speed(len(cores)))
         say("choosing prompts")
-        asks = choose_prompts(plan.temperatures, plan.prompts, plan.tokens, say)
+        chosen = choose_prompts(plan.temperatures, plan.prompts, plan.tokens, say)
+        asks = {
+            temperature: [Ask(each.tokens, plan.tokens, temperature, each.seed) for each in some.prompts]
+            for temperature, some in chosen.items()
+        }
         run = _Run(plan, place, asks, say)
         _interleave(run, _schedule(run))
     return {
@@ -111,20 +111,17 @@ def run_peers(
         },
         "engines": run.versions,
         "seconds": round(time.time() - started),
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 
 def write_pair(folder: Path) -> Pair:
     """The embedded pair with ballast, for everybody: as Hugging Face folders and as GGUF files."""
-    pair = Pair(folder / "target", folder / "draft")
-    for destination, layers in ((pair.target, TARGET_LAYERS), (pair.draft, DRAFT_LAYERS)):
-        source = resolve_model(EMBEDDED, "target" if destination == pair.target else "draft")
-        add_ballast(source, destination, BALLAST_HIDDEN, layers)
+    target, draft = map(Path, ballast_pair(folder).values())
+    for each in (target, draft):
         for weights in (BF16, Q8_0):
-            write_gguf(destination, gguf_of(destination, weights), weights)
-    return pair
+            write_gguf(each, gguf_of(each, weights), weights)
+    return Pair(target, draft)
 
 
 def read_weights(pair: Pair, read_per_s: float) -> dict[str, Weights]:

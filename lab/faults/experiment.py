@@ -24,7 +24,7 @@ from lab.faults.ray_nodes import two_nodes
 from lab.faults.report import Outcome
 from lab.faults.site import Site
 from ssd_serve.bench.load.servers import served
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import measured_on
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Mode, Settings
 
@@ -65,8 +65,7 @@ def run_faults(settings: Settings, plan: Plan, say: Callable[[str], None]) -> di
         "outcomes": [asdict(outcome) for outcome in outcomes],
         "plan": asdict(plan),
         "settings": {"target": settings.target, "dtype": settings.dtype, "emulate": settings.emulate},
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 

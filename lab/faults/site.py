@@ -11,16 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import psutil  # type: ignore[import-untyped]
 
+from lab.processes import by_name
 from ssd_serve.bench.load.servers import Server
+from ssd_serve.bench.metrics_page import metric
 from ssd_serve.errors import SsdError
 
-_SERVER = "server"
 _LOOK_EVERY_S = 0.05
 _TOLD_S = 1.5
 """The engine tells its figures once a second."""
-_TITLE = "ssd: "
 
 
 class Site:
@@ -34,14 +33,7 @@ class Site:
 
     def pids(self) -> dict[str, int]:
         """Of all processes that are there, by name."""
-        found = {_SERVER: int(self._own.pid)}
-        with contextlib.suppress(psutil.Error):
-            for child in self._own.children(recursive=True):
-                with contextlib.suppress(psutil.Error, IndexError):
-                    title = child.cmdline()[0].strip()
-                    if title.startswith(_TITLE):
-                        found[title.removeprefix(_TITLE)] = int(child.pid)
-        return found
+        return {name: int(process.pid) for name, process in by_name(self._own).items()}
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to the process of this name."""
@@ -56,9 +48,7 @@ class Site:
     def metric(self, name: str) -> float:
         """A counter or gauge; 0 where it is not there."""
         with contextlib.suppress(httpx.HTTPError):
-            for line in self._http.get("/metrics").text.splitlines():
-                if line.startswith(f"{name} "):
-                    return float(line.split()[1])
+            return metric(self._http.get("/metrics").text, name)
         return 0.0
 
     def speculates(self) -> bool:

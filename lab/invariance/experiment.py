@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import measured_on
 from ssd_serve.kernels.attention.self_test import Asked, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import native_library
@@ -75,8 +75,7 @@ def run_invariance(settings: Settings, plan: Plan, say: Callable[[str], None]) -
         "threads": torch.get_num_threads(),
         "repeats": plan.repeats,
         "results": rows,
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
@@ -59,8 +59,7 @@ def measure(plan: Plan, native: NativeLibrary | None) -> dict[str, object]:
         "shape": [plan.outputs, plan.inputs],
         "repeats": plan.repeats,
         "results": results,
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
 
 

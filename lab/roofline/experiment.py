@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from ssd_serve.bench.both import BALLAST_HIDDEN, TARGET_LAYERS
 from ssd_serve.bench.document import read_file
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.machine import hardware, measured_on
 from ssd_serve.bench.tables import markdown_table
+from ssd_serve.bench.workload import BALLAST_HIDDEN, TARGET_LAYERS
 from ssd_serve.errors import UserError
 from ssd_serve.models.architectures.registry import describe
 from ssd_serve.models.config import read_json
@@ -128,8 +128,7 @@ def run_roofline(
         "device": device,
         "dtype": dtype,
         "roofs": [_roof(each) for each in roofs],
-        "hardware": hardware(),
-        "versions": versions(),
+        **measured_on(),
     }
     if modes is not None and found is not None:
         if target is None:

@@ -7,7 +7,6 @@ figures are in files of their own.
 
 import asyncio
 import random
-import re
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +21,7 @@ from lab.soak.processes import Disturber, Family
 from lab.soak.report import judge, process_figures
 from ssd_serve.bench.load.servers import Server, served
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.metrics_page import metric
 from ssd_serve.settings import Settings
 
 Say = Callable[[str], None]
@@ -179,12 +179,6 @@ async def _quiet(http: httpx.AsyncClient) -> End:
         if not any(held.values()) or time.monotonic() > deadline:
             return End(held, {name: metric(text, name) for name in _TOLD})
         await asyncio.sleep(1.0)
-
-
-def metric(text: str, name: str) -> float:
-    """The sum of a metric over its labels; 0 where it is not told."""
-    values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-    return sum(map(float, values))
 
 
 def _leave(process: psutil.Process) -> int | None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped]
 
+from lab.processes import by_name
+
 _KILLED: Mapping[str, float] = {"drafter": 0.5, "verifier": 0.2}
 """How often one that is disturbed is killed, else it is stalled. A verifier takes longer to come back."""
 _MIN_STALL_S, _MAX_STALL_S = 0.2, 1.5
@@ -54,13 +56,7 @@ class Family:
 
     def living(self) -> dict[str, psutil.Process]:
         """Processes by name: `server`, `verifier`, `drafter-0`."""
-        found: dict[str, psutil.Process] = {"server": self._server}
-        with contextlib.suppress(psutil.Error):
-            for child in self._server.children(recursive=True):
-                with contextlib.suppress(psutil.Error, IndexError):
-                    title = str(child.cmdline()[0]).strip()
-                    if title.startswith("ssd: "):  # one that has just begun has no title yet
-                        found[title.removeprefix("ssd: ")] = child
+        found = by_name(self._server)
         self._seen.update({process.pid: process for process in found.values()})
         return found
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from scipy.stats import theilslopes
 
-from lab.soak.experiment import Plan, metric, run_soak
+from lab.soak.experiment import Plan, run_soak
 from lab.soak.processes import Series
 from lab.soak.report import judge, process_figures, soak_table
 from lab.soak.statistics import STRETCHES, after_warm_up, slope
@@ -126,16 +126,6 @@ def test_open_descriptors_and_failures_are_problems() -> None:
     ]
     assert judge({**figures(memory(0.0)), "failed": 1, "failures": ["status 500"]}) == ["failed: status 500"]
     assert judge({**figures(memory(0.0)), "requests": {}}) == ["no request was answered"]
-
-
-def test_a_metric_is_summed_over_its_labels() -> None:
-    page = (
-        '# HELP a b\nssd_drafter_requests{drafter="d0"} 2.0\nssd_drafter_requests{drafter="d1"} 1.0\n'
-        "ssd_a 4.0\n"
-    )
-    assert metric(page, "ssd_drafter_requests") == 3.0
-    assert metric(page, "ssd_a") == 4.0
-    assert metric(page, "ssd_b") == 0.0
 
 
 @pytest.mark.slow
