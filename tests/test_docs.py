@@ -8,6 +8,7 @@ import pytest
 
 from ssd_serve.messages import Why
 from ssd_serve.models.architectures.registry import ARCHITECTURES
+from ssd_serve.sampling.parameters import PARAMETERS
 from ssd_serve.settings import PREFIX, Settings
 from tests.generated_docs import DOCS, TABLES, block
 
@@ -56,6 +57,13 @@ def test_why_it_does_not_speculate() -> None:
     )
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
     assert rows[1:] == [why.value for why in Why]
+
+
+def test_every_sampling_parameter_is_listed() -> None:
+    """`prompt_logprobs` is asked for by `echo` with `logprobs`."""
+    section = text(DOCS / "api.md").partition("## Parameters")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    assert {each.name for each in PARAMETERS} - named == {"prompt_logprobs"}
 
 
 def test_the_readme_is_short() -> None:
