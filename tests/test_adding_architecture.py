@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.load import ModelWish, load_model
@@ -57,6 +58,12 @@ def test_what_it_holds_is_known_before_it_is_loaded(folder: Path) -> None:
         planned = planned_model(str(folder), "target", Computing(device, torch.float32), None)
         assert sizes.matrix_bytes == planned.matrix_bytes == loaded.weight_bytes
         assert sizes.resident_bytes == planned.resident_bytes == loaded.weight_bytes + 4 * 199 * 64
+
+
+@pytest.mark.usefixtures("page")
+def test_the_float64_decoder_of_others_does_not_judge_it(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="of the architecture of Gemma, for which there is no float64"):
+        Float64Decoder(folder)
 
 
 def test_without_the_line_it_is_refused_by_name(folder: Path) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from ssd_serve.errors import CheckpointError
 from ssd_serve.models.architectures.dense.config import DecoderConfig
+from ssd_serve.models.architectures.dense.family import is_dense
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.rope import rotation_table
 
@@ -19,10 +20,13 @@ class Float64Decoder:
     """A model folder with one safetensors file, in float64. Raises `CheckpointError` where it is in fp8."""
 
     def __init__(self, folder: Path) -> None:
-        config = load_description(folder).config
-        if not isinstance(config, DecoderConfig):
-            raise CheckpointError(f"{folder} is no dense decoder, and there is no float64 decoder for others")
-        self._config = config
+        description = load_description(folder)
+        if not is_dense(description.architecture):
+            raise CheckpointError(
+                f"{folder} is of the architecture of {description.architecture.models}, for which there is "
+                "no float64 decoder; use a model that is a dense decoder"
+            )
+        self._config: DecoderConfig = description.config
         if self._config.fp8 is not None:
             raise CheckpointError(
                 f"{folder} holds fp8 weights, whose scales the float64 decoder does not apply; use a model "

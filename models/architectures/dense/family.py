@@ -1,6 +1,7 @@
 """An architecture of the dense family: all it has of its own is how its `config.json` is read."""
 
 from collections.abc import Callable
+from typing import Any
 
 from ssd_serve.models.architectures.contract import Architecture
 from ssd_serve.models.architectures.dense.config import DecoderConfig
@@ -15,3 +16,8 @@ def dense_architecture(
 ) -> Architecture[DecoderConfig, DecoderWeights]:
     """A member of the family."""
     return Architecture(models=models, parse=parse, sizes=dense_sizes, read_weights=read_dense, build=Decoder)
+
+
+def is_dense(architecture: Architecture[Any, Any]) -> bool:
+    """Whether an architecture is a member, rather than one that only borrows from the family."""
+    return architecture == dense_architecture(architecture.models, architecture.parse)
