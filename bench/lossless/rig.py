@@ -85,7 +85,6 @@ class _OnGpu(WrappedModel):
     """A model whose GPU is the current one while it computes: that is where kernels start."""
 
     def forward(self, batch: Batch) -> ForwardResult:
-        """See `Model.forward`."""
         with torch.cuda.device(self.facts.device):
             return self._model.forward(batch)
 

@@ -97,7 +97,6 @@ class _Heard(VirtualChannel):
         self._vocabulary = hello.vocabulary
 
     def receive(self) -> list[Message]:
-        """See `VirtualChannel.receive`."""
         messages = super().receive()
         for message in messages:
             if isinstance(message, Growth):

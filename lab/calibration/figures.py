@@ -1,7 +1,8 @@
 """How true probabilities were: expected calibration error, Brier score, and the points of a reliability
 diagram.
 
-Plain numpy. Knows predicted probabilities and what happened, not what was predicted.
+Plain numpy: a reliability diagram needs the counts of its bins, which packages leave out. Knows predicted
+probabilities and what happened, not what was predicted.
 """
 
 from dataclasses import dataclass

@@ -94,12 +94,10 @@ class WireChannel(VirtualChannel):
         self._reader = FrameReader()
 
     def send(self, message: Message) -> bool:
-        """See `VirtualChannel.send`."""
         self._mine.encode(message)
         return super().send(message)
 
     def receive(self) -> list[Message]:
-        """See `VirtualChannel.receive`."""
         messages = super().receive()
         for frame in self._not_host.of(lambda: [bytes(self._theirs.encode(each)) for each in messages]):
             self._reader.feed(frame)
@@ -124,11 +122,9 @@ class VirtualDrafters(Drafters):
         self.connect(wire)
 
     def wait(self, timeout_s: float) -> bool:
-        """See `Drafters.wait`."""
         return await_first(self._virtual, self._wires, timeout_s)
 
     def drain(self, requests: Mapping[int, Request]) -> int:
-        """See `Drafters.drain`."""
         drain = super().drain
         before = self._not_host.of(lambda: _candidates(requests))
         grown = self.host.of(lambda: drain(requests))
@@ -136,12 +132,10 @@ class VirtualDrafters(Drafters):
         return grown
 
     def outcome(self, request: Request) -> None:
-        """See `Drafters.outcome`."""
         outcome = super().outcome
         self.host.of(lambda: outcome(request))
 
     def flush(self) -> None:
-        """See `Drafters.flush`."""
         self.host.of(super().flush)
 
 

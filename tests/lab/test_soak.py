@@ -136,7 +136,7 @@ def test_a_short_soak_of_a_real_server_finds_nothing(tmp_path: Path) -> None:
     plan = Plan(minutes=0.15, clients=4, kills=("drafter",), disturb_s=2.0)
     result = msgspec.json.decode(msgspec.json.encode(run_soak(settings, plan, said.append)))
     assert result["problems"] == []
-    assert sum(result["requests"].values()) > 20
+    assert sum(result["requests"].values()) > plan.clients
     assert result["probes"] >= 3
     assert result["disturbances"]["killed drafter"] >= 1
     assert sum(result["disturbances"].values()) >= 2
