@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.modes import CORES, Plan, run_modes
 from ssd_serve.bench.rig import Rig
@@ -48,7 +49,8 @@ def run_both_settings(
             if setting == "emulated":
                 # Wider steps of the embedded draft take this CPU longer than the table's device.
                 width = min(_EMULATED_WIDTH, own.draft_width)
-                own = own.model_copy(update={"emulate": table, "draft_width": width})
+                wrapper = emulating(table, Path(folder))
+                own = own.model_copy(update={"model_wrapper": wrapper, "draft_width": width})
             elif settings.target == EMBEDDED:
                 say("writing the ballast pair")
                 own = own.model_copy(update=ballast_pair(Path(folder)))

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.emulated import EmulatedModel, overrun_share
 from ssd_serve.bench.prompts import Chosen, Prompt, repeated_share
 from ssd_serve.bench.rig import Rig, Way, remote_drafter
 from ssd_serve.bench.sample import Runner, Sample
 from ssd_serve.devices import Device, parse_device, pin
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import SamplingParameters, Submit
-from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.cost import CostTable
@@ -78,8 +78,7 @@ def run_modes(rig: Rig, plan: Plan, chosen: Mapping[float, Chosen], say: Callabl
         if isinstance(rig.target, EmulatedModel):
             notes["target_overrun_share"] = rig.target.overruns / max(1, rig.target.forwards)
             notes["target_forwards"] = rig.target.forwards
-            ssd.drafters.drain({})
-            notes["drafter_overrun_share"] = ssd.drafters.overrun_share
+            notes["drafter_overrun_share"] = overrun_share(rig.settings)
             if isinstance(rig.draft, EmulatedModel):
                 notes["inline_draft_overrun_share"] = rig.draft.overruns / max(1, rig.draft.forwards)
         else:

@@ -27,12 +27,12 @@ from ssd_serve.hub_id import pinned
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
-from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
+from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
@@ -93,12 +93,8 @@ class Rig:
         invariant = settings.batch_invariant
         self.real = load_served(settings, target, device, _SLOTS, self.native, batch_invariant=invariant)
         self.real_draft = load_served(settings, draft, device, 2 * _SLOTS, self.native)
-        self.target: Model = self.real
-        self.draft: Model = self.real_draft
-        if settings.emulate:
-            table = device_table(settings.emulate)
-            self.target = EmulatedModel(self.real, table.target_s, table.flat_rows)
-            self.draft = EmulatedModel(self.real_draft, table.draft_s, table.flat_rows)
+        self.target = wrap_model(self.real, "target", settings.model_wrapper)
+        self.draft = wrap_model(self.real_draft, "draft", settings.model_wrapper)
         self.cost = measure_cost(self.target)
         width = settings.draft_width
         self.draft_step_s = min(measure_steps(self.draft, (width,))[width, SHORT_CONTEXT])

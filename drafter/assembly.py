@@ -15,18 +15,16 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.labels import as_label
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
-from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.models.hub import find_model
 from ssd_serve.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class AssembledDrafter:
-    """A drafter that is ready to greet a verifier. `emulated` is the padded model in emulated set-ups."""
+    """A drafter that is ready to greet a verifier."""
 
     core: DrafterCore
     hello: Hello
-    emulated: EmulatedModel | None
 
 
 def assemble_drafter(
@@ -64,4 +62,4 @@ def assemble_drafter(
         source=as_label(without_revision(draft)),
         step_ms=1e3 * loaded.seconds[widths.width],
     )
-    return AssembledDrafter(core, hello, loaded.emulated)
+    return AssembledDrafter(core, hello)

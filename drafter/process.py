@@ -19,7 +19,6 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import Heap, settle_memory
 from ssd_serve.messages import Growth, Heartbeat
-from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.settings import Settings
 
 _BEAT_S = 0.5
@@ -54,7 +53,7 @@ def run(
         for place, address in enumerate(addresses)
     ]
     step_s = drafter.hello.step_ms / 1e3
-    DrafterLoop(targets, drafter.core, step_s, drafter.emulated, patient, alive_file).run()
+    DrafterLoop(targets, drafter.core, step_s, patient, alive_file).run()
     return 0
 
 
@@ -66,14 +65,12 @@ class DrafterLoop:
         targets: Sequence[VerifierConnection],
         core: DrafterCore,
         step_s: float,
-        emulated: EmulatedModel | None = None,
         patient: bool = False,
         alive_file: Path | None = None,
     ) -> None:
         """`patient`: go on when all verifiers refuse this drafter; they are asked again."""
         self._alive_file = alive_file
         self._targets = targets
-        self._emulated = emulated
         self._core = core
         self._step_time = StepTime(step_s)
         self._patient = patient
@@ -117,13 +114,7 @@ class DrafterLoop:
         now = time.monotonic()
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
-            emulated = self._emulated
-            beat = Heartbeat(
-                step_ms=1e3 * self._step_time.seconds,
-                nodes=self._core.nodes,
-                forwards=emulated.forwards if emulated else 0,
-                overruns=emulated.overruns if emulated else 0,
-            )
+            beat = Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes)
             for target in self._targets:
                 target.beat(beat)
             if self._alive_file is not None and any(target.joined for target in self._targets):

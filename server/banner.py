@@ -100,7 +100,7 @@ def show_banner(console: Console, ready: Ready, settings: Settings, url: str, pr
 
 def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     """Label and text of what there is to know."""
-    timing = "emulated" if settings.emulate else "measured"
+    timing = "wrapped" if settings.model_wrapper else "measured"
     name = EMBEDDED if settings.target == EMBEDDED else ready.target
     target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
     draft = f"{ready.draft} on {ready.draft_device}, {ready.draft_step_ms:.1f} ms a step ({timing})"
@@ -111,9 +111,9 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     if ready.mode != "ar":
         rows.append(("draft", draft))
     rows += [("room", room), ("speed", _speed_line(ready, settings))]
-    if settings.emulate is not None:
+    if settings.model_wrapper is not None:
         rows.append(
-            ("emulated", f"steps are stretched to the table '{settings.emulate}'; not this machine's")
+            ("wrapped", f"models stand behind {settings.model_wrapper}; step times are not their own")
         )
     if settings.target == EMBEDDED:
         rows.append(("model", EMBEDDED_NOTE))
@@ -127,7 +127,7 @@ def _speed_line(ready: Ready, settings: Settings) -> str:
     plain = f"plain decoding gives at most {found.plain_tokens_per_s:.0f} tokens/s to one request"
     if ready.mode == "ar":
         return plain
-    caution = _caution(ready) if settings.emulate is None else ""
+    caution = _caution(ready) if settings.model_wrapper is None else ""
     return (
         f"{plain}. With a draft whose first guess is right {ASSUMED_ACCEPTANCE * 10:.0f} times in 10, these "
         f"step times allow up to {found.tokens_a_round:.1f} tokens a round, {found.speed_up:.1f}x{caution}. "

@@ -30,6 +30,7 @@ Captured = pytest.CaptureFixture[str]
         (["x"], "the command 'x' is unknown; there are serve, generate"),
         (["serve", "--prot", "9000"], "the flag --prot is unknown; did you mean --port?"),
         (["serve", "--por", "9000"], "the flag --por is unknown; did you mean --port?"),
+        (["serve", "--emulate", "x"], "the flag --emulate is unknown; use --model-wrapper=ssd_serve.bench"),
         (["serve", "a", "b"], "the argument 'b' is one too many"),
         (["serve", "a", "--target", "b"], "the target is given twice"),
         (["serve", "--port", "many"], "the flag --port: input should be a valid integer"),

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from ssd_serve.cli.settings_table import as_env
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import EMBEDDED, Mode, Settings
-from ssd_serve.settings_sources import flag_name, origins, refuse_empty_keys, resolve, visible_gpus
+from ssd_serve.settings_sources import (
+    flag_name,
+    origins,
+    refuse_empty_keys,
+    resolve,
+    resolve_arguments,
+    visible_gpus,
+)
 
 
 def test_a_flag_beats_a_variable_beats_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +34,15 @@ def test_unknown_variable_is_an_error_with_a_suggestion(monkeypatch: pytest.Monk
     monkeypatch.setenv("SSD_PROT", "9000")
     with pytest.raises(SettingsError, match="SSD_PROT is not a setting; did you mean SSD_PORT"):
         resolve({})
+
+
+def test_a_setting_that_is_gone_is_an_error_that_names_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_EMULATE", "mi300x-70b-1b")
+    use = "use SSD_MODEL_WRAPPER=ssd_serve.bench.emulated:device:TABLE instead"
+    with pytest.raises(SettingsError, match=f"SSD_EMULATE is not a setting; {use}"):
+        resolve({})
+    with pytest.raises(SettingsError, match=r"no setting emulate; use model_wrapper=ssd_serve\.bench"):
+        resolve_arguments({"emulate": "mi300x-70b-1b"})
 
 
 def test_a_wrong_value_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello, Ready
 from ssd_serve.models.config import model_name
-from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import load_served
@@ -28,6 +27,7 @@ from ssd_serve.models.memory import available_memory
 from ssd_serve.models.ranks.parallel import Alone, Group
 from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.owned import cache_folder
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
@@ -58,7 +58,6 @@ class AssembledVerifier:
     hello: Hello
     measured: Measured
     step_s: float
-    emulated: EmulatedModel | None
     inline: InlineChannel | None
     gains: GainFile
     differences: DifferenceLog
@@ -108,10 +107,7 @@ def assemble_verifier(
         )
 
     model = share(Alone()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
-    emulated = None
-    if settings.emulate:
-        table = device_table(settings.emulate)
-        model = emulated = EmulatedModel(model, table.target_s, table.flat_rows)
+    model = wrap_model(model, "target", settings.model_wrapper)
     say("measuring step times")
     folder = cache_folder(settings.cache_dir, log.warning)
     cores = _cores(settings)
@@ -143,7 +139,7 @@ def assemble_verifier(
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
     return AssembledVerifier(
-        engine, model.facts, hello, measured, cost.seconds(1), emulated, inline, gains, differences
+        engine, model.facts, hello, measured, cost.seconds(1), inline, gains, differences
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.client import Answer, LoadClient, Wanted
 from ssd_serve.bench.load.groups import AUTO
 from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
@@ -82,12 +83,15 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
 
     Raises `UserError` for a trace that cannot be read, `SsdError` for a server that does not start.
     """
-    if plan.ballast and (settings.target != EMBEDDED or settings.draft_model != EMBEDDED or settings.emulate):
-        raise UserError("--ballast enlarges the embedded pair: leave out --target, --draft and --emulate")
+    table = emulated_table(settings)
+    if plan.ballast and (settings.target != EMBEDDED or settings.draft_model != EMBEDDED or table):
+        raise UserError(
+            "--ballast enlarges the embedded pair: leave out --target, --draft and --model-wrapper"
+        )
     trace = read_trace(plan.trace) if plan.trace is not None else []
     target = find_model(settings, settings.target, "target")
     maker = RequestMaker(held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target)))
-    setting = "emulated" if settings.emulate else "ballast" if plan.ballast else "real"
+    setting = "emulated" if table else "ballast" if plan.ballast else "real"
     found = Found([], [], [], {})
     with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
         folder = Path(name)
@@ -97,7 +101,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
             own = own.model_copy(update=ballast_pair(folder))
         chosen = setups(own, plan.modes, plan.devices, this_machine())
         found.notes.update(chosen.described())
-        found.notes["device_table"] = own.emulate
+        found.notes["device_table"] = table
         connect = _connector(plan.temperature, own.api_key)
         session = Session(plan, maker, trace, chosen.client, connect, found, say)
         for launch in range(plan.launches):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Device, Machine
@@ -42,14 +43,14 @@ def setups(settings: Settings, modes: Sequence[str], devices: Devices, machine: 
     placement = place(settings.model_copy(update={"mode": Mode.SSD}), machine)
     target, draft = placement.target, placement.draft or placement.target
     by_core = target.kind == draft.kind == "cpu"
-    if devices == "all" and (settings.emulate or not by_core):
+    if devices == "all" and (emulated_table(settings) or not by_core):
         raise UserError(
             "emulated step times do not depend on cores, and one model on several GPUs is not built: "
             "choose --devices same"
         )
     both = Device("cpu", tuple(sorted({*target.indices, *draft.indices}))) if by_core else target
     servers: dict[str, Settings] = {}
-    for name in _names(modes, devices, widen=by_core and not settings.emulate):
+    for name in _names(modes, devices, widen=by_core and not emulated_table(settings)):
         mode, whole = Mode(name.removesuffix(ALL_DEVICES)), name.endswith(ALL_DEVICES)
         servers[name] = settings.model_copy(
             update={

@@ -11,7 +11,6 @@ from ssd_serve.drafter.sources.contract import DraftSource
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import Logger
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.emulated import EmulatedModel
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import Settings
@@ -44,13 +43,11 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """A source that is ready. `seconds` are those of a step of each width; `emulated` is the padded model in
-    emulated set-ups."""
+    """A source that is ready. `seconds` are those of a step of each width."""
 
     source: DraftSource
     texts: Texts
     seconds: Mapping[int, float]
-    emulated: EmulatedModel | None = None
 
 
 def texts_of_target(settings: Settings) -> Texts:

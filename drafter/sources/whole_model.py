@@ -8,13 +8,13 @@ from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.models.emulated import EmulatedModel, device_table
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
+from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.settings import Settings
 
@@ -48,18 +48,14 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     sizes = model_sizes(path, device=device, dtype=settings.dtype, allow_pickle=settings.allow_pickle)
     most = settings.max_running * (settings.context or sizes.context) + settings.tree_nodes
     slots = min(most, max(1024, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
-    model: Model = load_served(settings, path, device, slots, order.native, order.log)
-    emulated = None
-    if settings.emulate:
-        table = device_table(settings.emulate)
-        model = emulated = EmulatedModel(model, table.draft_s, table.flat_rows)
+    loaded = load_served(settings, path, device, slots, order.native, order.log)
+    model = wrap_model(loaded, "draft", settings.model_wrapper)
     timings = measure_steps(model, order.widths)
     facts = model.facts
     return LoadedSource(
         DraftModel(model, slots, native=order.native).source(settings.draft_fan_out),
         Texts(Tokenizer(path).vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids),
         {rows: min(each) for (rows, _), each in timings.items()},
-        emulated,
     )
 
 

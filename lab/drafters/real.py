@@ -5,10 +5,13 @@ how many of the drafters' forwards took longer than that: with more than a few t
 the table. Knows engines and figures; not how drafters share requests.
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from lab.drafters.crowd import DrafterCrowd, Plan
+from ssd_serve.bench.emulated import emulating, overrun_share
 from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.bench.rig import Rig, Way, remote_drafter
 from ssd_serve.cluster.placement import place
@@ -23,14 +26,21 @@ def run_real_drafters(
     counts: Sequence[int], plan: Plan, table: str, say: Callable[[str], None]
 ) -> list[dict[str, object]]:
     """A row for each number of drafters, with expansions a second while all requests decode."""
-    settings = Settings(
-        mode=Mode.SSD,
-        emulate=table,
-        speculation_may_stop=False,
-        draft_width=plan.width,
-        draft_fan_out=plan.candidates,
-        drafters=max(counts),
-    )
+    with tempfile.TemporaryDirectory(prefix="ssd-drafters-") as told:
+        settings = Settings(
+            mode=Mode.SSD,
+            model_wrapper=emulating(table, Path(told)),
+            speculation_may_stop=False,
+            draft_width=plan.width,
+            draft_fan_out=plan.candidates,
+            drafters=max(counts),
+        )
+        return _rows(settings, counts, plan, say)
+
+
+def _rows(
+    settings: Settings, counts: Sequence[int], plan: Plan, say: Callable[[str], None]
+) -> list[dict[str, object]]:
     placement = place(settings, this_machine())
     pin(placement.target)
     rig = Rig(settings)
@@ -59,7 +69,7 @@ def _run(rig: Rig, engine: Engine, plan: Plan) -> dict[str, object]:
         "expansions_per_s": (engine.drafters.expansions - expansions) / seconds,
         "tokens_per_s": (figures.tokens - tokens) / seconds,
         "host_us_per_round": 1e6 * (clocked.host_s - host_s) / rounds,
-        "overrun_share": engine.drafters.overrun_share,
+        "overrun_share": overrun_share(rig.settings),
     }
     crowd.run_until(lambda: False)
     return row

@@ -23,6 +23,7 @@ from lab.faults.proxy import MessageFaults
 from lab.faults.ray_nodes import two_nodes
 from lab.faults.report import Outcome
 from lab.faults.site import Site
+from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.servers import served
 from ssd_serve.bench.machine import measured_on
 from ssd_serve.errors import SsdError
@@ -64,7 +65,7 @@ def run_faults(settings: Settings, plan: Plan, say: Callable[[str], None]) -> di
     return {
         "outcomes": [asdict(outcome) for outcome in outcomes],
         "plan": asdict(plan),
-        "settings": {"target": settings.target, "dtype": settings.dtype, "emulate": settings.emulate},
+        "settings": {"target": settings.target, "dtype": settings.dtype, "emulate": emulated_table(settings)},
         **measured_on(),
     }
 

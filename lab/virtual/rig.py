@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from ssd_serve.bench.emulated import DeviceTable
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
@@ -23,7 +24,6 @@ from ssd_serve.messages import (
     SamplingParameters,
     Submit,
 )
-from ssd_serve.models.emulated import DeviceTable
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, VirtualRounds

@@ -370,13 +370,10 @@ class Pause(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """I am alive. A drafter adds its measured step time, how many nodes it holds, and of an emulated device
-    how many forwards it ran and how many of them took longer than its table says."""
+    """I am alive. A drafter adds its measured step time and how many nodes it holds."""
 
     step_ms: float = 0.0
     nodes: int = 0
-    forwards: int = 0
-    overruns: int = 0
 
 
 ServerMessage = Submit | SubmitChoices | Abort | Finish

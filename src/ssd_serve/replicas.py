@@ -35,7 +35,7 @@ from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
 from ssd_serve.settings import SECRETS, Mode, Settings
-from ssd_serve.settings_sources import refuse_empty_keys, resolve, variable_name
+from ssd_serve.settings_sources import refuse_empty_keys, resolve, successor, variable_name
 
 DEPLOYMENT = "ssd"
 _PROXYS = {
@@ -103,7 +103,8 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
     """Settings of one replica. Raises `SettingsError` for unknown ones, wrong ones and those of the proxy."""
     for name in arguments:
         if name not in Settings.model_fields:
-            raise SettingsError(f"args: '{name}' is not a setting (`ssd settings` lists all)")
+            hint = successor(name, str)
+            raise SettingsError(f"args: '{name}' is not a setting{hint} (`ssd settings` lists all)")
         if name in SECRETS:
             raise SettingsError(
                 f"args: '{name}' is a secret, and Ray's dashboard shows args to everybody: set "

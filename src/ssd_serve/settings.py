@@ -28,6 +28,8 @@ KEY_SETTINGS = (
     *("tell_cached_tokens", "metrics_key", "metrics_port"),
 )
 """Who may ask for what: a benchmark, which asks itself, has none of them."""
+GONE = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
+"""Settings that earlier versions had: the ones that took their places, with values that say the same."""
 STRONG_KEY = "16 characters or more that nobody can guess, such as `openssl rand -hex 32` prints"
 _SHORTEST_KEY, _MIN_SIGNS = 16, 8
 
@@ -337,9 +339,10 @@ class Settings(BaseSettings):
         description="folder to record sessions in, with all prompts and outputs, for `ssd replay`; empty: no",
     )
     record_mb: int = Field(default=1024, ge=1, description="most MiB of all sessions in that folder")
-    emulate: str | None = Field(
+    model_wrapper: str | None = Field(
         default=None,
-        description="device table for emulated step times, e.g. mi300x-70b-1b; for benchmarks only",
+        description="import path of a function that puts something before each loaded model, as "
+        "package.module:function:argument; for benchmarks and tests",
     )
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import OTHER_VARIABLES, PREFIX, SECRETS, Settings
+from ssd_serve.settings import GONE, OTHER_VARIABLES, PREFIX, SECRETS, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def successor(name: str, called: Callable[[str], str]) -> str:
+    """`; use X=Y instead` for a setting that earlier versions had, as flags, variables or arguments are
+    `called`; nothing for others."""
+    gone = {called(field): f"; use {called(now)}={value} instead" for field, (now, value) in GONE.items()}
+    return gone.get(name, "")
+
+
 def resolve_arguments(arguments: Mapping[str, object]) -> Settings:
     """The same from arguments of a Python call."""
     for name in arguments:
         if name not in Settings.model_fields:
-            raise SettingsError(f"there is no setting {name}{suggestion(name, Settings.model_fields)}")
+            hint = successor(name, str) or suggestion(name, Settings.model_fields)
+            raise SettingsError(f"there is no setting {name}{hint}")
     return resolve(arguments, lambda field: f"the argument {field}")
 
 
@@ -77,10 +85,8 @@ def resolve(
     known = [variable_name(field) for field in Settings.model_fields]
     for variable in os.environ:
         if variable.startswith(PREFIX) and variable not in known:
-            raise SettingsError(
-                f"the variable {variable} is not a setting{suggestion(variable, known)} "
-                "(`ssd settings` lists all)"
-            )
+            hint = successor(variable, variable_name) or suggestion(variable, known)
+            raise SettingsError(f"the variable {variable} is not a setting{hint} (`ssd settings` lists all)")
     try:
         return Settings.model_validate(dict(flags))
     except ValidationError as error:

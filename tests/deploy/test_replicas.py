@@ -23,12 +23,18 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
+from ssd_serve.bench.emulated import emulating
 from tests.deploy.files import ROOT, by_default, deploying, environment, read_yaml, services
 from tests.servers import await_health, free_port
 
 pytestmark = pytest.mark.slow
 # As slow as a large model, so that a stream lasts while something happens.
-SETTINGS = {"emulate": "mi300x-70b-1b", "native_kernels": False, "dtype": "fp32", "drain_seconds": 5}
+SETTINGS = {
+    "model_wrapper": emulating("mi300x-70b-1b"),
+    "native_kernels": False,
+    "dtype": "fp32",
+    "drain_seconds": 5,
+}
 WISH = {"prompt": "def f(", "seed": 3, "temperature": 0.8}
 FLAGS = ["--seed", "3", "--temperature", "0.8", "--max-tokens", "32", "--json"]
 

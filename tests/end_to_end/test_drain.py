@@ -14,6 +14,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.bench.emulated import emulating
 from tests.end_to_end.tiny_pair import write_model
 from tests.servers import await_health, children, free_port, gone
 
@@ -69,7 +70,7 @@ def streaming(target: Path, tokens: int, drain_seconds: int) -> Generator[Stream
         **os.environ,
         "SSD_TARGET": str(target),
         "SSD_MODE": "ar",
-        "SSD_EMULATE": "mi300x-70b-1b*4",
+        "SSD_MODEL_WRAPPER": emulating("mi300x-70b-1b*4"),
         "SSD_PORT": str(port),
         "SSD_DTYPE": "fp32",
         "SSD_DRAIN_SECONDS": str(drain_seconds),

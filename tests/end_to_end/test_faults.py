@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ssd_serve.bench.emulated import emulating
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import children, free_port, gone, running
 
@@ -113,7 +114,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Serving]:
         "SSD_MODE": "ssd",
         "SSD_PORT": str(port),
         "SSD_RUN_DIR": str(folder / "run"),
-        "SSD_EMULATE": "mi300x-70b-1b*4",
+        "SSD_MODEL_WRAPPER": emulating("mi300x-70b-1b*4"),
         "SSD_BUDGET": "2",
         "SSD_DTYPE": "fp32",
     }

@@ -185,7 +185,7 @@ WORDS = {
     "a list longer than memory": raw(b"\x82\xa4type\xa6Growth\xa6tokens\xdd\xff\xff\xff\xff"),
     "a step that is no number": frames(Heartbeat(step_ms=float("nan"))),
     "a step of a year": frames(Heartbeat(step_ms=3e10)),
-    "more overruns than forwards": frames(Heartbeat(overruns=9, forwards=1)),
+    "fewer nodes than none": frames(Heartbeat(nodes=-1)),
     "heartbeats without end": frames(Heartbeat()) * 200_000,
     "growth of nothing without end": frames(grown()) * 100_000,
     "growth of unknown requests without end": frames(grown(Expansion(1, ROOT_STEP, [1], [-1.0]))) * 100_000,

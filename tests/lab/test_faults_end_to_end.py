@@ -7,6 +7,7 @@ import pytest
 
 from lab.faults.experiment import Plan, run_faults
 from lab.faults.report import harmless
+from ssd_serve.bench.emulated import emulating
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 
@@ -26,7 +27,11 @@ def struck(folder: Path, *cases: str) -> dict[str, dict[str, Any]]:
     """What came of each fault, none of which did harm; a server of its own has borne these."""
     target, draft = write_pair(folder / "pair")
     settings = Settings(
-        target=str(target), draft=str(draft), dtype="fp32", budget=2, emulate="mi300x-70b-1b*2"
+        target=str(target),
+        draft=str(draft),
+        dtype="fp32",
+        budget=2,
+        model_wrapper=emulating("mi300x-70b-1b*2"),
     )
     found = run_faults(settings, Plan(requests=2, tokens=60, only=cases), print)
     assert harmless(found)

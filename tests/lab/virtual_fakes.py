@@ -1,8 +1,8 @@
 """A fake pair for the benchmarks in virtual time, and prompts for it."""
 
 from lab.virtual.rig import DRAFT_SLOTS, Pair
+from ssd_serve.bench.emulated import DeviceTable
 from ssd_serve.bench.prompts import Prompt
-from ssd_serve.models.emulated import DeviceTable
 from tests.fakes import FakeModel
 
 TABLE = DeviceTable(target_s=0.020, draft_s=0.002, flat_rows=64)

@@ -45,10 +45,10 @@ def test_plain_decoding_promises_no_speed_up() -> None:
     assert "tokens a round" not in text
 
 
-def test_emulated_step_times_are_called_so() -> None:
-    text = screen(READY, Settings(emulate="mi300x-70b-1b"))
-    assert "mi300x-70b-1b" in text
-    assert "emulated" in text
+def test_step_times_of_wrapped_models_are_called_so() -> None:
+    text = screen(READY, Settings(model_wrapper="house.slow:twice"))
+    assert "models stand behind house.slow:twice; step times are not their own" in text
+    assert "ms a step (wrapped)" in text
 
 
 def test_it_says_why_to_expect_less_and_only_what_is_true() -> None:

@@ -122,12 +122,7 @@ def resyncs(draw: st.DrawFn) -> Speech:
 
 @st.composite
 def beats(draw: st.DrawFn) -> Speech:
-    beat = Heartbeat(
-        step_ms=draw(FIGURES),
-        nodes=draw(NUMBERS),
-        forwards=draw(NUMBERS),
-        overruns=draw(NUMBERS | st.just(-1)),
-    )
+    beat = Heartbeat(step_ms=draw(FIGURES), nodes=draw(NUMBERS | st.just(-1)))
     times = draw(st.sampled_from([1, 30_000]))
     return lambda _heard: framed(beat) * times
 

@@ -142,7 +142,7 @@ STRANGE = replace(HELLO, name="strange", source="another model")
     "offence",
     [
         Heartbeat(step_ms=float("nan")),
-        Heartbeat(overruns=2, forwards=1),
+        Heartbeat(nodes=-1),
         Growth(0, 1, 0, b"123", b"", b"", b"", b""),
         Growth(0, 1, 0, bytes(8), bytes(4), bytes(2), b"", b""),
         Outcome(0, 1, 1, (1,), 1),

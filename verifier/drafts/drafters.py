@@ -130,12 +130,6 @@ class Drafters:
         steps = (link.liveness.step_s for link in self._links if link.working)
         return min((step for step in steps if step > 0), default=0.0)
 
-    @property
-    def overrun_share(self) -> float:
-        """Share of the drafters' emulated forwards that took longer than their table says."""
-        late, forwards = (sum(link.liveness.overruns[index] for link in self._links) for index in range(2))
-        return late / forwards if forwards else 0.0
-
     def admit(self, channel: Channel, peer: str, stranger: bool) -> None:
         """Somebody from this address has connected, a stranger where drafters of other places do. It may try
         to join, or not even that."""

@@ -25,8 +25,6 @@ class Liveness:
 
     def __init__(self, clock: Callable[[], float], synchronous: bool) -> None:
         self.step_s = 0.0
-        self.overruns = (0, 0)
-        """Of an emulated device: forwards longer than its table says, and all forwards."""
         self._clock = clock
         self._synchronous = synchronous
         self.heard_at = self._idle_since = clock()
@@ -69,7 +67,6 @@ class Liveness:
             self.said_nothing()
             if message.step_ms > 0:
                 self.step_s = message.step_ms / 1e3
-                self.overruns = (message.overruns, message.forwards)
 
     def said_nothing(self) -> None:
         """Its last message has changed nothing. Raises `ProtocolError` where there are too many of them."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import flag_name, resolve, suggestion
+from ssd_serve.settings_sources import flag_name, resolve, successor, suggestion
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 """What commands are added to; argparse has no public name for it."""
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                hint = suggestion(name, self._option_string_actions)
+                hint = successor(name, flag_name) or suggestion(name, self._option_string_actions)
                 raise SettingsError(f"the flag {name} is unknown{hint} (`{self.prog} --help` lists all)")
         if unknown:
             raise SettingsError(f"the argument '{unknown[0]}' is one too many (`{self.prog} --help`)")

@@ -139,7 +139,7 @@ def read_header(session: Path) -> Header:
 def replay_settings(header: Header, target: str | None) -> tuple[Settings, list[str]]:
     """The recorded settings, as one process needs them, and what people should know of the changes."""
     notes: list[str] = []
-    changes: dict[str, Any] = {"record": None, "emulate": None, "run_dir": None, "tensor_parallel": 1}
+    changes: dict[str, Any] = {"record": None, "model_wrapper": None, "run_dir": None, "tensor_parallel": 1}
     if target is not None:
         changes["target"] = target
     if header.ranks > 1:

@@ -1,7 +1,7 @@
 """Devices that one need not own: memory, bandwidth and matrix throughput as their makers' data sheets say.
 
 A table of public figures and of openly assumed shares of them; nothing here was measured by this project.
-Knows no models. Step times of a fixed pair, for emulation, are `models/emulated.py`'s.
+Knows no models.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.load.client import LoadClient
 from ssd_serve.bench.load.servers import Server
 from ssd_serve.bench.load.session import Found, Plan, Session, run_load
@@ -35,6 +36,7 @@ PLAN = Plan(
     time_scale=0.01,
     trace_seconds=60.0,
 )
+EMULATED = emulating("mi300x-70b-1b")
 POOL = [Prompt(f"file {index}", tuple(range(40 * index, 40 * index + 30)), index) for index in range(50)]
 RESOLVED = {"ar": "ar", "ssd": "ssd", "auto": "ssd"}
 
@@ -150,7 +152,7 @@ def test_requests_that_do_not_fit_the_context_are_refused_before_anything_is_sen
     assert measured.apis["ar"].bodies == []
 
 
-@pytest.mark.parametrize("settings", [Settings(target="elsewhere"), Settings(emulate="mi300x-70b-1b")])
+@pytest.mark.parametrize("settings", [Settings(target="elsewhere"), Settings(model_wrapper=EMULATED)])
 def test_ballast_is_for_the_embedded_pair(settings: Settings) -> None:
     with pytest.raises(UserError, match="leave out --target"):
         run_load(settings, replace(PLAN, ballast=True), lambda _text: None)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.load.groups import ALL, SAME
 from ssd_serve.bench.load.servers import serve_flags
 from ssd_serve.bench.load.setups import setups
@@ -14,6 +15,7 @@ from ssd_serve.settings import Mode, Settings
 from ssd_serve.settings_sources import resolve
 
 MODES = ("ar", "sd", "ssd", "auto")
+EMULATED = emulating("mi300x-70b-1b")
 TWO_CORES = Machine((0, 1), 0)
 
 
@@ -60,7 +62,10 @@ def test_devices_that_were_named_are_used() -> None:
 
 def test_emulated_devices_and_gpus_have_no_second_table() -> None:
     two_gpus = Machine((0, 1), 2)
-    for settings, machine in ((Settings(emulate="mi300x-70b-1b"), TWO_CORES), (Settings(), two_gpus)):
+    for settings, machine in (
+        (Settings(model_wrapper=EMULATED), TWO_CORES),
+        (Settings(), two_gpus),
+    ):
         assert tuple(setups(settings, MODES, "both", machine).servers) == SAME
         with pytest.raises(UserError, match="choose --devices same"):
             setups(settings, MODES, "all", machine)
@@ -76,7 +81,7 @@ def test_a_client_without_a_core_of_its_own_runs_anywhere() -> None:
     "settings",
     [
         Settings(mode=Mode.SSD, target_device="cpu:0", prefix_cache=False, budget=3, port=0),
-        Settings(mode=Mode.AR, emulate="mi300x-70b-1b", grow_first=False, log_level="warning"),
+        Settings(mode=Mode.AR, model_wrapper=EMULATED, grow_first=False, log_level="warning"),
     ],
 )
 def test_a_command_line_gives_the_server_these_settings(settings: Settings) -> None:

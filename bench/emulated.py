@@ -1,0 +1,156 @@
+"""Emulated devices: real forwards, padded by sleeping to the step times of a device that is not here.
+
+Sleeping devices share nothing, as separate GPUs do. For benchmarks only, and always labelled. Processes are
+told by the setting `model_wrapper` (`emulating`). Knows step times, not what is forwarded.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil  # type: ignore[import-untyped]
+
+from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.settings import Settings
+
+_WRAPPER = f"{__name__}:device:"
+_TELL_S = 0.5
+_SPIN_S = 60e-6
+"""A sleep ends late by about this much; the rest is spun."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """Step times of a pair in seconds, flat up to `flat_rows` rows and proportional beyond."""
+
+    target_s: float
+    draft_s: float
+    flat_rows: int
+
+    def step_s(self, role: Literal["target", "draft"]) -> float:
+        """Of one of the two, up to `flat_rows` rows."""
+        return self.target_s if role == "target" else self.draft_s
+
+
+def device_table(name: str) -> DeviceTable:
+    """The table of this name; `NAME*F` is the same device F times slower, for drafts that this machine
+    computes too slowly.
+
+    mi300x-70b-1b: Llama-3.1-70B at tensor parallel 4 with Llama-3.2-1B, as AMD's published tokens/s imply.
+    """
+    tables = {"mi300x-70b-1b": DeviceTable(target_s=0.0191, draft_s=0.0018, flat_rows=64)}
+    known, _, slower = name.partition("*")
+    table = tables.get(known)
+    if table is None or not (slower.isdigit() or slower == "") or slower == "0":
+        raise SettingsError(
+            f"device table {name!r} is unknown; known: {', '.join(sorted(tables))}, "
+            "and NAME*F: the same, F times slower"
+        )
+    factor = int(slower or 1)
+    return DeviceTable(factor * table.target_s, factor * table.draft_s, table.flat_rows)
+
+
+def emulating(table: str, told: Path | None = None) -> str:
+    """The setting `model_wrapper` of processes whose devices are those of a table; in the folder `told` they
+    say how many of their forwards took longer."""
+    return f"{_WRAPPER}{table}" + (f"@{told}" if told is not None else "")
+
+
+def emulated_table(settings: Settings) -> str | None:
+    """The table that `model_wrapper` names; None: nothing is emulated."""
+    wrapper = settings.model_wrapper or ""
+    return wrapper.removeprefix(_WRAPPER).partition("@")[0] if wrapper.startswith(_WRAPPER) else None
+
+
+def device(model: Model, role: Literal["target", "draft"], argument: str) -> "EmulatedModel":
+    """Called with what `emulating` has put behind its name."""
+    name, _, folder = argument.partition("@")
+    table = device_table(name)
+    told = Path(folder) / f"{role}-{os.getpid()}.json" if folder else None
+    return EmulatedModel(model, table.step_s(role), table.flat_rows, told)
+
+
+def overrun_share(settings: Settings) -> float:
+    """Share of the forwards of running drafters, in processes of their own, that took longer than their table
+    says: as they have said so far in the folder that these settings name."""
+    folder = Path((settings.model_wrapper or "").partition("@")[2])
+    others = {f"draft-{pid}.json" for pid in psutil.pids()} - {f"draft-{os.getpid()}.json"}
+    counts = [json.loads(path.read_text()) for path in folder.glob("draft-*.json") if path.name in others]
+    forwards = sum(each["forwards"] for each in counts)
+    return sum(each["overruns"] for each in counts) / forwards if forwards else 0.0
+
+
+class EmulatedModel(WrappedModel):
+    """A model whose forwards take at least `step_s`. A forward that takes longer counts as it is; the file
+    `told` says now and then how many did."""
+
+    def __init__(
+        self,
+        model: Model,
+        step_s: float,
+        flat_rows: int,
+        told: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(model)
+        self._clock = clock
+        self._sleep = sleep
+        self._told = told
+        self._told_at = 0.0
+        self._step_s = step_s
+        self._flat_rows = flat_rows
+        self.forwards = 0
+        self.overruns = 0
+        self.busy_s = 0.0
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Forward; the result is ready when the table's time is over. The host is free meanwhile, as beside a
+        GPU."""
+        started = self._clock()
+        end = started + self._step_s * max(1.0, batch.rows / self._flat_rows)
+        result = self._model.forward(batch)
+        self.forwards += 1
+        now = self._clock()
+        self.busy_s += now - started
+        self.overruns += now > end
+        if self._told is not None and now - self._told_at > _TELL_S:
+            self._told_at = now
+            self._tell(self._told)
+        return replace(result, completion=Deadline(max(now, end), self._clock, self._sleep))
+
+    def _tell(self, told: Path) -> None:
+        written = told.with_suffix(".new")
+        with suppress(OSError):  # the benchmark is over
+            written.write_text(json.dumps({"forwards": self.forwards, "overruns": self.overruns}))
+            written.replace(told)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A forward that is over at the time `at` of a clock."""
+
+    at: float
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+
+    def ready(self) -> bool:
+        """Whether the time has come."""
+        return self.clock() >= self.at
+
+    def wait(self) -> float:
+        """Sleep until then."""
+        left = self.at - self.clock()
+        if left > _SPIN_S:
+            self.sleep(left - _SPIN_S)
+        while self.clock() < self.at:
+            pass
+        return self.at
