@@ -75,8 +75,9 @@ endif
 test: $(DEVELOPING)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
+# A file's servers and clusters are started once: all of it runs in one process. Three, as many tests wait.
 test-all: $(DEVELOPING)
-	CI=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	CI=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(DEVELOPING)
 	$(BIN)/ruff check .

@@ -41,18 +41,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first, so that no process is left alone with one of them at the end; each file that has
-    any runs in one process, which starts its servers and clusters once."""
+    """The slow ones first, so that no process is left alone with one of them at the end."""
     for item in items:
         if any(item.path.is_relative_to(room) for room in SLOW_ROOMS):
             item.add_marker(pytest.mark.slow)
-    shared = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    for item in items:
-        if item.path in shared:
-            room, *_ = item.path.relative_to(HERE).parts
-            # Those who attack share servers between their files.
-            group = room if room == "hostile" else str(item.path.relative_to(HERE))
-            item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
