@@ -36,11 +36,4 @@ def run_experiment(
         show(report.result, args.json, report.text)
         return report.code
 
-    return run_command(parser, run_and_show, argv)
-
-
-def run_command(
-    parser: Parser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
-) -> int:
-    """Parse `argv`, run, and return the exit code."""
-    return exit_code(lambda: run(parser.parse_args(argv)), parser.prog)
+    return exit_code(lambda: run_and_show(parser.parse_args(argv)), parser.prog)

@@ -1,12 +1,11 @@
 """The command line of `python -m lab.ablate`. Everything heavy is imported when it runs."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lab.command import experiment_parser, run_command
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say
 
 _TEMPERATURES = (0.0, 0.7, 1.0)
 
@@ -21,23 +20,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
     parser.add_argument("--width", type=int, default=32, help="rows of a draft step")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     from lab.ablate.experiment import Plan, run_ablation
     from lab.ablate.report import ablation_table
     from lab.virtual.pair import embedded_pair
 
     pair, prompts = embedded_pair(args.table)
     plan = Plan(tuple(args.temperatures), args.prompts, args.tokens, args.width)
-    result = run_ablation(pair, prompts, plan, lambda text: print(text, file=sys.stderr, flush=True))
-    print(ablation_table(result))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
+    result = run_ablation(pair, prompts, plan, say)
+    return Report(result, ablation_table(result))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 import msgspec
 
 from ssd_serve.bench.document import read_as
+from ssd_serve.bench.tables import markdown_table
 
 _HEAD = (
-    "| T | growth | choice | hit rate | ready depth | tokens a round | tokens/s (virtual) "
-    "| verified nodes | draft steps | rows a step | shape |"
+    *("T", "growth", "choice", "hit rate", "ready depth", "tokens a round", "tokens/s (virtual)"),
+    *("verified nodes", "draft steps", "rows a step", "shape"),
 )
 _NAMES = {
     "best-first": "best-first, live tree",
@@ -47,19 +48,18 @@ class _Result(msgspec.Struct, frozen=True):
 def ablation_table(result: Mapping[str, object]) -> str:
     """One line for each temperature and way, and what time means."""
     found = read_as(_Result, result, "python -m lab.ablate")
-    lines = [_HEAD, "|" + "---|" * 11, *map(_line, found.results)]
     tokens = min((row.tokens for row in found.results), default=0)
-    lines.append(
-        f"\nTime is {found.time}. Plain decoding would give {found.plain_tokens_per_s:g} tokens/s. A hit: "
+    told = (
+        f"Time is {found.time}. Plain decoding would give {found.plain_tokens_per_s:g} tokens/s. A hit: "
         "something was drafted below the root when the round began. Draft steps: those of a round, the same "
         "device for all; a thrown-away tree can use it only while the verifier waits. At temperature 0 "
         f"rejection sampling accepts what shared noise accepts. At least {tokens} tokens a line."
     )
-    return "\n".join(lines)
+    return f"{markdown_table(_HEAD, map(_cells, found.results))}\n\n{told}"
 
 
-def _line(row: Row) -> str:
-    cells = (
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
         f"{row.temperature:g}",
         _NAMES.get(row.growth, row.growth),
         _NAMES.get(row.choice, row.choice) if row.temperature > 0 else "greedy",
@@ -72,4 +72,3 @@ def _line(row: Row) -> str:
         f"{row.rows_per_draft_step:.1f}",
         row.shape,
     )
-    return "| " + " | ".join(cells) + " |"

@@ -1,13 +1,13 @@
 """The command line of `python -m lab.explain`. Everything heavy is imported when it runs."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.command import experiment_parser, run_command
+from lab.command import Report, experiment_parser, run_experiment
+from ssd_serve.bench.document import say, write
 from ssd_serve.cli.flags import add_settings_flags, settings_from
 from ssd_serve.cluster.local.process import worker_environment
 
@@ -20,13 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
     parser.add_argument("--at-context", type=int, default=512, help="tokens of each request (512)")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--markdown", type=Path, help="write the page to this file")
     add_settings_flags(parser)
-    return run_command(parser, _run, argv)
+    return run_experiment(parser, _run, argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Report:
     """Measure, decide in simulated time, print the page."""
     os.environ.update(worker_environment())  # torch is not imported yet
     from lab.explain.experiment import Question, explain
@@ -35,20 +34,11 @@ def _run(args: argparse.Namespace) -> int:
 
     question = Question(tuple(args.acceptance), tuple(args.requests), args.at_context)
     question.check()
-    pair = measure_pair(settings_from(args), lambda text: print(text, file=sys.stderr, flush=True))
+    pair = measure_pair(settings_from(args), say)
     found = explain(pair, question)
     text = page(pair, question, found)
-    if args.json is not None:
-        _write(args.json, json.dumps(as_json(pair, question, found), indent=1))
-    if args.markdown is not None:
-        _write(args.markdown, text)
-    print(text)
-    return 0
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    write(text + "\n", args.markdown)
+    return Report(as_json(pair, question, found), text)
 
 
 if __name__ == "__main__":

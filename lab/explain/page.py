@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from lab.explain.experiment import Decision, Question
 from lab.explain.measurement import MeasuredPair
 from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.tables import markdown_table
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT
 from ssd_serve.verifier.planning.cost import Reading
 from ssd_serve.verifier.planning.layout import Layout
@@ -91,20 +92,16 @@ def _target_s(pair: MeasuredPair, layout: Layout, rows: int, context: int) -> fl
 
 
 def _target(pair: MeasuredPair) -> list[str]:
-    lines = [
-        "## Target: T(rows, context) in ms",
-        "",
-        "| layout | cores | context | " + " | ".join(f"{rows} row(s)" for rows in _ROWS) + " |",
-        "|" + "---|" * (3 + len(_ROWS)),
-    ]
+    head = ("layout", "cores", "context", *(f"{rows} row(s)" for rows in _ROWS))
+    lines: list[tuple[object, ...]] = []
     for layout in pair.layouts:
         if layout is Layout.OFF and Layout.SYNC in pair.costs:
             continue
         name = "inline, plain" if layout is Layout.SYNC else _NAMES[layout]
         for context in (SHORT_CONTEXT, LONG_CONTEXT):
             cells = (f"{1e3 * _target_s(pair, layout, rows, context):.2f}" for rows in _ROWS)
-            lines.append(f"| {name} | {pair.cores[layout]} | {context} | {' | '.join(cells)} |")
-    return lines
+            lines.append((name, pair.cores[layout], context, *cells))
+    return ["## Target: T(rows, context) in ms", "", markdown_table(head, lines)]
 
 
 def _draft(pair: MeasuredPair) -> list[str]:
@@ -136,24 +133,36 @@ def _decisions(pair: MeasuredPair, question: Question, decisions: Sequence[Decis
         "measured. What target and drafter take from each other at work is left out; each request has "
         f"{question.context} tokens.",
         "",
-        "| acceptance | requests | layout | nodes verified | node's price | steps awaited | step's price "
-        "| tokens a round | hit rate | tokens/s | gain |",
-        "|" + "---|" * 11,
     ]
+    rows: list[tuple[object, ...]] = []
     for decision in decisions:
         for layout in pair.layouts:
             each = decision.expected[layout]
             drafting = (
-                f"{each.nodes_per_round:.1f} | {each.node_price:.2f} | {each.waited_steps:.1f} "
-                f"| {each.step_price:.2f} | {each.tokens_per_round:.2f} | {each.hit_rate:.2f}"
+                f"{each.nodes_per_round:.1f}",
+                f"{each.node_price:.2f}",
+                f"{each.waited_steps:.1f}",
+                f"{each.step_price:.2f}",
+                f"{each.tokens_per_round:.2f}",
+                f"{each.hit_rate:.2f}",
             )
-            cells = "0 |  |  |  | 1.00 | " if layout is Layout.OFF else drafting
+            cells = ("0", "", "", "", "1.00", "") if layout is Layout.OFF else drafting
             name = f"**{_NAMES[layout]}**" if layout is decision.taken else _NAMES[layout]
-            lines.append(
-                f"| {decision.acceptance:g} | {decision.requests} | {name} | {cells} "
-                f"| {each.tokens_per_s:.1f} | {decision.gains[layout]:.2f} |"
-            )
-    lines += ["", *(f"- {_why(each)}" for each in decisions)]
+            figures = (f"{each.tokens_per_s:.1f}", f"{decision.gains[layout]:.2f}")
+            rows.append((f"{decision.acceptance:g}", decision.requests, name, *cells, *figures))
+    head = (
+        *(
+            "acceptance",
+            "requests",
+            "layout",
+            "nodes verified",
+            "node's price",
+            "steps awaited",
+            "step's price",
+        ),
+        *("tokens a round", "hit rate", "tokens/s", "gain"),
+    )
+    lines += [markdown_table(head, rows), "", *(f"- {_why(each)}" for each in decisions)]
     return lines
 
 
