@@ -60,7 +60,6 @@ class DeviceGraphCapture:
         self._stream: Any = None
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """See `GraphCapture.warm_up`."""
         cuda = self._cuda
         with cuda.device(self._device):
             self._stream = self._stream or cuda.Stream()
@@ -71,7 +70,6 @@ class DeviceGraphCapture:
             cuda.current_stream().wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[CapturedGraph, T]:
-        """See `GraphCapture.capture`."""
         cuda = self._cuda
         with cuda.device(self._device):
             current, before = cuda.current_stream(), cuda.memory_reserved()

@@ -82,7 +82,7 @@ class CapturedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
-        """See `Model.forward`. Logits are good until the next forward."""
+        """Logits are good until the next forward."""
         rows = captured_rows(batch.rows)
         # The logits of all rows are computed; where few are wanted, as in a prompt, that would not pay.
         if rows is None or self._failed or 2 * len(batch.rows_wanted) < batch.rows:

@@ -50,7 +50,6 @@ class FixedRowOperations:
     way: BlockForm
 
     def norm(self, hidden: torch.Tensor, added: torch.Tensor | None, norm: RmsNorm) -> torch.Tensor:
-        """See `RowOperations`."""
         if added is not None:
             hidden.add_(added)  # each sum is rounded once, whoever computes it
         return self.way.run(lambda rows: self.operations.norm(rows, None, norm), hidden)
@@ -58,13 +57,11 @@ class FixedRowOperations:
     def rotate(
         self, qkv: torch.Tensor, rotations: torch.Tensor, rotated: int, norm: RmsNorm | None
     ) -> torch.Tensor:
-        """See `RowOperations`."""
         return self.way.run(
             lambda rows, turns: self.operations.rotate(rows, turns, rotated, norm), qkv, rotations
         )
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `RowOperations`."""
         return self.way.run(self.operations.gate, gate_up)
 
 

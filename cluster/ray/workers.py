@@ -24,7 +24,7 @@ _PING_EVERY_S = 1.0
 LONGEST_SILENCE_S = 15.0
 """Pings pass through Ray, whose nodes may be busy: more patience than for a pulse on this machine."""
 ALL_VISIBLE = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP", "ROCR")}
-"""See `actors_device`."""
+"""Actors see every GPU of their node: `actors_device` says which are theirs."""
 
 
 class RayWorker:

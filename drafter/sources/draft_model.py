@@ -129,17 +129,14 @@ class ModelSource:
 
     @property
     def captured_now(self) -> bool:
-        """See `DraftSource.captured_now`."""
         return self._captured_now
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        """See `DraftSource.open`."""
         self.close(request)
         self._requests[request] = _Held(list(tokens), parameters, seed)
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """See `DraftSource.commit`. KV of accepted nodes becomes committed KV where it follows without a
-        gap."""
+        """KV of accepted nodes becomes committed KV where it follows without a gap."""
         held = self._requests[request]
         if len(held.slots) == len(held.tokens):
             for name in path:
@@ -153,13 +150,12 @@ class ModelSource:
         held.nodes = {name: slot for name, slot in held.nodes.items() if name in alive}
 
     def close(self, request: int) -> None:
-        """See `DraftSource.close`."""
         held = self._requests.pop(request, None)
         if held is not None:
             self._pool.free(held.all_slots())
 
     def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
-        """See `DraftSource.expand`: one forward over the missing rows of all picks."""
+        """One forward over the missing rows of all picks."""
         order: dict[int, list[int]] = {}
         for index, pick in enumerate(picks):
             order.setdefault(pick.request, []).append(index)

@@ -104,14 +104,14 @@ class UnrolledAttention(Generic[PlanT]):
         return self._inner.plan(unrolled(batch))
 
     def plan_to_capture(self, batch: Batch) -> PlanT | None:
-        """See `Capturable`: as `inner` does it, if it does."""
+        """As `inner` does it, if it does."""
         plan: PlanT | None = None
         if isinstance(self._inner, Capturable):
             plan = self._inner.plan_to_capture(unrolled(batch))
         return plan
 
     def captured_as(self, plan: PlanT) -> Hashable | None:
-        """See `Capturable`: as `inner` does it, if it does."""
+        """As `inner` does it, if it does."""
         return self._inner.captured_as(plan) if isinstance(self._inner, Capturable) else None
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: PlanT) -> None:

@@ -59,7 +59,7 @@ class FlashInferPlan:
     paged: Part | None
     """Rows whose context has more, in pages; only in layers without a window."""
     captured_as: Hashable | None = None
-    """See `Capturable`."""
+    """What a graph fixes beside the number of rows; None: a forward of this plan cannot be captured."""
 
 
 class FlashInferAttention:

@@ -83,7 +83,7 @@ class AfterMiss:
         self._grown = 0
 
     def wants(self, outlook: Outlook) -> bool:
-        """See `GrowPolicy.wants`. What arrives first may still belong to outcomes that did not happen."""
+        """What arrives first may still belong to outcomes that did not happen."""
         if outlook.steps == 0:
             self._missed, self._grown = outlook.missed > 0, 0
         elif not outlook.missed:

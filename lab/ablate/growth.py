@@ -107,7 +107,6 @@ class UniformCore(OneRequest):
         self._next: list[Node] = []
 
     def moved(self, hit: bool) -> None:
-        """See `OneRequest.moved`."""
         del hit  # nothing is kept
         self._level, self._next = 0, [self.tree.root]
 
@@ -199,7 +198,6 @@ class TableCore(OneRequest):
         """Ends of the chains of prepared outcomes, and how many tokens each has."""
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """See `OneRequest.learn`."""
         accepted = 0
         while (
             accepted < min(len(tokens), len(self._chain)) and tokens[accepted] == self._chain[accepted].token
@@ -216,7 +214,6 @@ class TableCore(OneRequest):
             self.fan.observe_bonus(guesses.index(bonus) if bonus in guesses else None)
 
     def moved(self, hit: bool) -> None:
-        """See `OneRequest.moved`."""
         self._chain, self._tips = [], None
         self._wanted = 0 if hit else self._shape.fallback
         node = self.tree.root

@@ -88,18 +88,15 @@ class DrawingSource(ModelSource):
         self._latest: dict[int, Floats] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        """See `DraftSource.open`."""
         self._drawn.distributions.clear()
         super().open(request, tokens, parameters, mix(seed, _DRAFTER))
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """See `DraftSource.commit`."""
         known = self._drawn.distributions
         self._drawn.distributions = {name: known[name] for name in kept if name in known}
         super().commit(request, tokens, path, kept)
 
     def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
-        """See `DraftSource.expand`."""
         self._latest.clear()
         found = super().expand(picks, scales)
         for pick, candidates in zip(picks, found, strict=True):
@@ -170,7 +167,6 @@ class RejectionRounds(VirtualRounds):
         self._drawn = drawn
 
     def finish(self, flight: InFlight) -> list[Walk]:
-        """See `Rounds.finish`."""
         flight.wait()
         walks: list[Walk] = []
         start = 0

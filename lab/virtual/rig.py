@@ -80,7 +80,6 @@ class ObservedDecider(RoundPlanner):
     def choose(
         self, parts: Sequence[ScheduledChunk], drain: Callable[[], object]
     ) -> tuple[list[RankedNode], Decision]:
-        """See `RoundPlanner.choose`."""
         if self.before is not None:
             self.before(parts)
         nodes, decision = super().choose(parts, drain)

@@ -19,7 +19,6 @@ class LeadingModel(WrappedModel):
         self._tell = tell
 
     def forward(self, batch: Batch) -> ForwardResult:
-        """See `Model.forward`."""
         self._tell(pack(batch))
         return self._model.forward(batch)
 

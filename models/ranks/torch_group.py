@@ -47,7 +47,6 @@ class TorchGroup:
         return self._parallel
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Group`."""
         rows = rows.contiguous()
         if not self._ordered:
             self._wait(lambda: self._processes.allreduce([rows], self._sum))
@@ -60,7 +59,7 @@ class TorchGroup:
         return total
 
     def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:
-        """See `Group`. All shares travel as wide as the widest."""
+        """All shares travel as wide as the widest."""
         size = self._parallel.size
         widths = [_length(Parallel(rank, size).nearly_even(whole)) for rank in range(size)]
         sent = share.new_zeros((len(share), max(widths)))
@@ -74,20 +73,19 @@ class TorchGroup:
         return torch.cat([each[:, :width] for each, width in zip(received, widths, strict=True)], 1)
 
     def agree(self, yes: bool) -> bool:
-        """See `Group`."""
         votes = torch.tensor([float(yes)], device=self._device)
         self._wait(lambda: self._processes.allreduce([votes], self._sum))
         return votes.item() == self._parallel.size
 
     def meet(self) -> None:
-        """See `Group`. Through the store: sums have no such patience."""
+        """Through the store: sums have no such patience."""
         names = [f"met/{self._meetings}/{rank}" for rank in range(self._parallel.size)]
         self._meetings += 1
         self._store.set(names[self._parallel.rank], "")
         self._store.wait(names, _LOADING)
 
     def quiesce(self) -> None:
-        """See `Group`. NCCL's watchdog asks for the end of every sum that was not captured."""
+        """NCCL's watchdog asks for the end of every sum that was not captured."""
         if self._device != "cpu":
             self._processes._wait_for_pending_works()
 
