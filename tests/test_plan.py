@@ -4,6 +4,7 @@ Published figures stand in for a machine that is not here; everything else is ar
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -212,6 +213,13 @@ def test_guesses_are_a_distribution_that_covers_what_the_embedded_pair_covers() 
     assert values[0] == 0.55
     assert sum(values[:4]) == pytest.approx(0.81, abs=0.02)
     assert sum(values) <= 1
+
+
+def test_the_hosts_time_is_part_of_a_round() -> None:
+    slow = replace(flat(1.0, 0.1), host=HostCost(node_s=1e-3))
+    found = simulate(Layout.OFF, Guesses(0.5), slow, requests=2, rounds=20)
+    assert found.tokens_per_s == pytest.approx(2 / (1.0 + slow.host.seconds(2, 0)))
+    assert slow.host.seconds(2, 0) == pytest.approx(0.03)
 
 
 def test_simulations_repeat() -> None:
