@@ -1,0 +1,186 @@
+"""What finding out which layout is best costs the governor: `python -m lab.governor`.
+
+Loads have layouts of known gains. A round's is that of its layout at its level of load, with noise on tokens
+and on time; the first rounds after a change give less, since drafters must catch up. Beside the governor
+stands a chooser that tries each layout once at each level and keeps what gave most. Knows choosers by what
+they are asked and shown; no engine, no models and no trees.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Protocol
+
+from ssd_serve.bench.tables import text_table
+from ssd_serve.verifier.planning.governor import Governor
+
+WAYS = ("async", "sync", "off")
+Gains = Mapping[str, float]
+PLAIN_S = 0.02
+NOISE = 0.2
+SETTLING_ROUNDS, SETTLING_GAIN = 4, 0.6
+
+
+class Chooser(Protocol):
+    """What a round asks, and what it shows; see `Governor`."""
+
+    def choose(self, requests: int, decoding: bool = True) -> str:
+        """The layout of the next round."""
+        ...
+
+    def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
+        """The round that was last chosen for took `seconds`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one run: time beyond that of the best layout at each moment, the share of rounds in another than the
+    best, and changes of the layout in 1000 rounds."""
+
+    regret: float
+    elsewhere: float
+    changes: float
+
+
+def run(chooser: Chooser, load: Iterator[tuple[int, Gains]], seed: int) -> Cost:
+    """Show a chooser the rounds of a load (requests, gains) of which it chooses the layouts."""
+    noise = random.Random(seed)
+    spent = best_spent = 0.0
+    rounds = elsewhere = changes = 0
+    since, last = 0, WAYS[0]
+    for requests, gains in load:
+        way = chooser.choose(requests)
+        changes, since = (changes, since + 1) if way == last else (changes + 1, 0)
+        last, best = way, max(gains.values())
+        gain = gains[way]
+        if way != "off" and since < SETTLING_ROUNDS:
+            gain *= SETTLING_GAIN
+        tokens = 1.0
+        if way != "off":
+            tokens = sum(noise.choices((1, 2, 3, 4), k=requests)) / requests
+        seconds = PLAIN_S * (2.5 if way != "off" else 1.0) / gain
+        chooser.observe(tokens * PLAIN_S, seconds * max(0.3, noise.gauss(1.0, NOISE)), PLAIN_S)
+        spent += 1 / gain
+        best_spent += 1 / best
+        elsewhere += gains[way] < best
+        rounds += 1
+    return Cost(spent / best_spent - 1, elsewhere / rounds, 1000 * changes / rounds)
+
+
+def _drawn(source: random.Random, low: float = 0.5, high: float = 2.2) -> Gains:
+    return {"async": source.uniform(low, high), "sync": source.uniform(low, high), "off": 1.0}
+
+
+def steady(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """One request, and gains that stay."""
+    gains = _drawn(source)
+    return ((1, gains) for _ in range(rounds))
+
+
+def close(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """Four requests, and layouts that give nearly the same."""
+    gains = _drawn(source, 0.95, 1.1)
+    return ((4, gains) for _ in range(rounds))
+
+
+def changing(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """One request, and gains that change every 5000 rounds."""
+    gains = _drawn(source)
+    for round_ in range(rounds):
+        if round_ and round_ % 5000 == 0:
+            gains = _drawn(source)
+        yield 1, gains
+
+
+def coming(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """Loads of 1 to 32 requests that come and go, with gains of their own that fall with the load."""
+    levels = {
+        requests: {way: gain if way == "off" else gain * fall for way, gain in _drawn(source).items()}
+        for requests, fall in ((1, 1.0), (4, 0.9), (16, 0.7), (32, 0.5))
+    }
+    requests = 1
+    for _ in range(rounds):
+        if source.random() < 1 / 300:
+            requests = source.choice(tuple(levels))
+        yield requests, levels[requests]
+
+
+LOADS: Mapping[str, Callable[[random.Random, int], Iterator[tuple[int, Gains]]]] = {
+    "steady": steady,
+    "close": close,
+    "changing": changing,
+    "coming and going": coming,
+}
+
+
+class Once:
+    """Tries each layout for some rounds at each number of requests, and keeps the one that gave most."""
+
+    ROUNDS = 64
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[tuple[float, float, int]]] = {}
+        self._requests, self._way = 1, 0
+
+    def choose(self, requests: int, decoding: bool = True) -> str:
+        """The layout of the next round."""
+        del decoding
+        seen = self._seen.setdefault(requests, [(0.0, 0.0, 0)] * len(WAYS))
+        short = [way for way, (_, _, rounds) in enumerate(seen) if rounds < self.ROUNDS]
+        best = max(range(len(WAYS)), key=lambda way: seen[way][0] / max(seen[way][1], 1e-9))
+        self._requests, self._way = requests, short[0] if short else best
+        return WAYS[self._way]
+
+    def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
+        """The round that was last chosen for took `seconds`."""
+        del plain_s, prompts
+        gained, spent, rounds = self._seen[self._requests][self._way]
+        if rounds < self.ROUNDS:
+            self._seen[self._requests][self._way] = gained + gained_s, spent + seconds, rounds + 1
+
+
+CHOOSERS: Mapping[str, Callable[[], Chooser]] = {"governor": lambda: Governor(WAYS), "once": Once}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A chooser under a load: means over the seeds, and the greatest regret of one."""
+
+    load: str
+    chooser: str
+    regret: float
+    worst_regret: float
+    elsewhere: float
+    changes: float
+
+
+def compare(seeds: int, rounds: int) -> list[Row]:
+    """Every chooser under every load."""
+    rows: list[Row] = []
+    for name, load in LOADS.items():
+        for chooser, make in CHOOSERS.items():
+            costs = [run(make(), load(random.Random(seed), rounds), seed) for seed in range(seeds)]
+            regrets = [cost.regret for cost in costs]
+            elsewhere, changes = mean(cost.elsewhere for cost in costs), mean(cost.changes for cost in costs)
+            rows.append(Row(name, chooser, mean(regrets), max(regrets), elsewhere, changes))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people."""
+    head = ("load", "chooser", "regret %", "worst %", "not in the best %", "changes in 1000")
+    return text_table(
+        head,
+        [
+            (
+                row.load,
+                row.chooser,
+                *(f"{100 * share:.2f}" for share in (row.regret, row.worst_regret)),
+                f"{100 * row.elsewhere:.1f}",
+                f"{row.changes:.1f}",
+            )
+            for row in rows
+        ],
+    )
