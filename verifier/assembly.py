@@ -69,7 +69,7 @@ class AssembledVerifier:
 
     def remember(self) -> None:
         """Keep for the next start what each layout gave."""
-        gains = self.engine.decider.layout_gains()
+        gains = self.engine.planner.layout_gains()
         if gains:
             self.gains.write(gains)
 

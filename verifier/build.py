@@ -50,7 +50,7 @@ class EngineParts:
     clock: Callable[[], float] = time.perf_counter
     rounds: Rounds | None = None
     """Rounds of another kind, with the same model; None: the usual ones."""
-    decider_kind: type[RoundPlanner] = RoundPlanner
+    planner_kind: type[RoundPlanner] = RoundPlanner
     observer: Observer | None = None
 
 
@@ -60,7 +60,7 @@ def build_engine(parts: EngineParts) -> Engine:
     context = facts.context if parts.context is None else parts.context
     pool = SlotPool(parts.slots)
     scheduler = Scheduler(pool, PrefixCache(pool) if parts.prefix_cache else None, parts.limits)
-    decider = parts.decider_kind(
+    planner = parts.planner_kind(
         parts.drafters,
         parts.cost,
         parts.policy,
@@ -71,7 +71,7 @@ def build_engine(parts: EngineParts) -> Engine:
     )
     bounds = Bounds(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
     rounds = parts.rounds or _rounds(parts)
-    return Engine(rounds, scheduler, parts.drafters, decider, bounds, parts.clock, parts.observer)
+    return Engine(rounds, scheduler, parts.drafters, planner, bounds, parts.clock, parts.observer)
 
 
 def _rounds(parts: EngineParts) -> Rounds:

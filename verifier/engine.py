@@ -47,7 +47,7 @@ class Engine:
         rounds: Rounds,
         scheduler: Scheduler,
         drafters: Drafters,
-        decider: RoundPlanner,
+        planner: RoundPlanner,
         bounds: Bounds,
         clock: Callable[[], float] = time.perf_counter,
         observer: Observer | None = None,
@@ -55,7 +55,7 @@ class Engine:
         """`observer`: whoever looks on."""
         self.scheduler = scheduler
         self.drafters = drafters
-        self.decider = decider
+        self.planner = planner
         self.observer = observer or Observer()
         self.watch = AcceptanceMonitor()
         self.clocked = Clocked()
@@ -139,7 +139,7 @@ class Engine:
         parts = self._choose_parts()
         if not parts:
             return []
-        nodes, decision = self.decider.choose(parts, self.drain)
+        nodes, decision = self.planner.choose(parts, self.drain)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
         self.observer.decided(walks, self.decision)
@@ -182,7 +182,7 @@ class Engine:
     def _listen(self, flight: InFlight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
         if not flight.ready():
-            ends = flight.started + self.decider.cost.seconds(flight.rows, flight.reading) - _WAKING_S
+            ends = flight.started + self.planner.cost.seconds(flight.rows, flight.reading) - _WAKING_S
             while not flight.ready() and self.drafters.listen(ends - self._clock()):
                 self.drain()
         forward_s = flight.wait()
@@ -195,7 +195,7 @@ class Engine:
             self.drafters.open(request)
         scheduler, decoding = self.scheduler, self.scheduler.decoding
         reading = decoding < len(scheduler.running)
-        rows = self.decider.prompt_rows(decoding, self.shortage.chunk) if reading else 0
+        rows = self.planner.prompt_rows(decoding, self.shortage.chunk) if reading else 0
         parts, preempted = scheduler.plan(rows)
         for request in preempted:
             self._active.pop(request.number, None)
@@ -267,7 +267,7 @@ class Engine:
         if flight.result.captured_now:
             return  # what it took is not what the next one takes
         slots = sum(len(walk.work.part.slots) for walk in walks)
-        self.decider.learn(
+        self.planner.learn(
             Round(
                 requests=len(decoding),
                 prompts=len(walks) - len(decoding),

@@ -108,10 +108,10 @@ class Run:
             rounds = RejectionRounds(
                 pair.target, pair.noise(), facts.eos_token_ids, self._clock, pair.target_s, drawn
             )
-        self._engine, decider = pair.engine(self._clock, self._policy(), plan.width, rounds)
-        decider.before = self._begin_round
+        self._engine, planner = pair.engine(self._clock, self._policy(), plan.width, rounds)
+        planner.before = self._begin_round
         if way.growth in (UNIFORM_TABLE, GEOMETRIC_TABLE):
-            decider.pick = self._chain
+            planner.pick = self._chain
         core = self._core(pair, drawn, facts.eos_token_ids)
         self._engine.drafters.connect(VirtualChannel(self._clock, core, self._draft, pair.hello()))
         self._engine.drafters.drain({})

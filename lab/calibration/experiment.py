@@ -111,8 +111,8 @@ class _Watched:
     def __init__(self, pair: Pair, plan: Plan) -> None:
         self._clock = Clock()
         self._engine: Engine
-        self._engine, decider = pair.engine(self._clock, WhenItPays(concurrent=True), plan.width)
-        decider.after = self._write_down
+        self._engine, planner = pair.engine(self._clock, WhenItPays(concurrent=True), plan.width)
+        planner.after = self._write_down
         draft = pair.timed_draft()
         limits = GrowthLimits(plan.width, plan.fan_out, plan.depth, TREE_NODES)
         model, ends = DraftModel(draft, DRAFT_SLOTS, pair.noise()), pair.target.facts.eos_token_ids

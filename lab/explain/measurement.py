@@ -105,7 +105,7 @@ def _host(rig: Rig, width: int) -> tuple[HostCost, float]:
     for number in range(_PROMPTS):
         tokens = tuple((7 * number + 13 * index) % vocabulary for index in range(_PROMPT_TOKENS))
         runner.run(engine, Prompt("", tokens, number), 1.0)
-    return engine.decider.host, engine.drafters.step_s
+    return engine.planner.host, engine.drafters.step_s
 
 
 def _enter(device: Device) -> None:

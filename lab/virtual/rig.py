@@ -69,8 +69,8 @@ class TimedModel(WrappedModel):
         return seconds
 
 
-class ObservedDecider(RoundPlanner):
-    """A decider that others may look at: `before` sees the work of a round before it waits for growth,
+class ObservedPlanner(RoundPlanner):
+    """A planner that others may look at: `before` sees the work of a round before it waits for growth,
     `after` sees it with the chosen nodes; `pick` may choose other nodes."""
 
     before: Callable[[Sequence[ScheduledChunk]], None] | None = None
@@ -137,7 +137,7 @@ class Pair:
         rounds: Rounds | None = None,
         drafters: Drafters | None = None,
         together: int = 1,
-    ) -> tuple[Engine, ObservedDecider]:
+    ) -> tuple[Engine, ObservedPlanner]:
         """A fresh engine for `together` requests at a time, without its drafters. Rounds stay in the flat
         part."""
         facts = self.target.facts
@@ -157,10 +157,10 @@ class Pair:
                 clock=clock,
                 rounds=rounds
                 or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.target_s),
-                decider_kind=ObservedDecider,
+                planner_kind=ObservedPlanner,
             )
         )
-        return engine, cast(ObservedDecider, engine.decider)
+        return engine, cast(ObservedPlanner, engine.planner)
 
 
 @dataclass(frozen=True, slots=True)

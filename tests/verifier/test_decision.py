@@ -91,7 +91,7 @@ def governing_by(governor: Governor[Layout]) -> Governing:
 
 def governed(governor: Governor[Layout]) -> Engine:
     engine = inline(engine_of())
-    engine.decider.governing = governing_by(governor)
+    engine.planner.governing = governing_by(governor)
     return engine
 
 
@@ -105,11 +105,11 @@ def dear(max_tpot_s: float = math.inf, rate: float = 0.0) -> Engine:
         limits=SchedulerLimits(16, 1000, 32),
         max_tpot_s=max_tpot_s,
         policy=FixedSteps(2),
-        decider_kind=Unlearning,
+        planner_kind=Unlearning,
     )
     engine = inline(build_engine(parts))
     if rate:
-        RoundPlanner.learn(engine.decider, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate))
+        RoundPlanner.learn(engine.planner, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate))
     return engine
 
 
@@ -253,7 +253,7 @@ def test_what_is_told_is_what_was_launched(
     case = Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3)
     engine, model = make_engine(case)
     governor = Restless(ways)
-    engine.decider.governing = governing_by(governor)
+    engine.planner.governing = governing_by(governor)
     inline(engine)
     for each in mixed_requests(3, max_tokens=20):
         engine.submit(each)

@@ -58,7 +58,7 @@ def restless(seed: int) -> tuple[Engine, Restless]:
     mine.on_wait = work
     engine.drafters.connect(mine)
     governor = Restless(seed)
-    engine.decider.governing = Governing(
+    engine.planner.governing = Governing(
         governor,
         Cores(Device("cpu"), None),
         dict.fromkeys(WAYS, CostTable()),

@@ -18,7 +18,7 @@ from ssd_serve.verifier.planning.planner import DraftBounds, Governing, Round, R
 from tests.fakes import HELLO
 
 
-def decider(max_tpot_s: float) -> RoundPlanner:
+def planner(max_tpot_s: float) -> RoundPlanner:
     """One millisecond a row, and a host that takes a quarter of one for each request."""
     cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
     bounds = DraftBounds(4096, None, 8, max_tpot_s)
@@ -26,8 +26,8 @@ def decider(max_tpot_s: float) -> RoundPlanner:
 
 
 def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
-    assert decider(math.inf).prompt_rows(8, 512) == 512
-    assert decider(0.010).prompt_rows(0, 512) == 512
+    assert planner(math.inf).prompt_rows(8, 512) == 512
+    assert planner(0.010).prompt_rows(0, 512) == 512
 
 
 def test_chunks_are_as_large_as_is_cheapest_by_the_row() -> None:
@@ -43,13 +43,13 @@ def test_chunks_are_as_large_as_is_cheapest_by_the_row() -> None:
 
 
 def test_a_chunk_shrinks_to_what_keeps_the_target() -> None:
-    assert decider(0.1005).prompt_rows(8, 512) == 92
-    assert decider(10.0).prompt_rows(8, 512) == 512
+    assert planner(0.1005).prompt_rows(8, 512) == 92
+    assert planner(10.0).prompt_rows(8, 512) == 512
 
 
 @given(st.floats(1e-6, 1.0), st.integers(0, 64), st.integers(1, 600))
 def test_prompts_always_get_on(max_tpot_s: float, requests: int, most: int) -> None:
-    rows = decider(max_tpot_s).prompt_rows(requests, most)
+    rows = planner(max_tpot_s).prompt_rows(requests, most)
     assert min(most, 16) <= rows <= most
 
 
