@@ -60,7 +60,7 @@ def _add_modes(commands: Commands) -> None:
 
 def _run_modes(args: argparse.Namespace) -> int:
     os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
-    from ssd_serve.bench.both import run_both_settings
+    from ssd_serve.bench.mode_settings import run_both_settings
     from ssd_serve.bench.modes import CORES
 
     settings = settings_from(args)

@@ -13,7 +13,7 @@ from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import EmulatedModel, overrun_share
 from ssd_serve.bench.prompts import Chosen, Prompt, repeated_share
 from ssd_serve.bench.rig import Rig, Way, remote_drafter
-from ssd_serve.bench.sample import Runner, Sample
+from ssd_serve.bench.timed_request import Runner, Sample
 from ssd_serve.devices import Device, parse_device, pin
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import SamplingParameters, Submit

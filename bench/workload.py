@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ssd_serve.bench.prompts import MAX_REPEATED, Chosen, Prompt, held_out_prompts, repeated_share
 from ssd_serve.bench.rig import Rig, Way
-from ssd_serve.bench.sample import Runner
+from ssd_serve.bench.timed_request import Runner
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.settings import EMBEDDED, Mode, Settings

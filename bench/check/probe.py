@@ -22,7 +22,7 @@ def main(job: dict[str, Any]) -> None:
     from ssd_serve.bench.modes import DRAFT_CORE, TARGET_CORE
     from ssd_serve.bench.prompts import Prompt
     from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
-    from ssd_serve.bench.sample import Runner
+    from ssd_serve.bench.timed_request import Runner
     from ssd_serve.settings import Mode, Settings
 
     use_cores(TARGET_CORE)

@@ -34,7 +34,7 @@ from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.serving import build_server
 from ssd_serve.settings import Settings
 from tests.server.fakes import READY, FakeEngine, channel_pair, say
-from tests.server.houses import wait_until_healthy
+from tests.server.played_servers import wait_until_healthy
 
 CONTEXT = 131_072
 _PROMPT_CHUNK = 2048

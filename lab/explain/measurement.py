@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.rig import Rig, use_cores
 from ssd_serve.bench.rig import Way as RigWay
-from ssd_serve.bench.sample import Runner
+from ssd_serve.bench.timed_request import Runner
 from ssd_serve.cluster.placement import Placement, place
 from ssd_serve.devices import Device, Machine, this_machine
 from ssd_serve.drafter.frontier import GrowthLimits

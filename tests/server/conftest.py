@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from tests.server.mortal import House
+from tests.server.dying_engines import House
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from ssd_serve.server.access.exposure import exposure_warnings
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.settings import Settings
 from tests.server.fakes import STATUS, say
-from tests.server.houses import House, open_house, post
+from tests.server.played_servers import House, open_house, post
 from tests.server.test_keys import ANNA, BEN, write
 from tests.server.test_rates import Clock
 

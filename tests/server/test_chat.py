@@ -3,7 +3,7 @@
 import pytest
 
 from tests.server.fakes import CONTEXT, END, Script, say, tokens
-from tests.server.houses import events, open_house, post
+from tests.server.played_servers import events, open_house, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"

@@ -5,7 +5,7 @@ import pytest
 from ssd_serve.messages import Refused, Submit
 from ssd_serve.seeds import choice_seed
 from tests.server.fakes import BEGIN, CONTEXT, END, OTHER_END, ByteTokenizer, Script, say, tokens
-from tests.server.houses import events, open_house, post
+from tests.server.played_servers import events, open_house, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"

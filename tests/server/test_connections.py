@@ -20,7 +20,7 @@ from ssd_serve.server.http.door import max_connections
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
 from tests.server.fakes import PATIENCE_S, say
-from tests.server.houses import Address, open_server
+from tests.server.played_servers import Address, open_server
 from tests.server.test_tls import make_pair, trusting
 
 COMPLETIONS = "/v1/completions"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.messages import Submit
 from tests.server.fakes import END, Script, tokens
-from tests.server.houses import events, open_house, post
+from tests.server.played_servers import events, open_house, post
 
 PATH = "/v1/completions"
 TEXT = "To stop 🙂 or not to STOP"

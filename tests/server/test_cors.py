@@ -9,7 +9,7 @@ from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import resolve
 from tests.server.fakes import ByteTokenizer, say
-from tests.server.houses import House, open_house
+from tests.server.played_servers import House, open_house
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"

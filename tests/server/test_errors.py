@@ -10,7 +10,7 @@ from ssd_serve.messages import Refused
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
 from tests.server.fakes import CONTEXT, END, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
-from tests.server.houses import House, open_house, post
+from tests.server.played_servers import House, open_house, post
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"

@@ -14,7 +14,7 @@ from ssd_serve.server.openai.protocol import (
     TokenizeRequest,
 )
 from tests.server.fakes import say
-from tests.server.houses import open_house
+from tests.server.played_servers import open_house
 
 JSON = st.recursive(
     st.none()

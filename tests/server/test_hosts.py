@@ -12,7 +12,7 @@ from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, name_of
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import resolve
 from tests.server.fakes import say
-from tests.server.houses import open_house
+from tests.server.played_servers import open_house
 
 LOOPBACK = ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", "localhost."]
 STRANGE = [

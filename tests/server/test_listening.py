@@ -23,7 +23,7 @@ from ssd_serve.server.http.serving import build_server, heeded_signals
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
 from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
-from tests.server.houses import Address, open_server, wait_until_healthy
+from tests.server.played_servers import Address, open_server, wait_until_healthy
 
 COMPLETIONS = "/v1/completions"
 

@@ -13,7 +13,7 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.openai.openapi import OPERATIONS, Doors, build_document
 from ssd_serve.settings import Settings
 from tests.server.fakes import ByteTokenizer, Script, say
-from tests.server.houses import House, open_house, open_server
+from tests.server.played_servers import House, open_house, open_server
 
 pytestmark = pytest.mark.anyio
 KEY = {"Authorization": "Bearer sesame"}

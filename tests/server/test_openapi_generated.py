@@ -8,7 +8,7 @@ import pytest
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
 from tests.server.generating import generate_requests
-from tests.server.houses import open_server
+from tests.server.played_servers import open_server
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,7 @@ import pytest
 
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
-from tests.server.houses import open_server
+from tests.server.played_servers import open_server
 
 KEY = "a-key-of-some-length"
 WAYS = [

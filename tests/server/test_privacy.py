@@ -8,9 +8,9 @@ import pytest
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.settings import Settings
+from tests.server.dying_engines import House as MortalHouse
 from tests.server.fakes import FIGURES, FakeEngine, say
-from tests.server.houses import House, events, open_house, post
-from tests.server.mortal import House as MortalHouse
+from tests.server.played_servers import House, events, open_house, post
 from tests.server.test_auth import OPERATOR_KEY, bearer
 from tests.server.test_keys import ANNA, BEN, write
 

@@ -10,8 +10,8 @@ from ssd_serve.messages import (
     SamplingParameters,
 )
 from ssd_serve.server.engine.submitted import Interrupted
+from tests.server.dying_engines import Heard, House, begun, some
 from tests.server.fakes import channel_pair
-from tests.server.mortal import Heard, House, begun, some
 
 pytestmark = pytest.mark.anyio
 

@@ -4,7 +4,7 @@ import pytest
 
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
-from tests.server.houses import open_house
+from tests.server.played_servers import open_house
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"

@@ -14,8 +14,8 @@ from ssd_serve.messages import (
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.event_channel import MessageChannel
 from ssd_serve.server.engine.submitted import Interrupted, Wanted
+from tests.server.dying_engines import Engine, Heard, House, begun, some, token_at
 from tests.server.fakes import READY, channel_pair
-from tests.server.mortal import Engine, Heard, House, begun, some, token_at
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from ssd_serve.server.openai.answer_models import Load
 from ssd_serve.server.service import model_name
 from ssd_serve.settings import Settings
 from tests.server.fakes import CONTEXT, READY, STATUS, say
-from tests.server.houses import House, open_house, post
+from tests.server.played_servers import House, open_house, post
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"

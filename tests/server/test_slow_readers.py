@@ -9,7 +9,7 @@ import pytest
 
 from ssd_serve.messages import Abort
 from tests.server.fakes import say
-from tests.server.houses import open_house, post
+from tests.server.played_servers import open_house, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"

@@ -13,7 +13,7 @@ from ssd_serve.errors import PermissionProblemError, SettingsError
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
-from tests.server.houses import open_server
+from tests.server.played_servers import open_server
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 

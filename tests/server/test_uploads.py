@@ -11,7 +11,7 @@ from ssd_serve.server.bodies.uploads import Uploads
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
 from tests.server.fakes import say
-from tests.server.houses import House, open_house, post
+from tests.server.played_servers import House, open_house, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
