@@ -1,7 +1,7 @@
 """All settings: one class, prefix `SSD_`.
 
 Worker processes get their settings as JSON from the process that starts them, so that all of them agree. Does
-not know where values come from: `resolving.py` does.
+not know where values come from: `settings_sources.py` does.
 """
 
 import re
