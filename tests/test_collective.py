@@ -50,7 +50,7 @@ def test_a_library_that_fails_is_told_in_a_line(text: str, words: str) -> None:
 
 
 def test_a_wrong_sum_is_a_failure() -> None:
-    text = "import sys; from ssd_serve import collective; collective.sums = lambda *_: False; "
+    text = "import sys; from ssd_serve.doctor import collective; collective.sums = lambda *_: False; "
     assert failure(["cpu"], program=program(text + "collective.main(sys.argv[1:])")) == "the sum is wrong"
 
 
