@@ -21,7 +21,8 @@ import ssd_serve
 from ssd_serve.bench.check.comparison import MODES, Code
 from ssd_serve.errors import SsdError, UserError
 
-_PROBE = "probe.py"
+_PROBES = ("bench/check/probe.py", "bench/check_probe.py")
+"""Where codes have their probe, the newest place first. Each brings its own: it knows where its parts lie."""
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 2, 128, 48
 Say = Callable[[str], None]
 
@@ -72,6 +73,14 @@ def worktree(root: Path, commit: str, path: Path) -> Generator[Path]:
         _git(root, "worktree", "remove", "--force", str(path))
 
 
+def find_probe(tree: Path) -> Path:
+    """The script of a code that measures it."""
+    for each in _PROBES:
+        if (tree / each).is_file():
+            return tree / each
+    raise UserError(f"the code in {tree} is older than this check; name a later commit: BASE=COMMIT")
+
+
 @contextlib.contextmanager
 def both_codes(wanted: str | None, say: Say) -> Generator[Codes]:
     """Both codes over the same pair and prompts. Ends their processes and removes the worktree."""
@@ -83,10 +92,11 @@ def both_codes(wanted: str | None, say: Say) -> Generator[Codes]:
         say(f"comparing with {base.name}")
         old = stack.enter_context(worktree(root, base.commit, folder / "old"))
         job = _write_job(folder)
-        probe = Path(shutil.copy(Path(__file__).with_name(_PROBE), folder))
         codes: list[Code] = []
-        for name, tree in (("this checkout", root), (base.name, old)):
+        for number, (name, tree) in enumerate((("this checkout", root), (base.name, old))):
             say(f"starting {name}")
+            # Out of its tree: beside it, a script would find rooms under a second name.
+            probe = Path(shutil.copy(find_probe(tree), folder / f"probe{number}.py"))
             codes.append(stack.enter_context(started(tree, probe, job)))
         yield Codes(codes[0], codes[1], base.name)
 

@@ -1,8 +1,8 @@
 """One code of `ssd bench check`, as a script: run with the sources to measure on PYTHONPATH.
 
 Loads the pair of the job, answers where its sources lie, then for every line on stdin (the number of a turn)
-decodes this turn's prompts plainly and with SSD, and answers tokens a second as one line of JSON. Uses only
-what the benchmarks of earlier commits have, too.
+decodes this turn's prompts plainly and with SSD, and answers tokens a second as one line of JSON. Later codes
+compare themselves with this one through it: what a job and answers hold must not change.
 """
 
 import json

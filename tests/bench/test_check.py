@@ -170,6 +170,19 @@ def test_each_code_runs_its_own_sources(tmp_path: Path) -> None:
         pytest.fail("it started")
 
 
+@pytest.mark.parametrize("place", ["bench/check/probe.py", "bench/check_probe.py"])
+def test_each_code_is_measured_by_the_probe_that_it_brings(tmp_path: Path, place: str) -> None:
+    probe = tmp_path / place
+    probe.parent.mkdir(parents=True)
+    probe.touch()
+    assert checkouts.find_probe(tmp_path) == probe
+
+
+def test_code_without_a_probe_is_too_old(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="older than this check"):
+        checkouts.find_probe(tmp_path)
+
+
 def test_code_that_cannot_run_the_probe_is_one_sentence(tmp_path: Path) -> None:
     probe = tmp_path / "probe.py"
     probe.write_text("raise SystemExit('this commit has no such benchmark')")
