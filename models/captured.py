@@ -16,8 +16,9 @@ from ssd_serve.kernels.batch import Batch, padded
 from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, GraphCapture, captured_rows
 from ssd_serve.logs import Logger
 from ssd_serve.models.completion import completion
-from ssd_serve.models.interface import CapturableModel, ForwardResult, Inputs, ModelFacts
+from ssd_serve.models.interface import CapturableModel, ForwardResult, Inputs
 from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.wrapped import WrappedModel
 
 MAX_GRAPHS = 128
 
@@ -30,7 +31,7 @@ class _Forward:
     features: Mapping[str, torch.Tensor]
 
 
-class CapturedModel:
+class CapturedModel(WrappedModel):
     """`Model` over another with attention that can be captured.
 
     `padding_slot` is a KV slot that no request has.
@@ -46,7 +47,8 @@ class CapturedModel:
         group: Group | None = None,
         log: Logger | None = None,
     ) -> None:
-        self._model = model
+        super().__init__(model)
+        self._runs = model
         self._capturable = capturable
         self._graphs = capture
         self._padding_slot = padding_slot
@@ -59,16 +61,6 @@ class CapturedModel:
         self._logits = torch.zeros((MAX_CAPTURED_ROWS, model.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
         self._failed = False
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Sizes and names."""
-        return self._model.facts
-
-    @property
-    def slots(self) -> int:
-        """Number of KV slots that requests may have."""
-        return self._model.slots
 
     @property
     def graphs(self) -> int:
@@ -137,7 +129,7 @@ class CapturedModel:
         """A captured forward, or why there can be none."""
 
         def work() -> Mapping[str, torch.Tensor]:
-            logits, features = self._model.run(inputs)
+            logits, features = self._runs.run(inputs)
             self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # a rank's share, or all
             return features
 

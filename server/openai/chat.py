@@ -11,9 +11,9 @@ from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.http.request_ids import request_name
-from ssd_serve.server.openai.answers import Job, answer
+from ssd_serve.server.openai.answers import Job
 from ssd_serve.server.openai.completions import check_stream_options, privacy, usage_wanted
+from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.openai.protocol import ChatRequest
 from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, written_in_steps
@@ -88,13 +88,7 @@ class ChatEndpoint:
 
     async def handle(self, request: Request) -> Response:
         """Check, run, answer."""
-        service = self.service
-        ready = service.require_ready()
-        service.require_room(1)
-        job = await service.bodies.use(
-            request, ChatRequest, ready, lambda body: self.job(body, request_name(request, body.request_id))
-        )
-        return await answer(service, request, job)
+        return await checked_run_answered(self.service, request, ChatRequest, self.job)
 
     async def job(self, body: ChatRequest, name: str) -> Job:
         """Check the body against the model and plan its choices."""

@@ -13,8 +13,8 @@ from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.http.request_ids import request_name
-from ssd_serve.server.openai.answers import Job, Privacy, answer
+from ssd_serve.server.openai.answers import Job, Privacy
+from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
 from ssd_serve.server.openai.protocol import CompletionRequest, GenerationRequest
 from ssd_serve.server.openai.replies import ResponseHead, completion_logprobs, written_in_steps
@@ -120,16 +120,7 @@ class CompletionsEndpoint:
 
     async def handle(self, request: Request) -> Response:
         """Check, run, answer."""
-        service = self.service
-        ready = service.require_ready()
-        service.require_room(1)
-        job = await service.bodies.use(
-            request,
-            CompletionRequest,
-            ready,
-            lambda body: self.job(body, request_name(request, body.request_id)),
-        )
-        return await answer(service, request, job)
+        return await checked_run_answered(self.service, request, CompletionRequest, self.job)
 
     async def job(self, body: CompletionRequest, name: str) -> Job:
         """Check the body against the model and plan its choices."""
