@@ -14,6 +14,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import BackpressureConfig
+from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 
 from ssd_serve.cli.serve import ServingClient, ServingTokenizer
@@ -229,9 +230,13 @@ class ServerReplica:
         os._exit(failure.exit_code)
 
     async def _all_pages(self) -> bytes:
-        """The metrics pages of those replicas that answer in time."""
-        answers = await self._handle.broadcast("metrics_page").results_async(
-            timeout_s=_PAGES_WITHIN_S, return_exceptions=True
-        )
-        pages = [answer for answer in answers if not isinstance(answer, BaseException)]
-        return join_pages(dict(pages))
+        """The metrics pages of all replicas that live. Serve hands out all answers or none: while one of them
+        hangs this replica's page stands alone, and the others' series have a gap."""
+        try:
+            answers = await self._handle.broadcast("metrics_page").results_async(
+                timeout_s=_PAGES_WITHIN_S, return_exceptions=True
+            )
+        except (TimeoutError, RayServeException):
+            answers = []
+        pages = dict(answer for answer in answers if not isinstance(answer, BaseException))
+        return join_pages(pages or dict([self.metrics_page()]))

@@ -22,6 +22,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from ssd_serve.bench.emulated import emulating
 from tests.deploy.files import ROOT, by_default, deploying, environment, read_yaml, services
@@ -106,21 +107,22 @@ class Fleet:
 
     def answered(self) -> Counter[str]:
         """How many requests each replica has ended."""
-        page = httpx.get(f"{self.url}/metrics", timeout=30.0).text
         counts: Counter[str] = Counter()
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                if sample.name == "ssd_engine_up":
-                    counts[sample.labels["replica"]] += 0
-                if sample.name == "ssd_request_success_total":
-                    counts[sample.labels["replica"]] += int(sample.value)
+        for sample in self._samples():
+            if sample.name == "ssd_engine_up":
+                counts[sample.labels["replica"]] += 0
+            if sample.name == "ssd_request_success_total":
+                counts[sample.labels["replica"]] += int(sample.value)
         return counts
 
     def drafters(self) -> list[float]:
         """How many each replica has."""
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30.0).text)
-        samples = [sample for family in families for sample in family.samples]
-        return [sample.value for sample in samples if sample.name == "ssd_drafters_alive"]
+        return [sample.value for sample in self._samples() if sample.name == "ssd_drafters_alive"]
+
+    def _samples(self) -> list[Sample]:
+        """Those of all replicas. Raises for a page that is an error."""
+        page = httpx.get(f"{self.url}/metrics", timeout=30.0).raise_for_status().text
+        return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
     def stream(self, tokens: int = 32) -> str:
         """The text of a stream, whose events must come one by one and end well."""
@@ -290,6 +292,7 @@ def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet,
     before = set(fleet.answered())
     engine, replica = an_engine_and_its_replica(fleet)
     replica.suspend()
+    until(lambda: len(fleet.answered()) > 0)  # never an error
     # One that was on its way to it goes to the other when it is given up.
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
