@@ -11,13 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ssd_serve.bench.load.statistics import Interval, ratio_interval
+from ssd_serve.bench.statistics import AS_GOOD, Interval, Verdict, ratio_interval
 from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import SsdError
 
 MODES = ("ar", "ssd")
-BOUND = 0.95
-"""A ratio that lies below this with all of its 95 % interval is a regression."""
 
 
 class Code(Protocol):
@@ -37,17 +35,16 @@ class Found:
     ratios: dict[str, Interval]
 
     @property
-    def slower(self) -> tuple[str, ...]:
-        """The modes whose ratio lies wholly below the bound."""
-        return tuple(mode for mode, ratio in self.ratios.items() if ratio.high < BOUND)
+    def failing(self) -> dict[str, Verdict]:
+        """The modes of which it is not shown that they are at least as good."""
+        good = (Verdict.BETTER, Verdict.AS_GOOD)
+        return {mode: ratio.verdict for mode, ratio in self.ratios.items() if ratio.verdict not in good}
 
     def as_json(self, base: str) -> dict[str, object]:
         """For a result file."""
         return {
             "bench": "check",
             "base": base,
-            "bound": BOUND,
-            "slower": list(self.slower),
             "results": [
                 {
                     "mode": mode,
@@ -55,6 +52,7 @@ class Found:
                     "old_tokens_per_s": [round(speed, 2) for speed in self.old[mode]],
                     "ratio": round(ratio.mean, 4),
                     "ratio_interval": [round(ratio.low, 4), round(ratio.high, 4)],
+                    "verdict": ratio.verdict.value,
                 }
                 for mode, ratio in self.ratios.items()
             ],
@@ -103,12 +101,14 @@ def table(found: Found, base: str) -> str:
             f"{statistics.median(found.old[mode]):.1f}",
             f"{ratio.mean:.3f}",
             f"{ratio.low:.3f} to {ratio.high:.3f}",
+            ratio.verdict.value,
         )
         for mode, ratio in found.ratios.items()
     )
-    verdict = f"slower: {', '.join(found.slower)}" if found.slower else "no mode is slower"
+    told = ", ".join(f"{mode}: {verdict}" for mode, verdict in found.failing.items()) or "no mode is slower"
     return (
         f"this checkout against {base}, temperature 0, {len(found.new[MODES[0]])} interleaved pairs\n"
-        f"{text_table(('mode', 'new tok/s', 'old tok/s', 'new/old', '95 % interval'), rows)}\n"
-        f"{verdict} (an interval wholly below {BOUND:g} is)"
+        f"{text_table(('mode', 'new tok/s', 'old tok/s', 'new/old', '95 % interval', 'new is'), rows)}\n"
+        f"{told} (as good: the interval lies above {AS_GOOD:g}; where the noise is too large to show it, "
+        "give it more --seconds)"
     )

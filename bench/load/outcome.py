@@ -8,20 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.bench.load.client import Answer
-from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, PLAIN, SAME
-from ssd_serve.bench.load.statistics import (
-    Limits,
-    duration,
-    is_good,
-    percentile,
-    ratio_interval,
-    summary,
-    throughput,
-)
-
-_MIN_MEDIAN = 0.95
-_REACH = 0.98
-_REACH_PLAIN = 0.97
+from ssd_serve.bench.load.groups import ALL, SAME
+from ssd_serve.bench.load.statistics import Limits, duration, is_good, summary, throughput
+from ssd_serve.bench.statistics import quartiles, ratio_interval, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +47,7 @@ def results(bursts: Sequence[Burst], setting: str, limits: Limits) -> list[dict[
                 "mode": mode,
                 "concurrency": concurrency,
                 "tokens_per_s": round(statistics.median(speeds), 2),
-                "tokens_per_s_quartiles": [round(percentile(speeds, part), 2) for part in (25, 50, 75)],
+                "tokens_per_s_quartiles": [round(value, 2) for value in quartiles(speeds)],
                 "goodput_requests_per_s": round(good / seconds, 3),
                 **summary(answers, limits),
                 "bursts": len(some),
@@ -93,8 +82,7 @@ def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
 def ratios(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
     """Auto against every other mode of its group, pair by pair; bursts with a failed request are left out.
 
-    `best` marks the mode with the highest geometric mean. `holds`: the upper end of the 95 % interval reaches
-    0.98 (0.97 against plain decoding) and the median is at least 0.95.
+    `best` marks the mode with the highest geometric mean.
     """
     speeds: dict[int, dict[str, dict[int, float]]] = {}
     for burst in bursts:
@@ -119,21 +107,21 @@ def _against(
     for mode, speeds in others.items():
         found = [speed / speeds[pair] for pair, speed in own.items() if pair in speeds]
         if found:
-            reach = _REACH_PLAIN if mode.removesuffix(ALL_DEVICES) == PLAIN else _REACH
             about = {"ratio": f"{name}/{mode}", "best": mode == best, "pairs": len(found)}
-            yield {**about, **_judged(found, reach)}
+            yield {**about, **_judged(found)}
 
 
-def _judged(found: Sequence[float], reach: float) -> dict[str, object]:
+def _judged(found: Sequence[float]) -> dict[str, object]:
     interval = ratio_interval(found)
-    median = statistics.median(found)
+    median = round(statistics.median(found), 4)
     if interval is None:
-        return {"median": round(median, 4), "mean": None, "interval": None, "holds": None}
+        return {"median": median, "mean": None, "interval": None, "verdict": None}
+    low, high = round(interval.low, 4), round(interval.high, 4)
     return {
-        "median": round(median, 4),
+        "median": median,
         "mean": round(interval.mean, 4),
-        "interval": [round(interval.low, 4), round(interval.high, 4)],
-        "holds": interval.high >= reach and median >= _MIN_MEDIAN,
+        "interval": [low, high],
+        "verdict": verdict(low, high).value,
     }
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from ssd_serve.bench.document import read_as
 from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
+from ssd_serve.bench.statistics import verdict
 from ssd_serve.bench.tables import markdown_table
 
 _MODES = {
@@ -65,7 +66,6 @@ class _Ratio(msgspec.Struct, frozen=True):
     pairs: int
     median: float
     interval: list[float] | None
-    holds: bool | None
 
 
 class _Steps(msgspec.Struct, frozen=True):
@@ -189,15 +189,16 @@ def _ratio_table(ratios: Sequence[_Ratio], prefix: str) -> str:
         here = {each.ratio: each for each in some if each.concurrency == concurrency}
         cells = [_ratio(here[name]) if name in here else "" for name in names]
         best = next((each for each in here.values() if each.best), None)
-        holds = "" if best is None or best.holds is None else "yes" if best.holds else "no"
-        rows.append((concurrency, *cells, holds))
+        rows.append(
+            (concurrency, *cells, "" if best is None or best.interval is None else verdict(*best.interval))
+        )
     counts = sorted({each.pairs for each in some})
     told = (
         f"Throughput of auto over that of another mode: median of {' or '.join(map(str, counts))} pairs, and "
-        "the 95 % interval of their geometric mean (Student's t on the logarithms). Bold: the best of the "
-        "other modes. As good as that: the interval reaches 0.98 (0.97 against ar), the median 0.95."
+        "the 95 % interval of their geometric mean. Bold: the best of the other modes, which auto is judged "
+        "by: better above 1, as good above 0.97, worse below 1 with all of the interval; else not shown."
     )
-    return f"{markdown_table(('at once', *names, 'as good as the best'), rows)}\n\n{told}"
+    return f"{markdown_table(('at once', *names, 'auto is'), rows)}\n\n{told}"
 
 
 def _ratio(each: _Ratio) -> str:

@@ -20,10 +20,11 @@ from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
 from ssd_serve.bench.load.resume import ResumePlan, check_resume
 from ssd_serve.bench.load.servers import Server, on_cores, served
 from ssd_serve.bench.load.setups import Devices, setups
-from ssd_serve.bench.load.statistics import Limits, percentile, summary, throughput
+from ssd_serve.bench.load.statistics import Limits, summary, throughput
 from ssd_serve.bench.load.trace import Arrival, RequestMaker, fit, read_trace
 from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.prompts import held_out_prompts
+from ssd_serve.bench.statistics import percentile
 from ssd_serve.bench.workload import ballast_pair
 from ssd_serve.devices import Device, this_machine
 from ssd_serve.errors import SsdError, UserError

@@ -1,19 +1,15 @@
-"""Figures of the load benchmark: percentiles, intervals of ratios, and what a set of answers adds up to.
+"""Figures of the load benchmark: what a set of answers adds up to.
 
-Knows numbers and answers, not servers.
+Knows answers, not servers.
 """
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ssd_serve.bench.load.client import Answer
+from ssd_serve.bench.statistics import percentile
 
 _PERCENTILES = (50, 90, 99)
-_LEVEL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +21,6 @@ class Limits:
 
     ttft_ms: float
     tpot_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Ratios of pairs: their median, their geometric mean, and the 95 % interval of the latter."""
-
-    median: float
-    mean: float
-    low: float
-    high: float
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, interpolated linearly. `values` is not empty."""
-    return float(np.percentile(values, percent))
-
-
-def ratio_interval(ratios: Sequence[float]) -> Interval | None:
-    """Student's t interval of the mean of the log ratios, as ratios. None for fewer than two pairs.
-
-    It assumes that pairs are independent and log ratios about normal.
-    """
-    from scipy.stats import t  # of the extra: percentiles and sums do without
-
-    if len(ratios) < 2:
-        return None
-    logs = np.log(ratios)
-    mean, count = float(logs.mean()), len(logs)
-    half = float(t.ppf((1 + _LEVEL) / 2, count - 1) * logs.std(ddof=1) / math.sqrt(count))
-    return Interval(statistics.median(ratios), math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def is_good(answer: Answer, limits: Limits) -> bool:

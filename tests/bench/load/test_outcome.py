@@ -77,22 +77,17 @@ def test_modes_are_judged_among_those_with_the_same_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "factors", "holds"),
+    ("factors", "expected"),
     [
-        ("ssd", [1.0, 1.0, 1.0], True),
-        ("ssd", [0.97, 0.97, 0.97], False),
-        ("ar", [0.97, 0.97, 0.97], True),
-        ("ar", [0.969, 0.969, 0.969], False),
-        ("sd", [0.97, 0.97, 0.97], False),
-        ("ssd", [0.94, 0.96, 0.99], True),
-        ("ssd", [0.5, 0.94, 2.0], False),
+        ([1.1, 1.1, 1.1], "better"),
+        ([0.97, 0.97, 0.97], "as good"),
+        ([0.96, 0.96, 0.96], "worse"),
+        ([0.94, 0.96, 1.2], "not shown"),
     ],
 )
-def test_what_holds(other: str, factors: list[float], holds: bool) -> None:
-    """The interval must reach 0.98 (0.97 against ar), and a wide one does not excuse a median below 0.95."""
-    bursts = speeds(auto=[100 * factor for factor in factors], **{other: [100.0] * 3})
-    (row,) = ratios(bursts, "real")
-    assert row["holds"] is holds
+def test_auto_is_judged_by_its_interval(factors: list[float], expected: str) -> None:
+    (row,) = ratios(speeds(auto=[100 * factor for factor in factors], ssd=[100.0] * 3), "real")
+    assert row["verdict"] == expected
 
 
 def test_a_burst_with_a_failed_request_is_in_no_ratio() -> None:
@@ -106,7 +101,7 @@ def test_a_burst_with_a_failed_request_is_in_no_ratio() -> None:
 
 def test_one_pair_judges_nothing() -> None:
     (row,) = ratios(speeds(auto=[10.0], ar=[10.0]), "real")
-    assert (row["interval"], row["holds"], row["median"]) == (None, None, 1.0)
+    assert (row["interval"], row["verdict"], row["median"]) == (None, None, 1.0)
 
 
 def test_without_auto_there_are_no_ratios() -> None:
