@@ -1,5 +1,5 @@
-"""The command line of the benchmarks: `ssd bench modes | load | peers | kernels | conformance | lossless |
-quality | check | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | serve | peers | kernels | conformance |
+lossless | quality | check | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -13,6 +13,7 @@ from ssd_serve.bench.devices import add_device_flags, chosen_devices
 from ssd_serve.bench.document import read_json, replace_block, say, show
 from ssd_serve.bench.kernels.commands import add_kernels
 from ssd_serve.bench.load.commands import add_load
+from ssd_serve.bench.load.serve_commands import add_serve
 from ssd_serve.bench.lossless.commands import add_lossless
 from ssd_serve.bench.peers.commands import add_peers
 from ssd_serve.bench.quality.commands import add_quality
@@ -30,6 +31,7 @@ def add_commands(bench: argparse.ArgumentParser) -> None:
     commands = bench.add_subparsers(required=True, metavar="BENCH")
     _add_modes(commands)
     add_load(commands)
+    add_serve(commands)
     add_peers(commands)
     add_kernels(commands)
     add_lossless(commands)

@@ -1,4 +1,4 @@
-"""The completions API as a measuring client uses it: what it asks for, and what it reads of a stream.
+"""The OpenAI API as a measuring client uses it: what it asks for, and what it reads of a stream.
 
 Every engine with an OpenAI endpoint is understood. Knows neither connections nor what is measured.
 """
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-DATA, DONE, END = b"data: ", b"[DONE]", b"\n\n"
+DATA, DONE = b"data: ", b"[DONE]"
+_LINE, _FIELD = b"\n", b"data:"
 
 
 class Speculation(msgspec.Struct, frozen=True):
@@ -21,17 +22,35 @@ class Speculation(msgspec.Struct, frozen=True):
     cache_misses: int | None = None
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a chat message; servers have two names for thoughts."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
 class Choice(msgspec.Struct, frozen=True):
     """New text, and its ids where the server tells them."""
 
-    text: str = ""
+    text: str | None = ""
     token_ids: list[int] | None = None
+    delta: Delta | None = None
+
+    @property
+    def says(self) -> bool:
+        """Whether it brings anything of the answer."""
+        delta = self.delta or Delta()
+        return bool(
+            self.text or self.token_ids or delta.content or delta.reasoning_content or delta.reasoning
+        )
 
 
 class Usage(msgspec.Struct, frozen=True):
     """Counts of the whole answer."""
 
     completion_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -88,10 +107,13 @@ class Events:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """The chunks that end in these bytes."""
-        *events, self._rest = (self._rest + data).split(END)
-        for event in events:
-            if event == DATA + DONE:
+        """The chunks whose line ends in these bytes."""
+        *lines, self._rest = (self._rest + data).split(_LINE)
+        for line in lines:
+            if not line.startswith(_FIELD):
+                continue
+            told = line.removeprefix(_FIELD).strip()
+            if told == DONE:
                 self.done = True
-            elif event.startswith(DATA):
-                yield msgspec.json.decode(event.removeprefix(DATA), type=Chunk)
+            else:
+                yield msgspec.json.decode(told, type=Chunk)

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from ssd_serve.bench.document import say, show, write
 from ssd_serve.bench.extra import need
+from ssd_serve.bench.numbers import count, count_or_zero, positive, positive_or_zero
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.errors import UserError
 from ssd_serve.settings import KEY_SETTINGS, Mode
@@ -34,7 +35,7 @@ def add_load(commands: Commands) -> None:
         default="both",
         help="the same device for every target, or all devices for targets without a drafter",
     )
-    parser.add_argument("--temperature", type=_positive_or_zero, default=1.0)
+    parser.add_argument("--temperature", type=positive_or_zero, default=1.0)
     _add_closed_loop(parser)
     _add_trace(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
@@ -46,21 +47,21 @@ def add_load(commands: Commands) -> None:
 def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("closed loop")
     group.add_argument(
-        "--concurrency", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests at once"
+        "--concurrency", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests at once"
     )
-    group.add_argument("--pairs", type=_count, default=12, help="bursts of each mode and concurrency")
-    group.add_argument("--launches", type=_count, default=2, help="how often the servers are started anew")
+    group.add_argument("--pairs", type=count, default=12, help="bursts of each mode and concurrency")
+    group.add_argument("--launches", type=count, default=2, help="how often the servers are started anew")
     group.add_argument(
-        "--learning", type=_bursts, default=3, help="bursts more to warm up the modes that learn"
+        "--learning", type=count_or_zero, default=3, help="bursts more to warm up the modes that learn"
     )
-    group.add_argument("--waves", type=_count, default=2, help="requests of a burst, times concurrency")
-    group.add_argument("--tokens", type=_count, default=32, help="new tokens of each request")
-    group.add_argument("--prompt-tokens", type=_count, default=32, help="longest prompt")
+    group.add_argument("--waves", type=count, default=2, help="requests of a burst, times concurrency")
+    group.add_argument("--tokens", type=count, default=32, help="new tokens of each request")
+    group.add_argument("--prompt-tokens", type=count, default=32, help="longest prompt")
     group.add_argument(
-        "--ttft-limit-ms", type=_positive, default=450.0, help="a good answer's time to the first token"
+        "--ttft-limit-ms", type=positive, default=450.0, help="a good answer's time to the first token"
     )
     group.add_argument(
-        "--tpot-limit-ms", type=_positive, default=40.0, help="a good answer's time per token after it"
+        "--tpot-limit-ms", type=positive, default=40.0, help="a good answer's time per token after it"
     )
     group.add_argument("--no-closed-loop", action="store_true", help="only replay the trace")
     group.add_argument("--no-resume", action="store_true", help="leave out the check after a burst")
@@ -74,9 +75,9 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.csv",
         help="arrivals: columns TIMESTAMP, ContextTokens, GeneratedTokens",
     )
-    group.add_argument("--time-scale", type=_positive, default=1.0, help="multiplies the times of arrival")
+    group.add_argument("--time-scale", type=positive, default=1.0, help="multiplies the times of arrival")
     group.add_argument(
-        "--trace-seconds", type=_positive, default=120.0, help="arrivals after that are left out"
+        "--trace-seconds", type=positive, default=120.0, help="arrivals after that are left out"
     )
 
 
@@ -118,25 +119,3 @@ def _run_load(args: argparse.Namespace) -> int:
 def leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:
     """SIGTERM: leave through every `finally`, so that the servers go too."""
     raise SystemExit(128 + signal.SIGTERM)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _bursts(text: str) -> int:
-    return 0 if int(text) == 0 else _count(text)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be greater than 0")
-    return value
-
-
-def _positive_or_zero(text: str) -> float:
-    return 0.0 if float(text) == 0 else _positive(text)

@@ -14,14 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ssd_serve.bench.emulated import emulated_table
-from ssd_serve.bench.load.client import Answer, LoadClient, Wanted
+from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted
 from ssd_serve.bench.load.groups import AUTO
 from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
+from ssd_serve.bench.load.requests import Mix, RequestMaker
 from ssd_serve.bench.load.resume import ResumePlan, check_resume
 from ssd_serve.bench.load.servers import Server, on_cores, served
 from ssd_serve.bench.load.setups import Devices, setups
 from ssd_serve.bench.load.statistics import Limits, summary, throughput
-from ssd_serve.bench.load.trace import Arrival, RequestMaker, fit, read_trace
+from ssd_serve.bench.load.trace import Arrival, fit, read_trace
 from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.bench.statistics import percentile
@@ -206,7 +207,9 @@ class Session:
         return max(_FEWEST, self._plan.waves * concurrency)
 
     def _requests(self, name: str, count: int) -> list[Wanted]:
-        return self._maker.burst(name, count, self._plan.prompt_tokens, self._plan.tokens)
+        return self._maker.burst(
+            name, count, Mix(self._plan.prompt_tokens, self._plan.prompt_tokens, self._plan.tokens)
+        )
 
     def _tell(self, launch: int, concurrency: int) -> None:
         speeds: dict[str, list[float]] = {}
@@ -260,7 +263,7 @@ class Session:
 
 
 def _connector(temperature: float, api_key: str | None) -> Callable[[Server], LoadClient]:
-    return lambda server: LoadClient(server.url, temperature, api_key)
+    return lambda server: LoadClient(Endpoint(server.url, temperature, api_key))
 
 
 def _turn(names: Sequence[str], index: int) -> list[str]:

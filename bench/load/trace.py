@@ -1,18 +1,15 @@
-"""Requests of the load benchmark: an arrival trace from a file, and prompts of any length.
+"""Arrivals of the load benchmark from a file.
 
 A trace is a CSV file with the columns TIMESTAMP (ISO 8601, or seconds), ContextTokens and GeneratedTokens:
 the format of the Azure LLM inference traces. Knows lengths and times, not servers.
 """
 
 import csv
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ssd_serve.bench.load.client import Wanted
-from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import UserError
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -111,49 +108,3 @@ def fit(trace: Sequence[Arrival], *, time_scale: float, seconds: float, context:
 def _lost(lengths: Sequence[tuple[int, int]]) -> float:
     lost = sum(max(0, was - now) for was, now in lengths)
     return round(lost / max(1, sum(was for was, _ in lengths)), 4)
-
-
-class RequestMaker:
-    """Makes requests from held-out prompts: the same ones for every mode, and no two alike."""
-
-    def __init__(self, pool: Sequence[Prompt]) -> None:
-        self._pool = pool
-
-    def burst(self, name: str, count: int, prompt_tokens: int, tokens: int) -> list[Wanted]:
-        """Requests of one burst: the last `prompt_tokens` tokens of held-out prefixes.
-
-        Where in the pool a burst begins follows from its name, and so do the seeds.
-        """
-        start = _number(name)
-        return [
-            Wanted(
-                self._pool[(start + index) % len(self._pool)].tokens[-prompt_tokens:],
-                tokens,
-                _number(f"{name}:{index}"),
-            )
-            for index in range(count)
-        ]
-
-    def replay(self, arrivals: Sequence[Arrival]) -> list[Wanted]:
-        """Requests of a trace: held-out prefixes one after another, cut at the wanted length."""
-        return [
-            Wanted(
-                self._text(_number(f"trace:{index}"), arrival.context_tokens),
-                arrival.generated_tokens,
-                _number(f"trace-seed:{index}"),
-                arrival.at_s,
-            )
-            for index, arrival in enumerate(arrivals)
-        ]
-
-    def _text(self, start: int, length: int) -> tuple[int, ...]:
-        tokens: list[int] = []
-        while len(tokens) < length:
-            tokens.extend(self._pool[start % len(self._pool)].tokens)
-            start += 1
-        return tuple(tokens[:length])
-
-
-def _number(name: str) -> int:
-    """32 bits that follow from the name."""
-    return int.from_bytes(hashlib.sha256(f"load:{name}".encode()).digest()[:4], "big")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from ssd_serve.bench.completions import Speculation
-from ssd_serve.bench.load.client import Answer, LoadClient, Recording, Wanted, read
+from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Recording, Wanted, read
 from tests.bench.load.fakes import FakeApi, event, figures
 
 
@@ -17,7 +17,7 @@ def wanted(count: int, tokens: int = 9, gap_s: float = 0.0) -> list[Wanted]:
 
 def closed_loop(api: FakeApi, requests: Sequence[Wanted], concurrency: int) -> list[Answer]:
     async def run() -> list[Answer]:
-        async with LoadClient("http://load", 0.5, api_key="key", transport=api.transport) as client:
+        async with LoadClient(Endpoint("http://load", 0.5, "key"), api.transport) as client:
             return await client.closed_loop(requests, concurrency)
 
     return asyncio.run(run())
@@ -35,6 +35,7 @@ def test_a_request_asks_for_exactly_its_tokens() -> None:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "stream_options": {"include_usage": True},
         }
     ]
     assert api.headers[0]["authorization"] == "Bearer key"
@@ -62,7 +63,7 @@ def test_the_open_loop_sends_in_time_whatever_is_running() -> None:
     api = FakeApi(pause_s=0.02)
 
     async def run() -> list[Answer]:
-        async with LoadClient("http://load", 1.0, transport=api.transport) as client:
+        async with LoadClient(Endpoint("http://load", 1.0), api.transport) as client:
             return await client.open_loop(wanted(5, gap_s=0.01))
 
     answers = asyncio.run(run())
@@ -94,7 +95,7 @@ def test_a_stream_that_is_cut_is_not_whole() -> None:
     assert answer.tokens == 4
 
 
-@pytest.mark.parametrize("cut", [1, 7, 40])
+@pytest.mark.parametrize("cut", [1, 7, 39])
 def test_chunks_count_when_their_end_arrives(cut: int) -> None:
     first = event({"choices": [{"token_ids": [1]}]})
     rest = (
@@ -119,7 +120,7 @@ def test_cancelling_keeps_what_has_come() -> None:
     recording = Recording(Wanted((1,), 1000, 0))
 
     async def run() -> None:
-        async with LoadClient("http://load", 1.0, transport=api.transport) as client:
+        async with LoadClient(Endpoint("http://load", 1.0), api.transport) as client:
             task = asyncio.create_task(client.record(recording))
             while not any(b"token_ids" in data for _, data in recording.reads[3:]):
                 await asyncio.sleep(0.001)

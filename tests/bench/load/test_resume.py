@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ssd_serve.bench.load.client import LoadClient, Wanted
+from ssd_serve.bench.load.client import Endpoint, LoadClient, Wanted
 from ssd_serve.bench.load.resume import ResumePlan, Steps, check_resume, steps_after
 from tests.bench.load.fakes import FakeApi
 
@@ -37,7 +37,7 @@ def check(api: FakeApi, survivor_tokens: int) -> dict[str, object]:
     )
 
     async def run() -> dict[str, object]:
-        async with LoadClient("http://load", 1.0, transport=api.transport) as client:
+        async with LoadClient(Endpoint("http://load", 1.0), api.transport) as client:
             return await check_resume(client, plan)
 
     return asyncio.run(run())

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.load.client import LoadClient
+from ssd_serve.bench.load.client import Endpoint, LoadClient
+from ssd_serve.bench.load.requests import RequestMaker
 from ssd_serve.bench.load.servers import Server
 from ssd_serve.bench.load.session import Found, Plan, Session, run_load
 from ssd_serve.bench.load.statistics import Limits
-from ssd_serve.bench.load.trace import Arrival, RequestMaker
+from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.settings import Settings
@@ -54,7 +55,7 @@ class Measured:
         )
 
     def _connect(self, server: Server) -> LoadClient:
-        return LoadClient("http://load", PLAN.temperature, transport=self.apis[server.name].transport)
+        return LoadClient(Endpoint("http://load", PLAN.temperature), self.apis[server.name].transport)
 
     def run(self, *launches: int) -> "Measured":
         for launch in launches:

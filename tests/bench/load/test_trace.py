@@ -1,15 +1,13 @@
-"""Traces are read, scaled and clipped as told; prompts have their length and are the same for every mode."""
+"""Traces are read, scaled and clipped as told."""
 
 from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.load.trace import Arrival, RequestMaker, fit, read_trace
-from ssd_serve.bench.prompts import Prompt
+from ssd_serve.bench.load.trace import Arrival, fit, read_trace
 from ssd_serve.errors import UserError
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-POOL = [Prompt(f"file {index}", tuple(range(100 * index, 100 * index + 90)), index) for index in range(8)]
 
 
 def trace(folder: Path, text: str) -> Path:
@@ -88,23 +86,3 @@ def test_lengths_are_clipped_to_the_context_and_the_loss_is_told() -> None:
 def test_every_request_has_a_prompt_and_an_output() -> None:
     replay = fit([Arrival(0.0, 0, 0)], time_scale=1.0, seconds=1.0, context=100)
     assert replay.arrivals == (Arrival(0.0, 1, 1),)
-
-
-def test_a_burst_is_the_same_each_time_and_another_one_differs() -> None:
-    maker = RequestMaker(POOL)
-    burst = maker.burst("4:0", 6, prompt_tokens=20, tokens=12)
-    assert maker.burst("4:0", 6, prompt_tokens=20, tokens=12) == burst
-    other = maker.burst("4:1", 6, prompt_tokens=20, tokens=12)
-    assert len({one.seed for one in [*burst, *other]}) == 12
-    assert len({one.prompt for one in burst}) == 6
-    assert all(one.prompt == POOL[one.prompt[0] // 100].tokens[-20:] for one in burst)
-    assert {one.tokens for one in burst} == {12}
-
-
-def test_prompts_of_a_replay_have_the_length_of_the_trace() -> None:
-    arrivals = [Arrival(0.0, 5, 1), Arrival(0.5, 90, 2), Arrival(1.0, 1000, 3)]
-    wanted = RequestMaker(POOL).replay(arrivals)
-    assert [len(one.prompt) for one in wanted] == [5, 90, 1000]
-    assert [one.tokens for one in wanted] == [1, 2, 3]
-    assert [one.at_s for one in wanted] == [0.0, 0.5, 1.0]
-    assert len({one.seed for one in wanted}) == 3

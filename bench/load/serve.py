@@ -1,0 +1,154 @@
+"""`ssd bench serve`: loads any OpenAI endpoint, and tells what `vllm bench serve` would tell.
+
+Knows what is sent when; the client and the figures are those of `ssd bench load`.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import httpx
+
+from ssd_serve.bench.load.arrivals import arrival_times
+from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted, open_client
+from ssd_serve.bench.load.keys import detailed, serve_keys
+from ssd_serve.bench.machine import measured_on
+from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.tables import text_table
+from ssd_serve.errors import SsdError, UserError
+
+_PAGE = "vllm:spec_decode_num_{}_total"
+_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
+_LATENCIES = {
+    "ttft": "time to the first token",
+    "tpot": "time per token after it",
+    "itl": "between two chunks",
+    "e2el": "whole request",
+    "client_queue_time": "waited in the client",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is sent: `wanted` at `rate` a second (infinite: all at once), at most `concurrency` at a time.
+
+    `limits` of goodput are milliseconds by name.
+    """
+
+    endpoint: Endpoint
+    wanted: Sequence[Wanted]
+    rate: float = math.inf
+    burstiness: float = 1.0
+    concurrency: int | None = None
+    seed: int = 0
+    warm_ups: int = 1
+    percents: Sequence[float] = (99.0,)
+    limits: Mapping[str, float] | None = None
+    detailed: bool = False
+
+
+def as_requests(texts: Sequence[str], count: int, tokens: int, seed: int) -> list[Wanted]:
+    """As many as are wanted, the texts one after another and from the first on again."""
+    return [Wanted(texts[index % len(texts)], tokens, seed + index) for index in range(count)]
+
+
+def run_serve(plan: Plan) -> dict[str, object]:
+    """The result file. Raises `UserError` for an endpoint that cannot be reached, `SsdError` where it fails
+    every request."""
+    return asyncio.run(_run(plan))
+
+
+async def _run(plan: Plan) -> dict[str, object]:
+    endpoint = plan.endpoint
+    async with open_client(endpoint.url, endpoint.api_key) as http:
+        if endpoint.model is None:
+            endpoint = replace(endpoint, model=await _first_model(http))
+        times = arrival_times(len(plan.wanted), plan.rate, plan.burstiness, plan.seed)
+        wanted = [replace(each, at_s=at) for each, at in zip(plan.wanted, times, strict=True)]
+        async with LoadClient(endpoint) as client:
+            _check(await client.closed_loop(wanted[: plan.warm_ups], 1))
+            before = await _speculation(http)
+            answers = await client.open_loop(wanted, plan.concurrency)
+            after = await _speculation(http)
+    _check(answers)
+    return {
+        "benchmark": "serve",
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": "openai-chat" if endpoint.chat else "openai",
+        "model_id": endpoint.model,
+        "num_prompts": len(wanted),
+        "request_rate": "inf" if math.isinf(plan.rate) else plan.rate,
+        "burstiness": plan.burstiness,
+        "max_concurrency": plan.concurrency,
+        "seed": plan.seed,
+        "ignore_eos": endpoint.exact,
+        **serve_keys(answers, plan.percents, plan.limits or {}),
+        **_speculation_keys(before, after),
+        **(
+            detailed(answers)
+            if plan.detailed
+            else {"errors": sorted({one.error for one in answers if one.error})}
+        ),
+        **measured_on(),
+    }
+
+
+def serve_table(result: Mapping[str, object]) -> str:
+    """The figures for a terminal."""
+    percents = [name.removesuffix("_ttft_ms") for name in result if name.endswith("_ttft_ms")]
+    rows = [
+        (told, *(f"{result[f'{which}_{name}_ms']:.2f}" for which in percents))
+        for name, told in _LATENCIES.items()
+    ]
+    head = (
+        f"{result['completed']} requests in {result['duration']:.2f} s, {result['failed']} failed, "
+        f"{result['max_concurrent_requests']} at once: {result['request_throughput']:.2f} requests/s, "
+        f"{result['output_throughput']:.2f} tokens/s"
+    )
+    good = result["request_goodput"]
+    head += "" if good is None else f", {good:.2f} good requests/s"
+    return f"{head}\n{text_table(('ms', *percents), rows)}"
+
+
+async def _first_model(http: httpx.AsyncClient) -> str:
+    try:
+        answer = await http.get("/v1/models")
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{http.base_url}/v1/models names no model ({error!r}): is a server there? Else give --model"
+        ) from error
+
+
+async def _speculation(http: httpx.AsyncClient) -> dict[str, float]:
+    """Counters of the metrics page, by their names in vLLM; empty where there is no such page."""
+    try:
+        page = await http.get("/metrics")
+        if not page.is_success or _PAGE.format(_COUNTERS[0]) not in page.text:
+            return {}
+        return {name: metric(page.text, _PAGE.format(name)) for name in _COUNTERS}
+    except (httpx.HTTPError, ValueError):
+        return {}
+
+
+def _speculation_keys(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, object]:
+    if not before or not after:
+        return {}
+    drafts, drafted, accepted = (int(after[name] - before[name]) for name in _COUNTERS)
+    if not drafts or not drafted:
+        return {}
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / drafted,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": accepted,
+    }
+
+
+def _check(answers: Sequence[Answer]) -> None:
+    """Single failures are counted; an endpoint that answers nothing ends the benchmark."""
+    if answers and all(answer.error for answer in answers):
+        raise SsdError(f"the endpoint failed every request: {answers[0].error}")

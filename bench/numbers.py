@@ -1,0 +1,29 @@
+"""Numbers on the benchmarks' command lines: types for argparse that refuse what makes no sense."""
+
+import argparse
+
+
+def count(text: str) -> int:
+    """At least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def count_or_zero(text: str) -> int:
+    """0 or more."""
+    return 0 if int(text) == 0 else count(text)
+
+
+def positive(text: str) -> float:
+    """Greater than 0, and finite."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return value
+
+
+def positive_or_zero(text: str) -> float:
+    """0 or more, and finite."""
+    return 0.0 if float(text) == 0 else positive(text)

@@ -1,0 +1,101 @@
+"""An OpenAI endpoint whose delays are known: uvicorn in this process, and nothing of our own server."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import uvicorn
+
+from tests.servers import free_port
+
+Event: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Event]]
+Send: TypeAlias = Callable[[Event], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """Answers after `first_s`, then a chunk of `per_chunk` tokens each `gap_s`.
+
+    Without `usage` nothing tells how many tokens an answer has. `short` answers end after so many.
+    `refuse` are seeds that get a 500.
+    """
+
+    first_s: float = 0.06
+    gap_s: float = 0.02
+    per_chunk: int = 1
+    usage: bool = True
+    line_end: str = "\n"
+    short: int | None = None
+    refuse: frozenset[int] = frozenset()
+    bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    paths: list[str] = field(default_factory=list[str])
+    arrived_s: list[float] = field(default_factory=list[float])
+
+    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/v1/models":
+            await _answer(send, 200, json.dumps({"data": [{"id": "model-of-truth"}]}).encode())
+        elif scope["method"] != "POST":
+            await _answer(send, 404, b"{}")
+        else:
+            self.arrived_s.append(time.perf_counter())
+            body = json.loads((await receive())["body"])
+            self.bodies.append(body)
+            self.paths.append(scope["path"])
+            if body["seed"] in self.refuse:
+                await _answer(send, 500, b'{"error": {"message": "as ordered"}}')
+            else:
+                await self._stream(body, scope["path"].endswith("chat/completions"), send)
+
+    async def _stream(self, body: dict[str, Any], chat: bool, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self._events(body, chat):
+            data = f"data: {event}{self.line_end}{self.line_end}".encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _events(self, body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
+        wanted = body["max_completion_tokens" if chat else "max_tokens"]
+        tokens, sent = min(wanted, self.short or wanted), 0
+        begun = time.perf_counter()
+        if chat:
+            yield json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for number in range((tokens + self.per_chunk - 1) // self.per_chunk):
+            due = begun + self.first_s + number * self.gap_s
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            sent = min(tokens, sent + self.per_chunk)
+            yield json.dumps({"choices": [{"delta": {"content": "x"}} if chat else {"text": "x"}]})
+        if self.usage:
+            yield json.dumps({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": sent}})
+        yield "[DONE]"
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def listening(endpoint: Endpoint) -> Generator[tuple[Endpoint, str]]:
+    """The endpoint at an address of its own."""
+    port = free_port()
+    config = uvicorn.Config(endpoint, host="127.0.0.1", port=port, log_config=None, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield endpoint, f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
