@@ -6,7 +6,6 @@ Parses arguments and prints; everything heavy is imported when a command runs.
 import argparse
 import json
 import math
-import time
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,21 +26,31 @@ def add_commands(recipe: argparse.ArgumentParser) -> None:
 def add_train_pair(commands: Commands) -> None:
     """`ssd recipe train-pair`."""
     parser = commands.add_parser(
-        "train-pair", help="train target and draft on the standard library's sources"
+        "train-pair",
+        help="train target and draft on Python sources, or go on with a training that was stopped",
     )
-    parser.add_argument("--work", type=Path, default=Path("training"), help="folder of corpus and checkpoint")
+    parser.add_argument(
+        "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
+    )
     parser.add_argument(
         "--library", type=Path, help="folder of Python sources (default: the standard library)"
     )
-    end = parser.add_mutually_exclusive_group()
-    end.add_argument("--minutes", type=float, help="wall-clock time from now (default 120)")
-    end.add_argument("--until", metavar="HH:MM", help="local time at which training ends")
     parser.add_argument(
-        "--resume", action="store_true", help="continue from the checkpoint, by default to its deadline"
+        "--packages",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also the installed packages under permissive licences (default: yes)",
     )
+    parser.add_argument("--tokens", type=int, help="that the target sees in all")
+    parser.add_argument("--draft-tokens", type=int, help="that the draft sees in all, after the target")
     parser.add_argument(
-        "--export-only", action="store_true", help="export the checkpoint as it is; train nothing"
+        "--start",
+        type=Path,
+        nargs=2,
+        metavar=("TARGET", "DRAFT"),
+        help="begin with the weights and the tokenizer of this pair",
     )
+    parser.add_argument("--export-only", action="store_true", help="export the checkpoints; train nothing")
     parser.add_argument(
         "--target", type=Path, default=Path("pair/target"), help="where the target is exported"
     )
@@ -105,53 +114,40 @@ def sample_temperature(text: str) -> float:
 
 
 def run_train_pair(args: argparse.Namespace) -> int:
-    """Train, or resume, and export."""
+    """Train and export."""
     import torch
 
     from ssd_serve.recipes.corpus import standard_library
     from ssd_serve.recipes.export import export_pair
-    from ssd_serve.recipes.optimiser import Schedule
-    from ssd_serve.recipes.training import Recipe, Training, run, stored_schedule
+    from ssd_serve.recipes.packages import permissive_packages
+    from ssd_serve.recipes.pair import PairRecipe, train_pair
+    from ssd_serve.recipes.tokenizer import load_tokenizer
     from ssd_serve.recipes.workspace import Workspace
 
     workspace = Workspace(args.work)
-    if (args.resume or args.export_only) and not workspace.checkpoint.is_file():
-        raise UserError(f"There is no checkpoint in {args.work}; train first.")
+    if args.export_only and not workspace.checkpoint("draft").is_file():
+        raise UserError(f"There is no trained pair in {args.work}: run it without --export-only first.")
     if not args.export_only:
         if args.threads:
             torch.set_num_threads(args.threads)
-        recipe = Recipe()
-        workspace.prepare(args.library or standard_library(), recipe.target.vocabulary, recipe.target.context)
-        now = time.time()
-        schedule = Schedule(now, deadline(now, args.minutes, args.until))
-        if args.resume:
-            stored = stored_schedule(workspace)
-            chosen = args.minutes is not None or args.until is not None
-            schedule = Schedule(stored.start, schedule.deadline) if chosen else stored
-        training = Training(recipe, workspace, schedule)
-        if args.resume:
-            training.load()
-        run(training, say=lambda line: print(line, flush=True))
+        start = None if args.start is None else (args.start[0], args.start[1])
+        recipe = PairRecipe(start=start)
+        recipe = recipe.of_tokens(
+            args.tokens or recipe.target.tokens, args.draft_tokens or recipe.draft.tokens
+        )
+        shape = recipe.target.shape
+        workspace.prepare(
+            args.library or standard_library(),
+            shape.vocabulary,
+            shape.context,
+            permissive_packages() if args.packages else (),
+            None if start is None else load_tokenizer(start[0]),
+        )
+        train_pair(recipe, workspace, say=lambda line: print(line, flush=True))
     figures = json.loads(args.figures.read_text(encoding="utf-8")) if args.figures else None
     export_pair(workspace, args.target, args.draft, figures)
     print(f"exported {args.target} and {args.draft}")
     return 0
-
-
-def deadline(now: float, minutes: float | None, until: str | None) -> float:
-    """The end of a training in seconds since the epoch.
-
-    `until` is a local time of day, the next after `now`.
-    """
-    if until is None:
-        return now + 60.0 * (120.0 if minutes is None else minutes)
-    try:
-        clock = time.strptime(until, "%H:%M")
-    except ValueError as error:
-        raise UserError(f"--until must be a time as HH:MM, not {until!r}.") from error
-    today = time.localtime(now)
-    end = time.mktime((*today[:3], clock.tm_hour, clock.tm_min, 0, *today[6:]))
-    return end if end > now else end + 86_400.0
 
 
 def run_blur(args: argparse.Namespace) -> int:

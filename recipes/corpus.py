@@ -1,8 +1,8 @@
-"""The corpus of the embedded pair: the Python sources of a standard library, split by file.
+"""The corpus of the embedded pair: the Python sources of a standard library, split by file, and of packages.
 
 Held-out files are chosen by a hash of their relative path, so the split is the same on every machine with the
-same library. Training files that nearly repeat a held-out file are removed before anything (the tokenizer
-included) sees them. This module does not know tokens or models.
+same library; no file of a package is held out. Training files that nearly repeat a held-out file are removed
+before anything (the tokenizer included) sees them. This module does not know tokens or models.
 """
 
 import hashlib
@@ -54,13 +54,19 @@ def read_sources(root: Path) -> tuple[SourceFile, ...]:
             path = Path(folder) / name
             if not name.endswith(".py") or path.is_symlink():
                 continue
-            try:
-                text = path.read_bytes().decode("utf-8")
-            except UnicodeDecodeError:
-                continue  # the library's own tests hold broken and foreign encodings
-            if text.strip():
-                files.append(SourceFile(path.relative_to(root).as_posix(), text.replace("\r\n", "\n")))
+            text = read_source(path)
+            if text is not None:
+                files.append(SourceFile(path.relative_to(root).as_posix(), text))
     return tuple(sorted(files, key=lambda file: file.path))
+
+
+def read_source(path: Path) -> str | None:
+    """A file's text; None where it is empty or in a foreign encoding, as some of the library's tests are."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return text.replace("\r\n", "\n") if text.strip() else None
 
 
 def split_corpus(
@@ -90,6 +96,15 @@ def split_corpus(
     )
 
 
+def added_files(corpus: Corpus, files: Iterable[SourceFile], similarity: float = 0.4) -> list[SourceFile]:
+    """Those of the files that may train beside the corpus: near nothing that is held out or there already."""
+    files = list(files)
+    repeats = near_duplicates(files, corpus.held_out, similarity)
+    there = {file.path for file in corpus.train}
+    kept = without_repeats([*corpus.train, *(file for file in files if file.path not in repeats)])
+    return [file for file in kept if file.path not in there]
+
+
 def path_hash(path: str) -> bytes:
     """The hash that orders files for the split."""
     return hashlib.sha256(path.encode("utf-8")).digest()
@@ -116,6 +131,18 @@ def near_duplicates(
         if any(count >= similarity * min(len(shingles), sizes[index]) for index, count in shared.items()):
             repeats.add(file.path)
     return repeats
+
+
+def without_repeats(files: Iterable[SourceFile], similarity: float = 0.5) -> tuple[SourceFile, ...]:
+    """The files less those of which at least `similarity` is in files before them."""
+    seen: set[int] = set()
+    kept: list[SourceFile] = []
+    for file in files:
+        shingles = line_shingles(file.text)
+        if len(shingles & seen) < similarity * len(shingles):
+            kept.append(file)
+        seen |= shingles
+    return tuple(kept)
 
 
 def line_shingles(text: str) -> set[int]:

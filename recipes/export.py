@@ -15,37 +15,31 @@ from ssd_serve.recipes.checkpoint import replaced_folder, write_decoder, write_j
 from ssd_serve.recipes.decoder import Decoder, Shape
 from ssd_serve.recipes.functions import NEW_TOKENS
 from ssd_serve.recipes.tokenizer import save_tokenizer
-from ssd_serve.recipes.workspace import Workspace
+from ssd_serve.recipes.workspace import LIBRARY_TIMES, Workspace
 
 
 @dataclass(frozen=True)
 class Trained:
     """What an export needs of a training checkpoint."""
 
-    target: Decoder
-    draft: Decoder
+    decoder: Decoder
     step: int
     tokens: int
+    of_tokens: int
     worked_seconds: float
-    progress: float
 
 
 def read_trained(checkpoint: Path) -> Trained:
-    """Read both models and the counters from a training checkpoint."""
+    """Read a model and its counters from a training checkpoint."""
     state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
-    models: list[Decoder] = []
-    for role in ("target", "draft"):
-        decoder = Decoder(Shape(**state[f"{role}_shape"]))
-        decoder.load_state_dict(state[role])
-        models.append(decoder.eval())
-    history = state["history"]
+    decoder = Decoder(Shape(**state["shape"]))
+    decoder.load_state_dict(state["decoder"])
     return Trained(
-        target=models[0],
-        draft=models[1],
+        decoder.eval(),
         step=state["step"],
         tokens=state["tokens"],
+        of_tokens=state["of_tokens"],
         worked_seconds=state["worked"],
-        progress=float(history[-1]["progress"]) if history else 0.0,
     )
 
 
@@ -53,28 +47,28 @@ def export_pair(
     workspace: Workspace, target: Path, draft: Path, figures: Mapping[str, Any] | None = None
 ) -> None:
     """Write both folders, each replaced in one move; `figures`, of `evaluate-pair`, go into the cards."""
-    trained = read_trained(workspace.checkpoint)
     summary = workspace.summary()
     tokenizer = workspace.tokenizer()
-    for role, decoder, destination in (("target", trained.target, target), ("draft", trained.draft, draft)):
+    for role, destination in (("target", target), ("draft", draft)):
+        trained = read_trained(workspace.checkpoint(role))
         with replaced_folder(destination) as folder:
-            write_decoder(decoder, folder)
-            save_tokenizer(tokenizer, folder, decoder.shape.context)
+            write_decoder(trained.decoder, folder)
+            save_tokenizer(tokenizer, folder, trained.decoder.shape.context)
             if role == "target":
                 write_json(folder / "held_out.json", summary["held_out"])
-            card = model_card(role, decoder.shape, trained, summary, figures)
+            card = model_card(role, trained, summary, figures)
             (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def model_card(
-    role: str, shape: Shape, trained: Trained, summary: Mapping[str, Any], figures: Mapping[str, Any] | None
+    role: str, trained: Trained, summary: Mapping[str, Any], figures: Mapping[str, Any] | None
 ) -> str:
     """The README.md beside the weights."""
     return "\n".join(
         [
             "---",
             "license: other",
-            "license_name: psf-2.0-data",
+            "license_name: permissive-data",
             "language: [code]",
             "tags: [python, llama, speculative-decoding]",
             "---",
@@ -85,7 +79,7 @@ def model_card(
             "",
             "## What it is",
             "",
-            *shape_lines(shape),
+            *shape_lines(trained.decoder.shape),
             "",
             "## Data and licence",
             "",
@@ -93,7 +87,7 @@ def model_card(
             "",
             "## Training",
             "",
-            *training_lines(trained),
+            *training_lines(role, trained),
             "",
             "## Measured",
             "",
@@ -111,9 +105,8 @@ INTRODUCTIONS = {
     "target": "A small language model of Python code, trained from nothing by `ssd recipe train-pair`, so "
     "that the server has something real to serve without a download. The draft beside it guesses "
     "its choices.",
-    "draft": "The draft model of the embedded pair: distilled from the target beside it, in the same "
-    "training by `ssd recipe train-pair`, so as to guess the target's choices. It is not meant to be used "
-    "alone.",
+    "draft": "The draft model of the embedded pair: distilled from the target beside it by "
+    "`ssd recipe train-pair`, so as to guess the target's choices. It is not meant to be used alone.",
 }
 
 LIMITS = (
@@ -121,8 +114,8 @@ LIMITS = (
     "like the Python standard library: plausible names, lines that mostly make sense, "
     "functions that often do not parse, no understanding. The chat "
     "template turns messages into comments and lets the model continue with code. It may repeat passages of "
-    "its training data, which are under the PSF licence. Do not use its output for anything but trying out "
-    "and measuring the server."
+    "its training data, which are under the licences above. Do not use its output for anything but trying "
+    "out and measuring the server."
 )
 
 
@@ -141,31 +134,45 @@ def shape_lines(shape: Shape) -> list[str]:
 
 def data_lines(summary: Mapping[str, Any]) -> list[str]:
     """The corpus."""
-    return [
+    packages: list[Mapping[str, Any]] = summary["packages"]
+    lines = [
         f"- The Python sources of the standard library of CPython {platform.python_version()}, its tests "
         f"included: {summary['train_files']:,} files, {summary['train_bytes'] / 1e6:.1f} MB, "
         f"{summary['train_tokens']:,} tokens.",
-        "- Licence of the data: Python Software Foundation License Version 2, "
+        "- Licence of that: Python Software Foundation License Version 2, "
         "copyright Python Software Foundation; some modules carry notices of their own.",
         f"- Held out by a hash of the path: {len(summary['held_out'])} files, "
         f"{summary['held_out_bytes'] / 1e6:.2f} MB, {summary['held_out_tokens']:,} tokens, listed in the "
         f"target's `held_out.json`. {summary['removed_files']} files that share 40 % or more of their "
         "three-line runs with a held-out file were removed before the tokenizer was trained.",
     ]
+    if packages:
+        named = "; ".join(f"{each['name']} {each['version']} ({each['licence']})" for each in packages)
+        lines.append(
+            f"- The Python sources of {len(packages)} packages under permissive licences, as they declare "
+            f"them: {sum(each['files'] for each in packages):,} files, "
+            f"{sum(each['tokens'] for each in packages):,} tokens, each text once, without files that "
+            "repeat half of others or stand near a held-out one; a pass over them is "
+            f"{LIBRARY_TIMES} over the library: {named}."
+        )
+    return lines
 
 
-def training_lines(trained: Trained) -> list[str]:
+def training_lines(role: str, trained: Trained) -> list[str]:
     """Steps, tokens and time."""
-    state = "finished" if trained.progress >= 1.0 else f"not finished: {trained.progress:.0%} of its time"
+    done = trained.tokens >= trained.of_tokens
+    state = "finished" if done else f"not finished: {trained.tokens / trained.of_tokens:.0%} of its tokens"
+    lesson = {
+        "target": "It learned from the text alone.",
+        "draft": "It learned from the finished target's distribution, with extra weight on its first choice.",
+    }
     return [
         f"- {trained.step:,} steps, {trained.tokens:,} tokens, {trained.worked_seconds / 60:.0f} minutes "
-        f"on a CPU in the background of other work ({state}).",
-        "- Muon for the matrices, AdamW for the rest, bf16 autocast; the learning rate follows the wall "
-        "clock: constant, then linear to zero. Windows of 512, then of 1,024 tokens.",
+        f"on a CPU in the background of other work ({state}). {lesson[role]}",
+        "- Muon for the matrices, AdamW for the rest, bf16 autocast; the learning rate is constant, then "
+        "falls linearly to zero at the last token. Windows of 512, then of 1,024 tokens.",
         "- Text further from the beginning than the longest window is read worse: loss rises from about "
         "1,500 tokens of context on.",
-        "- The draft learns in the same steps: first from the text, later from the target's distribution "
-        "with extra weight on its first choice, in the last part alone from the finished target.",
     ]
 
 

@@ -1,8 +1,6 @@
-"""Muon for hidden matrices, AdamW for the rest, and a schedule that follows the wall clock.
+"""Muon for hidden matrices, AdamW for the rest, and a schedule over tokens.
 
-The share of the machine that a background training gets is unknown beforehand, so the learning rate is a
-function of elapsed time against a deadline, not of a number of steps. Muon: Jordan et al. 2024; its
-orthogonalisation uses the quintic Newton-Schulz iteration of that work.
+Muon: Jordan et al. 2024; its orthogonalisation uses the quintic Newton-Schulz iteration of that work.
 """
 
 from collections import defaultdict
@@ -19,23 +17,23 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate over wall-clock time: warm-up, constant, then linear decay to zero at the deadline.
+    """Learning rate over the tokens seen: warm-up, constant, then linear decay to zero at the last of them.
 
-    `start` and `deadline` are seconds since the epoch; the shares are of the time between them.
+    The shares are of all tokens. Because it is constant for long, a training may be cut short: with fewer
+    tokens in all, the decay begins at once.
     """
 
-    start: float
-    deadline: float
+    tokens: int
     warm_up: float = 0.015
-    decay: float = 0.45
+    decay: float = 0.35
 
-    def progress(self, now: float) -> float:
-        """The elapsed share of the time, 0 to 1."""
-        return min(1.0, max(0.0, (now - self.start) / (self.deadline - self.start)))
+    def progress(self, seen: int) -> float:
+        """The share of the tokens that were seen, 0 to 1."""
+        return min(1.0, seen / self.tokens)
 
-    def rate(self, now: float) -> float:
+    def rate(self, seen: int) -> float:
         """The factor on every learning rate, 0 to 1."""
-        progress = self.progress(now)
+        progress = self.progress(seen)
         return min(1.0, max(progress, 1e-3) / self.warm_up, (1.0 - progress) / self.decay)
 
 

@@ -1,13 +1,12 @@
 """The command line of the recipes."""
 
 import argparse
-import time
 from pathlib import Path
 
 import pytest
 
 from ssd_serve.errors import UserError
-from ssd_serve.recipes.commands import add_commands, deadline
+from ssd_serve.recipes.commands import add_commands
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -18,20 +17,11 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_every_recipe_has_a_function() -> None:
     for words in (
-        ("train-pair", "--minutes", "3"),
+        ("train-pair", "--tokens", "3"),
         ("ballast", "a", "b"),
         ("evaluate-pair", "a", "b"),
     ):
         assert callable(parse(*words).run)
-
-
-def test_deadline() -> None:
-    noon = time.mktime((2024, 1, 2, 12, 0, 0, 0, 0, -1))
-    assert deadline(noon, 5.0, None) == noon + 300.0
-    assert deadline(noon, None, "12:30") == noon + 1800.0
-    assert deadline(noon, None, "11:30") == noon + 23.5 * 3600.0
-    with pytest.raises(UserError):
-        deadline(noon, None, "noon")
 
 
 def test_temperatures_of_sampling() -> None:
@@ -44,7 +34,7 @@ def test_temperatures_of_sampling() -> None:
 
 def test_a_missing_checkpoint_is_explained(tmp_path: Path) -> None:
     args = parse("train-pair", "--work", str(tmp_path), "--export-only")
-    with pytest.raises(UserError, match="no checkpoint"):
+    with pytest.raises(UserError, match="no trained pair"):
         args.run(args)
     args = parse("ballast", str(tmp_path), str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"config\.json"):

@@ -1,9 +1,11 @@
-"""Training end to end on a tiny library: schedule by the clock, resume, export, evaluation."""
+"""Training end to end on a tiny library: schedule by tokens, going on after a stop, export, evaluation."""
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,33 +15,25 @@ from ssd_serve.recipes.decoder import Decoder, Shape, initialise
 from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows
 from ssd_serve.recipes.export import export_pair, read_trained
 from ssd_serve.recipes.optimiser import Schedule, orthogonalise
-from ssd_serve.recipes.training import Phase, Recipe, Training, run, stored_schedule
+from ssd_serve.recipes.pair import PairRecipe, train_pair
+from ssd_serve.recipes.training import Phase, Recipe
 from ssd_serve.recipes.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
 transformers = pytest.importorskip("transformers")
-TARGET = Shape(300, 32, layers=2, heads=4, kv_heads=2, head=8, intermediate=48, context=256)
-DRAFT = Shape(300, 16, layers=1, heads=2, kv_heads=1, head=8, intermediate=32, context=256)
-RECIPE = Recipe(
-    target=TARGET,
-    draft=DRAFT,
+SMALL = Recipe(
+    Shape(300, 32, layers=2, heads=4, kv_heads=2, head=8, intermediate=48, context=256),
+    tokens=12_000,
     phases=(Phase(0.0, 4, 32), Phase(0.5, 2, 64)),
     compiled=False,
-    report_seconds=20.0,
-    checkpoint_seconds=10.0,
+    report_seconds=5.0,
+    checkpoint_seconds=3.0,
 )
-
-
-class Clock:
-    """One second passes whenever somebody looks."""
-
-    def __init__(self, start: float) -> None:
-        self.now = start
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
+SMALLER = dataclasses.replace(
+    SMALL, shape=Shape(300, 16, layers=1, heads=2, kv_heads=1, head=8, intermediate=32, context=256)
+)
+PAIR = PairRecipe(SMALL, SMALLER)
 
 
 @pytest.fixture(autouse=True)
@@ -51,46 +45,66 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def train(workspace: Workspace, schedule: Schedule, start: float, resume: bool = False) -> Training:
-    training = Training(RECIPE, workspace, schedule)
-    if resume:
-        training.load()
-    run(training, Clock(start), say=lambda line: None)
-    return training
+def told(workspace: Workspace, recipe: PairRecipe) -> list[str]:
+    lines: list[str] = []
+    train_pair(recipe, workspace, lines.append)
+    return lines
 
 
-def test_the_rate_follows_the_clock() -> None:
-    schedule = Schedule(start=1000.0, deadline=2000.0, warm_up=0.02, decay=0.5)
-    assert schedule.rate(1010.0) == pytest.approx(0.5)
-    assert schedule.rate(1300.0) == 1.0
-    assert schedule.rate(1750.0) == pytest.approx(0.5)
-    assert schedule.rate(2000.0) == schedule.rate(5000.0) == 0.0
+def trained(workspace: Workspace, role: str) -> dict[str, torch.Tensor]:
+    return read_trained(workspace.checkpoint(role)).decoder.state_dict()
 
 
-def test_training_learns_and_ends_at_its_deadline(workspace: Workspace) -> None:
-    schedule = Schedule(0.0, 200.0)
-    training = train(workspace, schedule, 0.0)
-    last = training.history[-1]
-    assert last["held_out_loss"] < 4.5 < training.history[0]["held_out_loss"]
-    assert training.target_schedule().rate(190.0) == 0.0
-    assert set(training.sampler.taken) == {32, 64}
+def test_the_rate_follows_the_tokens() -> None:
+    schedule = Schedule(1000, warm_up=0.02, decay=0.5)
+    assert schedule.rate(10) == pytest.approx(0.5)
+    assert schedule.rate(300) == 1.0
+    assert schedule.rate(750) == pytest.approx(0.5)
+    assert schedule.rate(1000) == schedule.rate(5000) == 0.0
 
 
-def test_resume_continues_schedule_and_data(workspace: Workspace) -> None:
-    schedule = Schedule(0.0, 120.0)
-    first = Training(RECIPE, workspace, schedule)
-    clock = Clock(0.0)
-    for _ in range(20):
-        first.train_step(clock())
-    first.save()
-    resumed = Training(RECIPE, workspace, stored_schedule(workspace))
-    resumed.load()
-    assert resumed.schedule == schedule
-    assert (resumed.step, resumed.tokens) == (first.step, first.tokens)
-    for training in (first, resumed):
-        training.train_step(60.0)
-    for name, weight in first.target.state_dict().items():
-        assert torch.equal(weight, resumed.target.state_dict()[name]), name
+def test_the_target_learns_the_text_and_the_draft_what_the_target_says(workspace: Workspace) -> None:
+    lines = told(workspace, PAIR)
+    target, draft = (json.loads(line.removeprefix("done ")) for line in lines if line.startswith("done "))
+    first = json.loads(lines[1].partition(" ")[2])
+    assert target["held_out_loss"] < 4.5 < first["held_out_loss"]
+    assert target["tokens"] >= 12_000
+    assert draft["agreement"] > 0.5
+
+
+def test_a_stopped_training_ends_as_if_it_had_not_stopped(workspace: Workspace, tmp_path: Path) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def until_stopped(line: str) -> None:
+        if '"step": 50,' in line:
+            raise StoppedError
+
+    told(workspace, PAIR)
+    wanted = trained(workspace, "target")
+    stopped = Workspace(tmp_path / "stopped")
+    shutil.copytree(workspace.folder, stopped.folder)
+    stopped.checkpoint("target").unlink()
+    often = dataclasses.replace(SMALL, checkpoint_seconds=0.0)
+    with pytest.raises(StoppedError):
+        train_pair(PairRecipe(often, SMALLER), stopped, until_stopped)
+    assert 0 < read_trained(stopped.checkpoint("target")).tokens < 12_000
+    told(stopped, PAIR)
+    for name, weight in trained(stopped, "target").items():
+        assert torch.equal(weight, wanted[name]), name
+
+
+def test_a_pair_begins_with_the_weights_of_another(workspace: Workspace, tmp_path: Path) -> None:
+    told(workspace, PAIR)
+    folders = (tmp_path / "target", tmp_path / "draft")
+    export_pair(workspace, *folders)
+    again = Workspace(tmp_path / "again")
+    shutil.copytree(workspace.folder, again.folder)
+    for role in ("target", "draft"):
+        again.checkpoint(role).unlink()
+    lines = told(again, PairRecipe(SMALL, SMALLER, start=folders))
+    first = json.loads(lines[1].partition(" ")[2])
+    assert first["held_out_loss"] < 4.5
 
 
 def test_every_window_comes_once_an_epoch(workspace: Workspace) -> None:
@@ -105,12 +119,12 @@ def test_every_window_comes_once_an_epoch(workspace: Workspace) -> None:
 def test_export_equals_transformers_and_evaluates(
     workspace: Workspace, library: Path, tmp_path: Path
 ) -> None:
-    train(workspace, Schedule(0.0, 60.0), 0.0)
+    told(workspace, PAIR)
     target, draft = tmp_path / "pair" / "target", tmp_path / "pair" / "draft"
     export_pair(workspace, target, draft)
     export_pair(workspace, target, draft)  # replaces what is there
     tokens = torch.randint(0, 300, (2, 50), generator=torch.Generator().manual_seed(0))
-    for folder, decoder in ((target, read_trained(workspace.checkpoint).target), (draft, None)):
+    for folder, decoder in ((target, read_trained(workspace.checkpoint("target")).decoder), (draft, None)):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             theirs = model(tokens).logits
@@ -119,15 +133,15 @@ def test_export_equals_transformers_and_evaluates(
                 decoder.load_state_dict(rounded)
                 assert torch.allclose(decoder(tokens), theirs, atol=1e-4)
         assert "Not measured yet" in (folder / "README.md").read_text()
-    figures = evaluate_pair(target, draft, library, samples=2, temperatures=(0.5, 1.0))
+    figures: dict[str, Any] = evaluate_pair(target, draft, library, samples=2, temperatures=(0.5, 1.0))
     assert isinstance(figures["agreement"], float)
     assert figures["held_out_files_missing"] == 0
     export_pair(workspace, target, draft, figures)
     card = (target / "README.md").read_text()
     assert f"{figures['agreement']:.3f}" in card
     assert [line.split("|")[2:4] for line in card.splitlines() if line.startswith("| a held-out")] == [
-        [" 0.5 ", " 0 of 2 "],
-        [" 1 ", " 0 of 2 "],
+        [f" {entry['temperature']:g} ", f" {entry['prompt_held_out_signature']['parsed']} of 2 "]
+        for entry in figures["sampled"]
     ]
     json.dumps(figures)
 
@@ -145,7 +159,8 @@ def test_muon_orthogonalises() -> None:
 
 
 def test_decoder_counts_its_parameters() -> None:
-    decoder = Decoder(TARGET)
+    shape = SMALL.shape
+    decoder = Decoder(shape)
     initialise(decoder, 0)
-    assert sum(parameter.numel() for parameter in decoder.parameters()) == TARGET.parameters
-    assert dataclasses.replace(TARGET, vocabulary=600).body_parameters == TARGET.body_parameters
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == shape.parameters
+    assert dataclasses.replace(shape, vocabulary=600).body_parameters == shape.body_parameters

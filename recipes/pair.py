@@ -1,0 +1,90 @@
+"""Trains a pair in its workspace: the target to its last token, then the draft.
+
+Each goes on where it stopped. Knows which loss is whose; not how a step is made or where text comes from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ssd_serve.recipes.checkpoint import read_decoder
+from ssd_serve.recipes.data import evaluation_windows
+from ssd_serve.recipes.decoder import Decoder
+from ssd_serve.recipes.training import (
+    DRAFT,
+    TARGET,
+    Loss,
+    Recipe,
+    Training,
+    agreement,
+    held_out_loss,
+    run,
+    taught_by,
+    text_loss,
+)
+from ssd_serve.recipes.workspace import Workspace
+
+_WINDOWS, _LENGTH = 12, 1024
+"""Of held-out text, for the figures in the log."""
+
+
+@dataclass(frozen=True)
+class PairRecipe:
+    """What is trained, and the pair of folders whose weights it begins with, if any."""
+
+    target: Recipe = TARGET
+    draft: Recipe = DRAFT
+    start: tuple[Path, Path] | None = None
+
+    def of_tokens(self, target: int, draft: int) -> "PairRecipe":
+        """The same with other numbers of tokens."""
+        return replace(
+            self, target=replace(self.target, tokens=target), draft=replace(self.draft, tokens=draft)
+        )
+
+
+def train_pair(recipe: PairRecipe, workspace: Workspace, say: Callable[[str], None]) -> None:
+    """Train both to their last tokens, from their checkpoints where there are some."""
+    windows = evaluation_windows(
+        workspace.held_out(), min(_LENGTH, recipe.target.shape.context // 2), _WINDOWS
+    )
+    starts = (None, None) if recipe.start is None else tuple(read_decoder(folder) for folder in recipe.start)
+    target = _train(
+        workspace,
+        "target",
+        recipe.target,
+        text_loss,
+        starts[0],
+        lambda model: {"held_out_loss": held_out_loss(model, windows)},
+        say,
+    )
+    _train(
+        workspace,
+        "draft",
+        recipe.draft,
+        taught_by(target),
+        starts[1],
+        lambda model: {
+            "held_out_loss": held_out_loss(model, windows),
+            "agreement": agreement(target, model, windows),
+        },
+        say,
+    )
+
+
+def _train(
+    workspace: Workspace,
+    role: str,
+    recipe: Recipe,
+    loss: Loss,
+    start: Decoder | None,
+    figures: Callable[[Decoder], dict[str, float]],
+    say: Callable[[str], None],
+) -> Decoder:
+    training = Training(recipe, workspace.stream(), workspace.checkpoint(role), loss, start)
+    if training.checkpoint.exists():
+        training.load()
+    say(f"{role}: {training.tokens:,} of {recipe.tokens:,} tokens")
+    if training.tokens < recipe.tokens:
+        run(training, figures, say=say)
+    return training.decoder.eval()
