@@ -11,11 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.errors import SettingsError
+from ssd_serve.bench.device_tables import Role, StepTimes, device_table, forward_of
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
@@ -25,37 +24,6 @@ _WRAPPER = f"{__name__}:device:"
 _TELL_S = 0.5
 _SPIN_S = 60e-6
 """A sleep ends late by about this much; the rest is spun."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTable:
-    """Step times of a pair in seconds, flat up to `flat_rows` rows and proportional beyond."""
-
-    target_s: float
-    draft_s: float
-    flat_rows: int
-
-    def step_s(self, role: Literal["target", "draft"]) -> float:
-        """Of one of the two, up to `flat_rows` rows."""
-        return self.target_s if role == "target" else self.draft_s
-
-
-def device_table(name: str) -> DeviceTable:
-    """The table of this name; `NAME*F` is the same device F times slower, for drafts that this machine
-    computes too slowly.
-
-    mi300x-70b-1b: Llama-3.1-70B at tensor parallel 4 with Llama-3.2-1B, as AMD's published tokens/s imply.
-    """
-    tables = {"mi300x-70b-1b": DeviceTable(target_s=0.0191, draft_s=0.0018, flat_rows=64)}
-    known, _, slower = name.partition("*")
-    table = tables.get(known)
-    if table is None or not (slower.isdigit() or slower == "") or slower == "0":
-        raise SettingsError(
-            f"device table {name!r} is unknown; known: {', '.join(sorted(tables))}, "
-            "and NAME*F: the same, F times slower"
-        )
-    factor = int(slower or 1)
-    return DeviceTable(factor * table.target_s, factor * table.draft_s, table.flat_rows)
 
 
 def emulating(table: str, told: Path | None = None) -> str:
@@ -70,12 +38,11 @@ def emulated_table(settings: Settings) -> str | None:
     return wrapper.removeprefix(_WRAPPER).partition("@")[0] if wrapper.startswith(_WRAPPER) else None
 
 
-def device(model: Model, role: Literal["target", "draft"], argument: str) -> "EmulatedModel":
+def device(model: Model, role: Role, argument: str) -> "EmulatedModel":
     """Called with what `emulating` has put behind its name."""
     name, _, folder = argument.partition("@")
-    table = device_table(name)
     told = Path(folder) / f"{role}-{os.getpid()}.json" if folder else None
-    return EmulatedModel(model, table.step_s(role), table.flat_rows, told)
+    return EmulatedModel(model, device_table(name).of(role), told)
 
 
 def overrun_share(settings: Settings) -> float:
@@ -89,14 +56,13 @@ def overrun_share(settings: Settings) -> float:
 
 
 class EmulatedModel(WrappedModel):
-    """A model whose forwards take at least `step_s`. A forward that takes longer counts as it is; the file
-    `told` says now and then how many did."""
+    """A model whose forwards take at least what a table says of their rows and contexts. A forward that takes
+    longer counts as it is; the file `told` says now and then how many did."""
 
     def __init__(
         self,
         model: Model,
-        step_s: float,
-        flat_rows: int,
+        times: StepTimes,
         told: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
@@ -106,8 +72,7 @@ class EmulatedModel(WrappedModel):
         self._sleep = sleep
         self._told = told
         self._told_at = 0.0
-        self._step_s = step_s
-        self._flat_rows = flat_rows
+        self._times = times
         self.forwards = 0
         self.overruns = 0
         self.busy_s = 0.0
@@ -116,7 +81,7 @@ class EmulatedModel(WrappedModel):
         """Forward; the result is ready when the table's time is over. The host is free meanwhile, as beside a
         GPU."""
         started = self._clock()
-        end = started + self._step_s * max(1.0, batch.rows / self._flat_rows)
+        end = started + self._times.seconds(forward_of(batch))
         result = self._model.forward(batch)
         self.forwards += 1
         now = self._clock()

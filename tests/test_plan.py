@@ -14,6 +14,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.plan.device_tables import DeviceSheet, device_sheet, sheet_names
 from ssd_serve.plan.devices import Measured, Sheets, cost_table
+from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.guesses import Guesses
 from ssd_serve.plan.known_models import (
     Computing,
@@ -33,7 +34,16 @@ from ssd_serve.verifier.planning.layout import Layout
 
 Captured = pytest.CaptureFixture[str]
 LIMITS = GrowthLimits(width=16, fan_out=8, depth=16, nodes=4096)
-PLAIN_SHEET = DeviceSheet("test", 100, 1000, 100, 1.0, 1.0, 0.0, 0.0)
+PLAIN_SHEET = DeviceSheet(
+    name="test",
+    memory_gb=100,
+    bandwidth_gb_s=1000,
+    bf16_tflops=100,
+    bandwidth_share=1.0,
+    throughput_share=1.0,
+    layer_s=0.0,
+    exchange_s=0.0,
+)
 
 
 def known(name: str) -> PlannedModel:
@@ -104,13 +114,14 @@ def test_a_name_that_is_nothing_is_refused_with_what_is_known() -> None:
 def test_the_mi300x_row_meets_the_published_plain_speed_of_70b(devices: int, published: float) -> None:
     """AMD's figures for Llama 3.1 70B in bf16, one request, tensor parallel over 1, 2 and 4 devices."""
     platform = Sheets(device_sheet("mi300x"), devices)
-    step_s = platform.step_s(known("llama-3.1-70b"), devices, 1, 512)
+    step_s = platform.step_s(known("llama-3.1-70b"), devices, Forward.of_one(1, 384))
+    assert 1 / step_s == pytest.approx(published, rel=0.005)
+
+
+@pytest.mark.parametrize(("name", "published"), [("llama-3.1-70b", 54.7), ("qwen3-32b", 88.8)])
+def test_the_h100_row_meets_the_published_plain_speeds(name: str, published: float) -> None:
+    step_s = Sheets(device_sheet("H100"), 4).step_s(known(name), 4, Forward.of_one(1, 384))
     assert 1 / step_s == pytest.approx(published, rel=0.04)
-
-
-def test_the_h100_row_meets_the_published_plain_speed_of_70b() -> None:
-    step_s = Sheets(device_sheet("H100"), 4).step_s(known("llama-3.1-70b"), 4, 1, 512)
-    assert 1 / step_s == pytest.approx(54.7, rel=0.04)
 
 
 def test_every_sheet_is_complete_and_an_unknown_device_is_refused() -> None:
@@ -124,14 +135,45 @@ def test_every_sheet_is_complete_and_an_unknown_device_is_refused() -> None:
         device_sheet("abacus")
 
 
-def test_a_step_reads_until_it_computes_longer() -> None:
+def test_a_prompt_reads_until_it_computes_longer() -> None:
     """1 GB at 1 TB/s is 1 ms; a row is 1 GFLOP, so that 100 TFLOPS take 1 ms for 100 rows."""
     platform = Sheets(PLAIN_SHEET, 2)
     model = small_model()
-    seconds = [platform.step_s(model, 1, rows, 0) for rows in (1, 100, 200)]
+    seconds = [platform.step_s(model, 1, Forward(rows, rows)) for rows in (1, 100, 200)]
     assert seconds == pytest.approx([1e-3, 1e-3, 2e-3])
-    assert platform.step_s(model, 2, 1, 0) == pytest.approx(0.5e-3)
-    assert platform.step_s(model, 1, 1, 1_000_000) == pytest.approx(2e-3)  # and 1 GB of KV cache
+    assert platform.step_s(model, 2, Forward(1, 1)) == pytest.approx(0.5e-3)
+    assert platform.step_s(model, 1, Forward(1, 1, 1_000_000)) == pytest.approx(2e-3)  # 1 GB of KV cache
+
+
+def test_rows_that_decode_add_what_they_compute_and_what_layers_take_for_them() -> None:
+    model = replace(small_model(), vocabulary=0)
+    sheet = replace(PLAIN_SHEET, row_s=1e-5)
+    parts = [Sheets(sheet, 1).parts(model, 1, Forward.of_one(rows, 0)) for rows in (1, 100)]
+    assert [each.matmul_s for each in parts] == pytest.approx([1e-5, 1e-3])
+    assert [each.layers_s for each in parts] == pytest.approx([1e-4, 1e-2])  # of ten layers
+    assert parts[1].seconds == pytest.approx(1e-3 + 1e-3 + 1e-2)
+
+
+def test_ranks_sum_twice_a_layer_and_send_their_rows_to_each_other() -> None:
+    """A row of 1,000 numbers is 2 kB; of two ranks each sends it once, of four one and a half times."""
+    model = replace(small_model(), hidden=1000)
+    sheet = replace(PLAIN_SHEET, exchange_s=1e-5, peer_gb_s=1.0, links_gb_s=2.0)
+
+    def exchange_s(ranks: int, rows: int) -> float:
+        return Sheets(sheet, 8).parts(model, ranks, Forward.of_one(rows, 0)).exchange_s
+
+    assert exchange_s(1, 8) == 0
+    assert exchange_s(2, 0) == pytest.approx(20 * 1e-5)
+    assert exchange_s(2, 8) - exchange_s(2, 0) == pytest.approx(20 * 8 * 2e3 / 1e9)
+    assert exchange_s(4, 8) - exchange_s(4, 0) == pytest.approx(20 * 8 * 3e3 / 2e9)
+
+
+def test_rows_of_a_tree_read_the_context_once_and_compute_with_it_each() -> None:
+    model = replace(small_model(), attention_flops=1e5)
+    tree = Sheets(PLAIN_SHEET, 1).parts(model, 1, Forward.of_one(8, 1_000_000))
+    several = Sheets(PLAIN_SHEET, 1).parts(model, 1, Forward(8, 0, 8_000_000, 8_000_000))
+    assert tree.attention_s == pytest.approx(1e-3 + 8e-3)  # 1 GB, and 0.8 TFLOP
+    assert several.attention_s == pytest.approx(8e-3 + 8e-3)
 
 
 def test_a_model_is_split_as_the_engines_ranks_can_share_it() -> None:
@@ -148,14 +190,14 @@ def test_a_key_value_head_is_held_whole_by_every_device_that_needs_it() -> None:
     (whole, split) = (make_plan(Sheets(PLAIN_SHEET, n), model, None, wish).layouts[0] for n in (1, 8))
     assert split.shares[0].kv == whole.shares[0].kv / 2
     assert split.shares[0].weights == whole.shares[0].weights / 8
-    reading = platform.step_s(model, 8, 1, 1_000_000) - platform.step_s(model, 8, 1, 0)
+    reading = platform.step_s(model, 8, Forward(1, 0, 1_000_000)) - platform.step_s(model, 8, Forward(1))
     assert reading == pytest.approx(0.5e-3)  # half of the 1 GB of a million tokens
 
 
 def test_measured_cores_interpolate_between_rows_and_grow_beyond() -> None:
     roof = Roof(1, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15)
     platform = Measured("CPU core", 1, {1: roof}, 1e10, True, 0, layer_s=0.0)
-    seconds = [platform.step_s(small_model(), 1, rows, 0) for rows in (1, 2, 4, 8)]
+    seconds = [platform.step_s(small_model(), 1, Forward(rows)) for rows in (1, 2, 4, 8)]
     assert seconds == pytest.approx([0.1, 0.15, 0.25, 0.5])
 
 
@@ -186,7 +228,7 @@ def test_the_cost_table_is_the_devices_step_time() -> None:
     platform, model = Sheets(device_sheet("mi300x"), 1), known("llama-3.1-8b")
     table = cost_table(platform, model, 1, 2048)
     for rows in (1, 16, 64):
-        expected = platform.step_s(model, 1, rows, 2048)
+        expected = platform.step_s(model, 1, Forward.of_one(rows, 2048))
         assert table.seconds(rows, Reading(2048, 2048 * rows)) == pytest.approx(expected, rel=0.02)
 
 
@@ -302,8 +344,9 @@ def test_what_fits_on_no_number_of_devices_is_said() -> None:
 def test_the_mi355x_computes_faster_than_the_mi350x_and_reads_as_fast() -> None:
     slower, faster = (Sheets(device_sheet(name), 1) for name in ("mi350x", "mi355x"))
     model = known("llama-3.1-8b")
-    assert faster.step_s(model, 1, 1, 0) == slower.step_s(model, 1, 1, 0)
-    assert faster.step_s(model, 1, 4096, 0) < slower.step_s(model, 1, 4096, 0)
+    read, computed = Forward(1, 1), Forward(4096, 4096)
+    assert faster.step_s(model, 1, read) == slower.step_s(model, 1, read)
+    assert faster.step_s(model, 1, computed) < slower.step_s(model, 1, computed)
 
 
 def test_the_json_holds_every_layout(of_five: Plan) -> None:

@@ -15,6 +15,7 @@ from ssd_serve.models.weights.quantization import Fp8Scheme
 from ssd_serve.plan import known_models as plan_models
 from ssd_serve.plan.device_tables import device_sheet, sheet_names
 from ssd_serve.plan.devices import Measured, Sheets
+from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.known_models import (
     Computing,
     PlannedModel,
@@ -88,11 +89,11 @@ def test_an_fp8_70b_fits_one_h100_and_reads_half() -> None:
     assert narrow.flops_per_row == wide.flops_per_row
     h100 = device_sheet("h100")
     assert narrow.resident_bytes < h100.memory_gb * 1e9 < wide.resident_bytes
-    layers_s = wide.layers * h100.layer_s
-    steps = [Sheets(h100, 1).step_s(model, 1, 1, 0) - layers_s for model in (narrow, wide)]
-    assert steps[0] / steps[1] == pytest.approx(narrow.matrix_bytes / wide.matrix_bytes)
-    # Many rows are bound by computing, whose rate in fp8 the table does not have.
-    assert len({Sheets(h100, 1).step_s(model, 1, 2048, 0) for model in (narrow, wide)}) == 1
+    reading = [Sheets(h100, 1).parts(model, 1, Forward(1)).weights_s for model in (narrow, wide)]
+    assert reading[0] / reading[1] == pytest.approx(narrow.matrix_bytes / wide.matrix_bytes)
+    # A long prompt is bound by computing, whose rate in fp8 the table does not have.
+    prompt = [Sheets(h100, 1).step_s(model, 1, Forward(2048, 2048)) for model in (narrow, wide)]
+    assert prompt[0] == pytest.approx(prompt[1])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,8 @@ def test_a_measured_device_reads_less_and_computes_as_long() -> None:
     size = 1_000_000_000
     wide = PlannedModel("small", 1, 8, 1000, 4096, size // 2, size, size, size, 1000, 0.0)
     narrow = replace(wide, matrix_bytes=size // 2)
-    assert [platform.step_s(wide, 1, rows, 0) for rows in (1, 4)] == pytest.approx([0.1, 0.25])
-    assert [platform.step_s(narrow, 1, rows, 0) for rows in (1, 4)] == pytest.approx([0.05, 0.2])
+    assert [platform.step_s(wide, 1, Forward(rows)) for rows in (1, 4)] == pytest.approx([0.1, 0.25])
+    assert [platform.step_s(narrow, 1, Forward(rows)) for rows in (1, 4)] == pytest.approx([0.05, 0.2])
 
 
 @pytest.mark.parametrize("name", ["compressed-tensor-static", "compressed-block"])

@@ -21,6 +21,7 @@ from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import Clock, Core, VirtualChannel
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, Outlook, WhenItPays
 from ssd_serve.verifier.planning.ranking import RankedNode
@@ -106,7 +107,7 @@ class Run:
         rounds = None
         if way.choice == REJECTION:
             rounds = RejectionRounds(
-                pair.target, pair.noise(), facts.eos_token_ids, self._clock, pair.target_s, drawn
+                pair.target, pair.noise(), facts.eos_token_ids, self._clock, pair.table.target.seconds, drawn
             )
         self._engine, planner = pair.engine(self._clock, self._policy(), plan.width, rounds)
         planner.before = self._begin_round
@@ -207,8 +208,8 @@ def run_ablation(
         "time": "virtual: forwards take what a device table says and host work nothing; "
         "not a measurement of any device",
         "plan": asdict(plan),
-        "table": asdict(pair.table),
-        "plain_tokens_per_s": round(1 / pair.table.target_s, 1),
+        "table": pair.table.told(),
+        "plain_tokens_per_s": round(1 / pair.table.target.seconds(Forward.of_one(1, 512)), 1),
         "results": rows,
         "hardware": hardware(),
         "versions": versions(),

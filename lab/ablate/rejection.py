@@ -19,6 +19,7 @@ from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
+from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import Clock, VirtualRounds
 from ssd_serve.sampling.choice import draft_scores
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -160,7 +161,7 @@ class RejectionRounds(VirtualRounds):
         noise: NoiseRows,
         eos: tuple[int, ...],
         clock: Clock,
-        forward_s: Callable[[int], float],
+        forward_s: Callable[[Forward], float],
         drawn: Drawn,
     ) -> None:
         super().__init__(model, noise, eos, clock, forward_s)

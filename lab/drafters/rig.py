@@ -154,14 +154,16 @@ class DraftedEngine:
         self.drafters = VirtualDrafters(pair.hello(), self.clock, not_host)
         facts = pair.target.facts
         target = _Computing(pair.target, not_host)
-        rounds = VirtualRounds(target, pair.noise(), facts.eos_token_ids, self.clock, pair.target_s)
+        rounds = VirtualRounds(
+            target, pair.noise(), facts.eos_token_ids, self.clock, pair.table.target.seconds
+        )
         self.engine: Engine
         self.engine, _ = pair.engine(
             self.clock, WhenItPays(concurrent=True), width, rounds, self.drafters, together
         )
         limits = GrowthLimits(width, candidates, depth, TREE_NODES, context=facts.context)
         for place, draft in enumerate(drafts):
-            model = TimedModel(draft, pair.table.draft_s, pair.table.flat_rows)
+            model = TimedModel(draft, pair.table.draft)
             name = f"drafter-{place}"
             guesses = DraftModel(model, DRAFT_SLOTS, pair.noise())
             parts = CoreParts(guesses=guesses, limits=limits, ends=facts.eos_token_ids, name=name)

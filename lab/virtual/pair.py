@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lab.virtual.rig import DRAFT_SLOTS, SLOTS, Pair
-from ssd_serve.bench.emulated import device_table
+from ssd_serve.bench.device_tables import device_table
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import resolve_model

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ssd_serve.bench.emulated import DeviceTable
+from ssd_serve.bench.device_tables import DeviceTable, StepTimes, forward_of
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
@@ -26,6 +26,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, VirtualRounds
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.build import EngineParts, build_engine
@@ -42,23 +43,26 @@ from ssd_serve.verifier.scheduler import ScheduledChunk, SchedulerLimits
 SLOTS = 4096
 DRAFT_SLOTS = 16384
 TREE_NODES = 16384
+_MOST_ROWS = 64
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_CONTEXT_ROWS = (1, 8, 32)
+_CONTEXT = 512
+_STEP_ROWS = 12
 
 
 class TimedModel(WrappedModel):
-    """A model that adds up what its forwards would take: `step_s` up to `flat_rows` rows, then in
-    proportion."""
+    """A model that adds up what its forwards would take."""
 
-    def __init__(self, model: Model, step_s: float, flat_rows: int) -> None:
+    def __init__(self, model: Model, times: StepTimes) -> None:
         super().__init__(model)
-        self._step_s = step_s
-        self._flat_rows = flat_rows
+        self._times = times
         self._seconds = 0.0
         self.forwards = 0
         self.rows = 0
 
     def forward(self, batch: Batch) -> ForwardResult:
         """Forward now; its time is only noted."""
-        self._seconds += self._step_s * max(1.0, batch.rows / self._flat_rows)
+        self._seconds += self._times.seconds(forward_of(batch))
         self.forwards += 1
         self.rows += batch.rows
         return self._model.forward(batch)
@@ -103,16 +107,12 @@ class Pair:
         vocabulary = self.target.facts.vocabulary
         return NoiseRows(vocabulary, capacity_for(vocabulary))
 
-    def target_s(self, rows: int) -> float:
-        """What a forward of the target takes."""
-        return self.table.target_s * max(1.0, rows / self.table.flat_rows)
-
     def timed_draft(self) -> TimedModel:
         """The draft model, timed by the table."""
-        return TimedModel(self.draft, self.table.draft_s, self.table.flat_rows)
+        return TimedModel(self.draft, self.table.draft)
 
     def hello(self) -> Hello:
-        """What both sides agree on; the drafter's step, its message included."""
+        """What both sides agree on; the drafter's step of some nodes, its message included."""
         facts = self.target.facts
         return Hello(
             protocol=PROTOCOL_VERSION,
@@ -121,13 +121,14 @@ class Pair:
             vocabulary=facts.vocabulary,
             context=facts.context,
             name="bench",
-            step_ms=1e3 * (self.table.draft_s + MESSAGE_S),
+            step_ms=1e3 * (self.table.draft.seconds(Forward.of_one(_STEP_ROWS, _CONTEXT)) + MESSAGE_S),
         )
 
     def cost(self) -> CostTable:
         """The table as the verifier's cost model."""
-        seconds, flat = self.table.target_s, self.table.flat_rows
-        return CostTable([Timing(1, 0, seconds), Timing(flat, 0, seconds), Timing(2 * flat, 0, 2 * seconds)])
+        seconds = self.table.target.seconds
+        points = [(rows, 0) for rows in _ROWS] + [(rows, _CONTEXT) for rows in _CONTEXT_ROWS]
+        return CostTable([Timing(*each, seconds(Forward.of_one(*each))) for each in points])
 
     def engine(
         self,
@@ -138,8 +139,7 @@ class Pair:
         drafters: Drafters | None = None,
         together: int = 1,
     ) -> tuple[Engine, ObservedPlanner]:
-        """A fresh engine for `together` requests at a time, without its drafters. Rounds stay in the flat
-        part."""
+        """A fresh engine for `together` requests at a time, without its drafters."""
         facts = self.target.facts
         engine = build_engine(
             EngineParts(
@@ -150,13 +150,15 @@ class Pair:
                 slots=self.target.slots,
                 limits=SchedulerLimits(together, 1024, 1024),
                 prefix_cache=False,
-                budget=self.table.flat_rows - together,
+                budget=_MOST_ROWS - together,
                 draft_width=width,
                 tree_nodes=TREE_NODES,
                 policy=policy,
                 clock=clock,
                 rounds=rounds
-                or VirtualRounds(self.target, self.noise(), facts.eos_token_ids, clock, self.target_s),
+                or VirtualRounds(
+                    self.target, self.noise(), facts.eos_token_ids, clock, self.table.target.seconds
+                ),
                 planner_kind=ObservedPlanner,
             )
         )

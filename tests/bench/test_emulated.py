@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from ssd_serve.bench.device_tables import Flat
 from ssd_serve.bench.emulated import (
-    DeviceTable,
     EmulatedModel,
-    device_table,
     emulated_table,
     emulating,
     overrun_share,
 )
-from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.settings import Settings
@@ -46,7 +44,7 @@ def one_row() -> Batch:
 
 def test_the_result_is_ready_at_the_tables_time_while_the_host_is_free() -> None:
     time = SpentTime()
-    model = EmulatedModel(FakeModel(16), step_s=0.05, flat_rows=64, clock=time, sleep=time.sleep)
+    model = EmulatedModel(FakeModel(16), Flat(0.05), clock=time, sleep=time.sleep)
     result = model.forward(one_row())
     assert time.now < 0.05
     assert not result.completion.ready()
@@ -59,18 +57,10 @@ def test_the_result_is_ready_at_the_tables_time_while_the_host_is_free() -> None
 
 
 def test_a_forward_that_takes_longer_counts_as_it_is() -> None:
-    model = EmulatedModel(FakeModel(16), step_s=0.0, flat_rows=64)
+    model = EmulatedModel(FakeModel(16), Flat(0.0))
     result = model.forward(one_row())
     assert result.completion.ready()
     assert model.overruns == 1
-
-
-def test_tables_have_names_and_may_be_slower() -> None:
-    assert device_table("mi300x-70b-1b") == DeviceTable(0.0191, 0.0018, 64)
-    assert device_table("mi300x-70b-1b*2") == DeviceTable(0.0382, 0.0036, 64)
-    for wrong in ("a100", "mi300x-70b-1b*0", "mi300x-70b-1b*x", "*2"):
-        with pytest.raises(SettingsError, match=r"mi300x-70b-1b"):
-            device_table(wrong)
 
 
 def test_the_setting_that_emulates_a_table_puts_its_device_before_a_model(tmp_path: Path) -> None:
@@ -87,6 +77,6 @@ def test_drafters_of_other_processes_say_how_many_forwards_took_too_long(tmp_pat
     settings = Settings(model_wrapper=emulating("mi300x-70b-1b", tmp_path))
     assert overrun_share(settings) == 0.0
     for pid in (os.getppid(), os.getpid(), 1 << 30):
-        model = EmulatedModel(FakeModel(16), 0.0, 64, tmp_path / f"draft-{pid}.json")
+        model = EmulatedModel(FakeModel(16), Flat(0.0), tmp_path / f"draft-{pid}.json")
         model.forward(one_row())
     assert overrun_share(settings) == 1.0

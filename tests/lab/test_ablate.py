@@ -19,7 +19,7 @@ from lab.ablate.experiment import (
 )
 from lab.ablate.report import ablation_table
 from ssd_serve.errors import UserError
-from tests.lab.virtual_fakes import TABLE, fake_pair, fake_prompts
+from tests.lab.virtual_fakes import DRAFT_S, TARGET_S, fake_pair, fake_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -59,10 +59,10 @@ def test_nothing_but_waits_is_added_to_the_forwards() -> None:
     pair, prompts = fake_pair(), fake_prompts(1)
     for growth in SHAPES:
         text = Run(pair, PLAN, way(growth), 1.0).text(prompts[0], 40)
-        forwards = text.figures.rounds * TABLE.target_s
+        forwards = text.figures.rounds * TARGET_S
         assert forwards <= text.seconds * 1.0001
         if growth == UNIFORM_TREE:  # every round waits for all its levels
-            assert text.seconds >= forwards + text.figures.rounds * 2 * TABLE.draft_s
+            assert text.seconds >= forwards + text.figures.rounds * 2 * DRAFT_S
 
 
 @pytest.mark.parametrize("choice", [SHARED, REJECTION])

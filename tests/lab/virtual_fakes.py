@@ -1,11 +1,12 @@
 """A fake pair for the benchmarks in virtual time, and prompts for it."""
 
 from lab.virtual.rig import DRAFT_SLOTS, Pair
-from ssd_serve.bench.emulated import DeviceTable
+from ssd_serve.bench.device_tables import DeviceTable, Flat
 from ssd_serve.bench.prompts import Prompt
 from tests.fakes import FakeModel
 
-TABLE = DeviceTable(target_s=0.020, draft_s=0.002, flat_rows=64)
+TARGET_S, DRAFT_S = 0.020, 0.002
+TABLE = DeviceTable("fake", Flat(TARGET_S), Flat(DRAFT_S))
 
 
 def fake_pair(blur: float = 0.5) -> Pair:

@@ -166,8 +166,11 @@ class HostCost:
     share is what the budget must add to its row: on a fast target it is the larger part.
     """
 
-    def __init__(self, node_s: float = 20e-6) -> None:
-        self._prior = np.array([10 * node_s, 10 * node_s, node_s])
+    def __init__(
+        self, node_s: float = 20e-6, request_s: float | None = None, round_s: float | None = None
+    ) -> None:
+        others = (10 * node_s if each is None else each for each in (round_s, request_s))
+        self._prior = np.array([*others, node_s])
         self._products = np.zeros((3, 3))
         self._seen = np.zeros(3)
         self._weights = self._prior

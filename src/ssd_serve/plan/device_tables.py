@@ -1,7 +1,8 @@
-"""Devices that one need not own: memory, bandwidth and matrix throughput as their makers' data sheets say.
+"""Devices that one need not own: what their makers' data sheets say, and what a forward attains of it.
 
-A table of public figures and of openly assumed shares of them; nothing here was measured by this project.
-Knows no models.
+A table of public figures, and of constants fitted to public measurements of plain decoding; nothing here was
+measured by this project. `python -m lab.prediction` compares it with what others have published. Knows no
+models.
 """
 
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Literal
 from ssd_serve.errors import SettingsError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSheet:
-    """One device. The first four fields and `fp8` are data-sheet values, the others assumptions."""
+    """One device. The fields before `bandwidth_share`, and `fp8`, are data-sheet values, the others
+    attained."""
 
     name: str
     memory_gb: float
@@ -20,34 +22,90 @@ class DeviceSheet:
     """Peak memory bandwidth in 10^9 bytes a second."""
     bf16_tflops: float
     """Peak dense matrix throughput in bf16, without structured sparsity."""
+    peer_gb_s: float = float("inf")
+    """10^9 bytes a second to one other device, one way."""
+    links_gb_s: float = float("inf")
+    """The same to all others at once."""
     bandwidth_share: float
-    """Share of the bandwidth that a decoding step attains."""
+    """Share of the bandwidth that a forward attains for weights and KV cache."""
     throughput_share: float
-    """Share of the matrix throughput that a step of many rows attains."""
+    """Share of the matrix throughput that it attains for rows beyond the first."""
     layer_s: float
-    """Seconds that a layer takes besides reading its weights: small kernels, attention, launches."""
+    """Seconds that a layer takes besides reading its weights: norms, rotations, gates, attention's launch."""
+    row_s: float = 0.0
+    """Seconds that a layer takes more for a row that decodes. Rows of a prompt do not pay it."""
     exchange_s: float
-    """Seconds more for a layer whose matrices are split over several devices."""
+    """Seconds of one all-reduce, of which a layer has two, besides its bytes."""
+    launch_s: float = 0.0
+    """Seconds from the host's wish to the first kernel of a captured forward, and from its last one back."""
     fp8: Literal["", "float8_e4m3fn", "float8_e4m3fnuz"] = ""
     """The eight-bit format that it multiplies; empty: none, such weights are widened."""
 
 
-# MI300X: share and seconds fitted to AMD's published 21.4, 32.9 and 52.3 tokens/s of plain Llama 3.1 70B on
-# 1, 2 and 4 devices, and to the 1B draft step of about 1.75 ms that their speculative figures imply. Its
-# successors: taken to behave alike. H100: one published figure, 54.7 tokens/s of the same model on 4 devices
-# (arXiv 2603.03251), cannot tell shares from seconds; the split is a guess that meets it. H200: as H100.
-_CDNA = {"bandwidth_share": 0.63, "throughput_share": 0.5, "layer_s": 63e-6, "exchange_s": 50e-6}
-_HOPPER = {"bandwidth_share": 0.75, "throughput_share": 0.5, "layer_s": 30e-6, "exchange_s": 26e-6}
+@dataclass(frozen=True, slots=True)
+class _Attained:
+    """What devices of one maker have in common, until somebody measures them apart."""
 
-# Data sheets: AMD Instinct MI300X, MI325X, MI350X, MI355X; NVIDIA H100 SXM, H200 SXM (theirs print twice the
-# throughput, with sparsity).
+    bandwidth_share: float
+    throughput_share: float
+    layer_s: float
+    row_s: float
+    exchange_s: float
+    launch_s: float
+
+
+_CDNA = _Attained(0.585, 0.40, 15e-6, 1.1e-6, 38.8e-6, 0.3e-3)
+"""`bandwidth_share`, `layer_s`, `exchange_s`: the only ones that give AMD's 21.41, 32.87 and 52.32 tokens/s
+of plain Llama 3.1 70B on 1, 2 and 4 MI300X (ROCm blog, "Enabling Speculative Speculative Decoding on MI300X",
+2026-05-29): three figures for three constants, with `launch_s` as assumed.
+`launch_s`: assumed; the start of a captured graph of some 1,600 nodes and the way back of its tokens.
+`throughput_share`: at least so much of fp8's peak follows from the prompts of AMD's vLLM table (ROCm/vllm,
+docs/dev-docker: Llama 3.1 70B FP8 on 8 MI300X, 64 requests of 2,048 tokens against 64 of 128); taken for
+bf16.
+`row_s`: what the growth of that table, and of its Llama 3.1 405B, from 1 to 64 requests leaves unexplained.
+It holds vLLM's own host work for a request: rows of trees are rather too dear here than too cheap."""
+
+_HOPPER = _Attained(0.85, 0.5, 28e-6, 1.1e-6, 26e-6, 0.2e-3)
+"""`bandwidth_share`, and `layer_s` with twice `exchange_s`: within 4 % of 54.7 and 88.8 tokens/s of plain
+Llama 3.1 70B and Qwen3 32B on 4 H100 (arXiv 2603.03251). Two figures cannot tell more: how the seconds of a
+layer are split, `throughput_share` and `launch_s` are assumed, `row_s` is CDNA's."""
+
+
+def _sheet(
+    name: str,
+    data: tuple[float, float, float, float, float],
+    attained: _Attained,
+    fp8: Literal["float8_e4m3fn", "float8_e4m3fnuz"],
+) -> DeviceSheet:
+    """`data`: GB, GB/s of memory, TFLOPS in bf16, GB/s to one other device and to all."""
+    memory, bandwidth, tflops, peer, links = data
+    return DeviceSheet(
+        name=name,
+        memory_gb=memory,
+        bandwidth_gb_s=bandwidth,
+        bf16_tflops=tflops,
+        peer_gb_s=peer,
+        links_gb_s=links,
+        bandwidth_share=attained.bandwidth_share,
+        throughput_share=attained.throughput_share,
+        layer_s=attained.layer_s,
+        row_s=attained.row_s,
+        exchange_s=attained.exchange_s,
+        launch_s=attained.launch_s,
+        fp8=fp8,
+    )
+
+
+# Data sheets: AMD Instinct MI300X, MI325X, MI350X, MI355X (an Infinity Fabric link to each of seven others;
+# half of what is printed for both ways); NVIDIA H100 SXM, H200 SXM (NVLink through a switch; theirs print
+# twice the throughput, with sparsity).
 _SHEETS = (
-    DeviceSheet("MI300X", 192, 5300, 1307.4, **_CDNA, fp8="float8_e4m3fnuz"),
-    DeviceSheet("MI325X", 256, 6000, 1307.4, **_CDNA, fp8="float8_e4m3fnuz"),
-    DeviceSheet("MI350X", 288, 8000, 2306.9, **_CDNA, fp8="float8_e4m3fn"),
-    DeviceSheet("MI355X", 288, 8000, 2516.6, **_CDNA, fp8="float8_e4m3fn"),
-    DeviceSheet("H100", 80, 3350, 989.4, **_HOPPER, fp8="float8_e4m3fn"),
-    DeviceSheet("H200", 141, 4800, 989.4, **_HOPPER, fp8="float8_e4m3fn"),
+    _sheet("MI300X", (192, 5300, 1307.4, 64, 448), _CDNA, "float8_e4m3fnuz"),
+    _sheet("MI325X", (256, 6000, 1307.4, 64, 448), _CDNA, "float8_e4m3fnuz"),
+    _sheet("MI350X", (288, 8000, 2306.9, 76.8, 537.6), _CDNA, "float8_e4m3fn"),
+    _sheet("MI355X", (288, 8000, 2516.6, 76.8, 537.6), _CDNA, "float8_e4m3fn"),
+    _sheet("H100", (80, 3350, 989.4, 450, 450), _HOPPER, "float8_e4m3fn"),
+    _sheet("H200", (141, 4800, 989.4, 450, 450), _HOPPER, "float8_e4m3fn"),
 )
 
 

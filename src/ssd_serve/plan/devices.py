@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from ssd_serve.plan.device_tables import DeviceSheet
+from ssd_serve.plan.forwards import Forward, ForwardParts, forward_parts
 from ssd_serve.plan.known_models import PlannedModel
 from ssd_serve.plan.roof import Roof
 from ssd_serve.verifier.planning.cost import CostTable, Timing
@@ -66,8 +67,8 @@ class Platform(Protocol):
         """How many of `most` devices this model can be split over."""
         ...
 
-    def step_s(self, model: PlannedModel, devices: int, rows: int, context: int) -> float:
-        """Seconds of a forward of `rows` rows of one request that has `context` tokens."""
+    def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
+        """Seconds of a forward."""
         ...
 
     def disturbance(self, target: int, draft: PlannedModel) -> float:
@@ -105,7 +106,8 @@ class Sheets:
         s = self.sheet
         return (
             f"{s.bandwidth_share:.0%} of that bandwidth, {s.throughput_share:.0%} of those TFLOPS, "
-            f"{1e6 * s.layer_s:.0f} us more a layer and {1e6 * s.exchange_s:.0f} us where it is split"
+            f"{1e6 * s.layer_s:.0f} us more a layer and {1e6 * s.row_s:.1f} us for each of its rows, "
+            f"{1e6 * s.exchange_s:.0f} us an all-reduce, {1e3 * s.launch_s:.1f} ms a forward"
         )
 
     @property
@@ -117,16 +119,12 @@ class Sheets:
         """As many as the engine's ranks can be."""
         return _shared_by(model, most)
 
-    def step_s(self, model: PlannedModel, devices: int, rows: int, context: int) -> float:
-        """The longer of reading and computing, and what each layer takes beside."""
-        s = self.sheet
-        bandwidth = devices * s.bandwidth_share * s.bandwidth_gb_s * 1e9
-        flops = devices * s.throughput_share * s.bf16_tflops * 1e12
-        matrices_s = max(model.matrix_bytes / bandwidth, rows * model.flops_per_row / flops)
-        attention_s = context * model.kv_bytes_per_token * model.kv_share(devices) * devices / bandwidth
-        attention_s += rows * context * model.attention_flops / flops
-        layer_s = s.layer_s + (s.exchange_s if devices > 1 else 0.0)
-        return matrices_s + attention_s + model.layers * layer_s
+    def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
+        """Where the seconds of a forward go."""
+        return forward_parts(self.sheet, model, devices, forward)
+
+    def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
+        return self.parts(model, devices, forward).seconds
 
     def disturbance(self, target: int, draft: PlannedModel) -> float:
         """Separate devices do not disturb each other."""
@@ -173,17 +171,17 @@ class Measured:
         """Cores share any matrix; GPUs are the engine's ranks."""
         return most if self.shares_memory else _shared_by(model, most)
 
-    def step_s(self, model: PlannedModel, devices: int, rows: int, context: int) -> float:
+    def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
         """Matrices as measured for so many rows; the KV cache at the bandwidth. Narrower weights than those
         that were measured save reading, not computing."""
         roof = self.roofs[devices] if self.shares_memory else self.roofs[1]
         parts = 1 if self.shares_memory else devices
-        known = sorted(roof.seconds_per_byte)
+        rows, known = forward.rows, sorted(roof.seconds_per_byte)
         seconds_per_byte = float(np.interp(rows, known, [roof.seconds_per_byte[each] for each in known]))
         seconds_per_byte *= max(1.0, rows / known[-1])
         saved_s = (model.wide_bytes - model.matrix_bytes) * min(roof.seconds_per_byte.values())
-        attention_s = context * model.kv_bytes_per_token * model.kv_share(parts) * parts / roof.bandwidth
-        attention_s += rows * context * model.attention_flops / roof.flops
+        cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(parts) * parts
+        attention_s = cache_bytes / roof.bandwidth + forward.row_context * model.attention_flops / roof.flops
         layer_s = self.layer_s + (self.exchange_s if parts > 1 else 0.0)
         matrices_s = model.wide_bytes * seconds_per_byte - saved_s
         return (matrices_s + attention_s) / parts + model.layers * layer_s
@@ -202,7 +200,10 @@ def cost_table(
     """The table that the engine would have measured, where every forward takes `factor` times as long."""
     contexts = [(rows, 0) for rows in _ROWS] + [(rows, context) for rows in _CONTEXT_ROWS]
     return CostTable(
-        [Timing(rows, each, factor * platform.step_s(model, devices, rows, each)) for rows, each in contexts]
+        [
+            Timing(rows, each, factor * platform.step_s(model, devices, Forward.of_one(rows, each)))
+            for rows, each in contexts
+        ]
     )
 
 

@@ -64,6 +64,8 @@ class PlannedModel:
     """How many devices can share it."""
     fp8: bool | None = None
     """Whether its fp8 weights are read as they are, or else widened; None: it has none."""
+    hidden: int = 0
+    """Numbers of a row between two layers."""
 
     def kv_share(self, devices: int) -> float:
         """The part of its KV cache that each of `devices` holds: heads are whole, and copied if need be."""
@@ -113,6 +115,7 @@ def sized(
         ranks=whole.ranks,
         attention_flops=4.0 * whole.rows.heads * sum(layer.head_dim for layer in whole.kv),
         fp8=None if config.fp8 is None else saved > 0,
+        hidden=whole.rows.hidden,
     )
 
 

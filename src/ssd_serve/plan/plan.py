@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import SettingsError
 from ssd_serve.plan.devices import Platform, cost_table
+from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.guesses import Guesses
 from ssd_serve.plan.known_models import PlannedModel
-from ssd_serve.plan.simulation import Costs, Simulated, simulate
-from ssd_serve.verifier.planning.cost import HostCost
+from ssd_serve.plan.simulation import Costs, Simulated, measured_host, simulate
 from ssd_serve.verifier.planning.layout import Layout
 
 DRAFT_HOST_S = 1e-3
-"""What a draft step takes beside its forward. Steps that were stretched to 1.8 ms took 2.8 ms in the
-project's benchmark of emulated devices, on a two-core machine."""
+"""What the host adds to a draft step. Steps that were stretched to 1.8 ms took 2.8 ms in the project's
+benchmark of emulated devices, on two cores that other processes shared; alone on a core the host's part of a
+step of 8 nodes took 0.4 ms (`python -m lab.host`)."""
 PAYS = 1.05
 """Speculation that gives less than this over plain decoding is not worth a drafter."""
 _ROUNDS, _MIN_ROUNDS = 200, 30
@@ -160,7 +161,8 @@ def _layout(
         fits = sum(share.need for share in shares) <= target_share.free
     costs = _costs(drafting, platform, target, devices, draft, wish)
     expected = _expected(drafting, costs, wish, wish.acceptance) if fits else None
-    step_s = platform.step_s(target, devices, wish.requests, wish.context * wish.requests)
+    tokens = wish.context * wish.requests
+    step_s = platform.step_s(target, devices, Forward(wish.requests, 0, tokens, tokens))
     return PlannedLayout(drafting, devices, own, tuple(shares), step_s, costs.draft_s, expected)
 
 
@@ -176,11 +178,12 @@ def _costs(
     if draft is not None:
         # A drafter in turns has the target's device; of cores, all of them.
         own = devices if drafting is Layout.SYNC and platform.shares_memory else 1
-        draft_s = platform.step_s(draft, own, wish.width, wish.context) + DRAFT_HOST_S
+        forward_s = platform.step_s(draft, own, Forward.of_one(wish.width, wish.context))
+        draft_s = forward_s + DRAFT_HOST_S
         factor = platform.disturbance(devices, draft) if drafting is Layout.ASYNC else 1.0
     limits = GrowthLimits(width=wish.width, fan_out=_FAN_OUT, depth=16, nodes=4096)
     table = cost_table(platform, target, devices, wish.context, factor)
-    return Costs(table, HostCost(), factor * draft_s, limits, wish.context)
+    return Costs(table, measured_host(), factor * draft_s, limits, wish.context, DRAFT_HOST_S)
 
 
 def _expected(

@@ -22,6 +22,7 @@ from ssd_serve.messages import (
     Resync,
 )
 from ssd_serve.models.interface import Model
+from ssd_serve.plan.forwards import Forward
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds
 
@@ -83,8 +84,8 @@ class _Landing:
 
 
 class VirtualRounds(Rounds):
-    """Rounds whose forwards take `forward_s` of their rows; before that the host takes `host_s` of their
-    requests and nodes, or no time."""
+    """Rounds whose forwards take `forward_s` of their rows and contexts; before that the host takes `host_s`
+    of their requests and nodes, or no time."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class VirtualRounds(Rounds):
         noise: NoiseRows,
         eos: tuple[int, ...],
         clock: Clock,
-        forward_s: Callable[[int], float],
+        forward_s: Callable[[Forward], float],
         host_s: Callable[[int, int], float] | None = None,
     ) -> None:
         super().__init__(model, noise, eos, clock=clock)
@@ -105,7 +106,10 @@ class VirtualRounds(Rounds):
             nodes = sum(len(each.tree) for each in work)
             self._virtual.advance(self._virtual.now + self._host_s(len(work), nodes))
         flight = super().launch(work)
-        landing = _Landing(self._virtual, flight.started + self._forward_s(flight.rows))
+        decoding = sum(each.wanted for each in work)
+        reading = flight.reading
+        forward = Forward(flight.rows, flight.rows - decoding, reading.context, reading.row_context)
+        landing = _Landing(self._virtual, flight.started + self._forward_s(forward))
         return replace(flight, result=replace(flight.result, completion=landing))
 
 
@@ -136,8 +140,11 @@ class StepTimes:
 class VirtualChannel(ChannelWithin):
     """The verifier's end of a channel to a drafter whose device works while the verifier's time passes."""
 
-    def __init__(self, clock: Clock, core: Core, timed: Timed, hello: Hello) -> None:
+    def __init__(
+        self, clock: Clock, core: Core, timed: Timed, hello: Hello, message_s: float = MESSAGE_S
+    ) -> None:
         super().__init__()
+        self.message_s = message_s
         self._clock = clock
         self._core = core
         self._timed = timed
@@ -150,7 +157,7 @@ class VirtualChannel(ChannelWithin):
     def send(self, message: Message) -> bool:
         """It arrives a little later, when the drafter has finished its step."""
         if isinstance(message, Open | Outcome | Close | Resync | Pause):
-            self._to_drafter.append((self._clock.now + MESSAGE_S, message))
+            self._to_drafter.append((self._clock.now + self.message_s, message))
         return not self.closed
 
     def receive(self) -> list[Message]:
@@ -195,7 +202,7 @@ class VirtualChannel(ChannelWithin):
         self._say(growth)
 
     def _say(self, messages: Sequence[Message]) -> None:
-        self._to_verifier += [(self._free_at + MESSAGE_S, message) for message in messages]
+        self._to_verifier += [(self._free_at + self.message_s, message) for message in messages]
 
 
 def await_first(clock: Clock, channels: Sequence[VirtualChannel], timeout_s: float) -> bool:
@@ -208,7 +215,7 @@ def await_first(clock: Clock, channels: Sequence[VirtualChannel], timeout_s: flo
         first = min((channel.arrives_at for channel in channels), default=math.inf)
         until = min(first, end)
         next_one = min(channels, key=lambda channel: channel.free_at, default=None)
-        if next_one is None or next_one.free_at + MESSAGE_S >= until:
+        if next_one is None or next_one.free_at + next_one.message_s >= until:
             clock.now = max(clock.now, until)
             return first <= end
         next_one.act(until)
