@@ -10,12 +10,15 @@ from pathlib import Path
 
 from ssd_serve.bench.check.commands import add_check
 from ssd_serve.bench.devices import add_device_flags, chosen_devices
-from ssd_serve.bench.document import read_json, replace_block, say, show
+from ssd_serve.bench.document import read_json, replace_block, say, write
+from ssd_serve.bench.experiment import Report, add_experiment
+from ssd_serve.bench.extra import need
 from ssd_serve.bench.kernels.commands import add_kernels
 from ssd_serve.bench.load.commands import add_load
 from ssd_serve.bench.load.serve_commands import add_serve
 from ssd_serve.bench.lossless.commands import add_lossless
 from ssd_serve.bench.peers.commands import add_peers
+from ssd_serve.bench.provenance import ENGINE
 from ssd_serve.bench.quality.commands import add_quality
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.cluster.local.process import worker_environment
@@ -55,12 +58,11 @@ def _add_modes(commands: Commands) -> None:
         "--no-equal-devices", action="store_true", help="leave out the baselines on both cores"
     )
     add_device_flags(parser)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     add_settings_flags(parser, leave_out=_DEVICES)
-    parser.set_defaults(run=_run_modes)
+    add_experiment(parser, _run_modes, ("bench/modes.py", "bench/mode_settings.py", *ENGINE))
 
 
-def _run_modes(args: argparse.Namespace) -> int:
+def _run_modes(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
     from ssd_serve.bench.mode_settings import run_both_settings
     from ssd_serve.bench.modes import CORES
@@ -83,26 +85,26 @@ def _run_modes(args: argparse.Namespace) -> int:
     )
     from ssd_serve.bench.report import modes_tables
 
-    show(result, args.json, "" if args.json is None else modes_tables(result))
-    return 0
+    return Report(result, modes_tables if args.json else None)
 
 
 def _add_report(commands: Commands) -> None:
-    parser = commands.add_parser("report", help="a result of modes or load as Markdown tables")
+    parser = commands.add_parser("report", help="a result of modes, load or peers as Markdown tables")
     parser.add_argument("file", type=Path, help="the JSON that one of them wrote")
     parser.add_argument("--readme", type=Path, help="put the tables into this document, between its markers")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw load or peers")
     parser.set_defaults(run=_run_report)
 
 
 def _run_report(args: argparse.Namespace) -> int:
-    from ssd_serve.bench.load.report import load_tables
-    from ssd_serve.bench.report import modes_tables
+    from ssd_serve.bench.blocks import block_name, block_text, chart
 
-    result = read_json(args.file, "ssd bench modes")
-    load = result.get("benchmark") == "load"
-    table = load_tables(result) if load else modes_tables(result)
+    result = read_json(args.file, "ssd bench")
+    if args.plot is not None:
+        need("--plot", "matplotlib")
+        write(chart(result), args.plot)
     if args.readme is None:
-        print(table)
+        print(block_text(result, args.file, Path.cwd()))
     else:
-        replace_block(args.readme, "load" if load else "modes", table)
+        replace_block(args.readme, block_name(result), block_text(result, args.file, args.readme.parent))
     return 0

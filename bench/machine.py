@@ -1,23 +1,26 @@
-"""What a result was measured on: hardware and versions, as they stand in every result file."""
+"""What a result was measured on: hardware, versions, and how busy the machine is."""
 
+import contextlib
+import ctypes
+import mmap
 import os
 import platform
+import threading
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
-import torch
 
 _PACKAGES = ("ssd-serve", "torch", "numpy", "tokenizers", "transformers")
-
-
-def measured_on() -> dict[str, object]:
-    """The last fields of every result file."""
-    return {"hardware": hardware(), "versions": versions()}
+_COPIED_BYTES, _PASSES, _MOST_THREADS = 128 << 20, 4, 16
+"""Of all threads together: more than caches hold, and a tenth of a second."""
 
 
 def hardware() -> dict[str, object]:
     """Processor, cores, memory and GPUs of this machine."""
+    import torch  # reads the environment that a benchmark sets before it measures
+
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu_name(),
@@ -33,6 +36,70 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     found.update({package: installed for package in _PACKAGES if (installed := _version(package))})
     return found
+
+
+def load_averages() -> list[float]:
+    """Processes that ran or wanted to, over one, five and fifteen minutes."""
+    return [round(load, 2) for load in os.getloadavg()]
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def copy_speed(cores: tuple[int, ...]) -> float:
+    """GB/s that a thread on each of the cores reads and writes, all copying at once; the best of some passes.
+
+    Without torch and numpy, which must not start before a benchmark has set their variables.
+    """
+    threads = cores[:_MOST_THREADS]
+    size = _COPIED_BYTES // len(threads)
+    copies = [_Copy(core, size) for core in threads]
+    best = min(_together(copies) for _ in range(_PASSES))
+    for copy in copies:
+        copy.close()
+    return round(2 * size * len(copies) / best / 1e9, 1)
+
+
+class _Copy:
+    """Two pieces of memory of a thread, one of which is copied onto the other."""
+
+    def __init__(self, core: int, size: int) -> None:
+        self._core = core
+        self._size = size
+        self._maps = mmap.mmap(-1, size), mmap.mmap(-1, size)
+        self._buffers = [(ctypes.c_char * size).from_buffer(each) for each in self._maps]
+        ctypes.memset(self._buffers[0], 1, size)  # untouched pages would all be the same page of zeros
+
+    def run(self, start: threading.Barrier, seconds: list[float]) -> None:
+        """Copy once, on the core where that is allowed, and add how long it took."""
+        if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, {self._core})  # of this thread
+        start.wait()
+        started = time.perf_counter()
+        ctypes.memmove(self._buffers[1], self._buffers[0], self._size)
+        seconds.append(time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+        for each in self._maps:
+            each.close()
+
+
+def _together(copies: list[_Copy]) -> float:
+    """Seconds of the slowest."""
+    start, seconds = threading.Barrier(len(copies)), list[float]()
+    threads = [threading.Thread(target=copy.run, args=(start, seconds)) for copy in copies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(seconds)
 
 
 def _version(package: str) -> str:

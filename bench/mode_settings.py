@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.modes import CORES, Plan, run_modes
 from ssd_serve.bench.rig import Rig
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
@@ -28,14 +27,10 @@ def run_both_settings(
     say: Callable[[str], None],
     devices: Devices = CORES,
 ) -> dict[str, object]:
-    """`{"results", "ratios", "notes", "devices", "hardware", "versions"}` over all settings in `which`.
+    """`{"results", "ratios", "notes", "devices"}` over all settings in `which`.
 
     Prompts are chosen on the CPU, so that they are the same whatever is measured.
     """
-    merged: dict[str, object] = {
-        "devices": devices.names(),
-        **measured_on(),
-    }
     results: list[object] = []
     ratios: list[object] = []
     notes: dict[str, object] = {}
@@ -59,4 +54,4 @@ def run_both_settings(
             results += found.results
             ratios += found.ratios
             notes[setting] = found.notes
-    return {"results": results, "ratios": ratios, "notes": notes, **merged}
+    return {"results": results, "ratios": ratios, "notes": notes, "devices": devices.names()}

@@ -1,23 +1,12 @@
-"""The command line of an experiment: a parser as `ssd` has it, its result file, and the exit codes of its
-errors."""
+"""The command line of an experiment: a parser as `ssd` has it, and the exit codes of its errors."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import sys
+from collections.abc import Callable, Sequence
 
-from ssd_serve.bench.document import show
+from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.cli.flags import Parser
 from ssd_serve.cli.main import exit_code
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an experiment hands over. Without a `text` the result is printed where no file is wanted."""
-
-    result: Mapping[str, object]
-    text: str = ""
-    code: int = 0
 
 
 def experiment_parser(name: str, text: str) -> Parser:
@@ -26,14 +15,18 @@ def experiment_parser(name: str, text: str) -> Parser:
 
 
 def run_experiment(
-    parser: Parser, run: Callable[[argparse.Namespace], Report], argv: Sequence[str] | None = None
+    parser: Parser,
+    run: Callable[[argparse.Namespace], Report],
+    measures: Sequence[str],
+    argv: Sequence[str] | None = None,
 ) -> int:
-    """Parse `argv`, run, show and write what came out, and return the exit code."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    """Parse `argv`, run what `measures` the code of these paths, and return the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    add_experiment(parser, run, measures)
 
-    def run_and_show(args: argparse.Namespace) -> int:
-        report = run(args)
-        show(report.result, args.json, report.text)
-        return report.code
+    def parse_and_run() -> int:
+        args = parser.parse_args(words)
+        code: int = args.run(args, words)
+        return code
 
-    return exit_code(lambda: run_and_show(parser.parse_args(argv)), parser.prog)
+    return exit_code(parse_and_run, parser.prog)

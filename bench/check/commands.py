@@ -1,10 +1,11 @@
 """The command line of `ssd bench check`. Everything heavy is imported when it runs."""
 
 import argparse
-from pathlib import Path
 
-from ssd_serve.bench.document import say, show
+from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.bench.extra import need
+from ssd_serve.bench.provenance import ENGINE
 from ssd_serve.cli.flags import Commands
 
 _ENOUGH_PAIRS = 3
@@ -19,11 +20,10 @@ def add_check(commands: Commands) -> None:
         "--base", help="commit to compare with (default: the last tag v*, else this commit's first parent)"
     )
     parser.add_argument("--seconds", type=float, default=100.0, help="time of measuring, without the start")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.set_defaults(run=_run_check)
+    add_experiment(parser, _run_check, ("bench/check", *ENGINE))
 
 
-def _run_check(args: argparse.Namespace) -> int:
+def _run_check(args: argparse.Namespace) -> Report:
     """0: every mode is at least as good; 1: one is worse, or it is not shown that it is not."""
     need("ssd bench check", "scipy")
     from ssd_serve.bench.check.checkouts import both_codes
@@ -31,5 +31,5 @@ def _run_check(args: argparse.Namespace) -> int:
 
     with both_codes(args.base, say) as codes:
         result = compare(codes.new, codes.old, seconds=args.seconds, least=_ENOUGH_PAIRS, say=say)
-        show(result.as_json(codes.name), args.json, table(result, codes.name))
-    return 1 if result.failing else 0
+        verdict = table(result, codes.name)
+        return Report(result.as_json(codes.name), lambda _result: verdict, 1 if result.failing else 0)

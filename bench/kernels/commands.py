@@ -3,9 +3,9 @@ they run."""
 
 import argparse
 import os
-from pathlib import Path
 
-from ssd_serve.bench.document import say, show
+from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.cli.flags import Commands
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import check_device, parse_device, pin, this_machine
@@ -17,15 +17,13 @@ def add_kernels(commands: Commands) -> None:
     kernels = commands.add_parser("kernels", help="every tree attention backend, by shape, against the roof")
     kernels.add_argument("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("HEADS", "KV", "SIZE"))
     kernels.add_argument("--repeats", type=_repeats, default=7, help="at least 2 (7)")
-    kernels.set_defaults(run=_run_kernels)
     conformance = commands.add_parser(
         "conformance", help="does every tree attention backend compute what it should?"
     )
     conformance.add_argument("--quick", action="store_true", help="float32 only")
-    conformance.set_defaults(run=_run_conformance)
-    for parser in (kernels, conformance):
+    for parser, run in ((kernels, _run_kernels), (conformance, _run_conformance)):
         parser.add_argument("--device", default="cpu", help="cpu or cuda:0 (cpu)")
-        parser.add_argument("--json", type=Path, help="write the results to this file")
+        add_experiment(parser, run, ("bench/kernels", "kernels"))
 
 
 def _repeats(text: str) -> int:
@@ -36,7 +34,7 @@ def _repeats(text: str) -> int:
     return number
 
 
-def _run_kernels(args: argparse.Namespace) -> int:
+def _run_kernels(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
     from ssd_serve.bench.kernels.timing import Plan, run_kernels, table
     from ssd_serve.kernels.native.library import native_library
@@ -47,19 +45,17 @@ def _run_kernels(args: argparse.Namespace) -> int:
         raise SettingsError("--heads: query heads must be a multiple of KV heads, and all at least 1")
     plan = Plan(_chosen(args.device), heads, kv_heads, head_dim, args.repeats)
     result = run_kernels(plan, native_library(Settings()), say)
-    show(result, args.json, table(result))
-    return 0
+    return Report(result, table)
 
 
-def _run_conformance(args: argparse.Namespace) -> int:
+def _run_conformance(args: argparse.Namespace) -> Report:
     """1 when any backend that could serve computes something else."""
     os.environ.update(worker_environment())
     from ssd_serve.bench.kernels.timing import check_conformance
 
     result = check_conformance(_chosen(args.device), say, quick=args.quick)
-    if args.json is not None:
-        show(result, args.json)
-    return 0 if result["right"] else 1
+    verdict = "every backend computes what it should" if result["right"] else "a backend computes otherwise"
+    return Report(result, lambda _result: verdict, 0 if result["right"] else 1)
 
 
 def _chosen(name: str) -> str:

@@ -9,14 +9,13 @@ shape is small. Run it alone on the machine. Knows backends and batches, not mod
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ssd_serve.bench.kernels.conformance import DTYPES, conformance
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.tables import markdown_table
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError, in_a_line
@@ -84,7 +83,6 @@ def run_kernels(plan: Plan, native: NativeLibrary | None, say: Callable[[str], N
         "threads": torch.get_num_threads(),
         "results": rows,
         "skipped": skipped,
-        **measured_on(),
     }
 
 
@@ -110,7 +108,6 @@ def check_conformance(device: str, say: Callable[[str], None], *, quick: bool = 
         "device": device,
         "right": bool(judged) and all(judged),
         "results": rows,
-        **measured_on(),
     }
 
 
@@ -162,7 +159,7 @@ class _Willing:
             return SdpaAttention(cache, heads)
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """Markdown."""
     heads, kv_heads, head_dim = result["heads"]
     rows = (

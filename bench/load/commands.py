@@ -6,9 +6,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ssd_serve.bench.document import say, show, write
+from ssd_serve.bench.document import say, write
+from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, count_or_zero, positive, positive_or_zero
+from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.errors import UserError
 from ssd_serve.settings import KEY_SETTINGS, Mode
@@ -38,10 +40,9 @@ def add_load(commands: Commands) -> None:
     parser.add_argument("--temperature", type=positive_or_zero, default=1.0)
     _add_closed_loop(parser)
     _add_trace(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the closed loop")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)
-    parser.set_defaults(run=_run_load)
+    add_experiment(parser, _run_load, ("bench/load", *SERVER))
 
 
 def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +82,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run_load(args: argparse.Namespace) -> int:
+def _run_load(args: argparse.Namespace) -> Report:
     need("ssd bench load", "httpx", "scipy", *(("matplotlib",) if args.plot else ()))
     from ssd_serve.bench.load.report import load_plot, load_tables
     from ssd_serve.bench.load.session import Plan, run_load
@@ -112,8 +113,7 @@ def _run_load(args: argparse.Namespace) -> int:
     result = run_load(settings, plan, say)
     if args.plot is not None:
         write(load_plot(result), args.plot)
-    show(result, args.json, load_tables(result))
-    return 0
+    return Report(result, load_tables)
 
 
 def leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:

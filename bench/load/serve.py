@@ -14,7 +14,6 @@ import httpx
 from ssd_serve.bench.load.arrivals import arrival_times
 from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted, open_client
 from ssd_serve.bench.load.keys import detailed, serve_keys
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.metrics_page import metric
 from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import SsdError, UserError
@@ -91,7 +90,6 @@ async def _run(plan: Plan) -> dict[str, object]:
             if plan.detailed
             else {"errors": sorted({one.error for one in answers if one.error})}
         ),
-        **measured_on(),
     }
 
 

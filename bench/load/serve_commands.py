@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from ssd_serve.bench.document import show
+from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, count_or_zero, positive, positive_or_zero
+from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import Commands
 from ssd_serve.errors import UserError
 from ssd_serve.settings_sources import resolve
@@ -38,8 +39,7 @@ def add_serve(commands: Commands) -> None:
     )
     parser.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P")
     parser.add_argument("--save-detailed", action="store_true", help="also the times of every request")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
-    parser.set_defaults(run=_run_serve)
+    add_experiment(parser, _run_serve, ("bench/load", *SERVER))
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and sampling (0)")
 
 
-def _run_serve(args: argparse.Namespace) -> int:
+def _run_serve(args: argparse.Namespace) -> Report:
     need("ssd bench serve", "httpx")
     from ssd_serve.bench.load.client import Endpoint
     from ssd_serve.bench.load.serve import Plan, as_requests, run_serve, serve_table
@@ -107,9 +107,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         limits=_limits(args.goodput),
         detailed=args.save_detailed,
     )
-    result = run_serve(plan)
-    show(result, args.json, serve_table(result))
-    return 0
+    return Report(run_serve(plan), serve_table)
 
 
 def _texts(args: argparse.Namespace) -> list[str]:

@@ -23,7 +23,6 @@ from ssd_serve.bench.load.servers import Server, on_cores, served
 from ssd_serve.bench.load.setups import Devices, setups
 from ssd_serve.bench.load.statistics import Limits, summary, throughput
 from ssd_serve.bench.load.trace import Arrival, fit, read_trace
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.bench.statistics import percentile
 from ssd_serve.bench.workload import ballast_pair
@@ -80,8 +79,7 @@ class Found:
 
 
 def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
-    """`{"benchmark": "load", "plan", "results", "pairs", "ratios", "trace", "resume", "notes", "hardware",
-    "versions"}`.
+    """`{"benchmark": "load", "plan", "results", "pairs", "ratios", "trace", "resume", "notes"}`.
 
     Raises `UserError` for a trace that cannot be read, `SsdError` for a server that does not start.
     """
@@ -120,7 +118,6 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         "trace": found.replays,
         "resume": found.resumes,
         "notes": found.notes,
-        **measured_on(),
     }
 
 

@@ -17,7 +17,6 @@ from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, Outputs, Pair, run_case
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.devices import pin
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.messages import SamplingParameters, Submit
@@ -151,7 +150,7 @@ def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[Di
 
 
 def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPUS) -> dict[str, object]:
-    """`{"results", "totals", "bf16", "devices", "hardware", "versions"}`."""
+    """`{"results", "totals", "bf16", "devices"}`."""
     if devices.target.kind == "cuda":
         pin(devices.target)
     torch.set_num_threads(1)  # more would change sums, and tiny products are not worth them
@@ -181,7 +180,6 @@ def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPU
         "bf16": bf16,
         "results": rows,
         "devices": devices.names(),
-        **measured_on(),
     }
 
 

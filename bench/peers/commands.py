@@ -7,8 +7,10 @@ import signal
 import sys
 from pathlib import Path
 
-from ssd_serve.bench.document import read_json, replace_block, say, show, write
+from ssd_serve.bench.document import say, write
+from ssd_serve.bench.experiment import Report, Result, add_experiment
 from ssd_serve.bench.extra import need
+from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import Commands
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import parse_device
@@ -37,44 +39,20 @@ def add_peers(commands: Commands) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
     parser.add_argument("--launches", type=int, default=3, help="how often every way is started anew")
     parser.add_argument("--work", type=Path, help="keep checkpoints, caches and logs in this folder")
-    parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="measure nothing: show this")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the bar chart")
-    parser.add_argument("--readme", type=Path, help="put the tables into this document, between its markers")
-    parser.set_defaults(run=run_peers_command)
+    add_experiment(parser, run_peers_command, ("bench/peers", *SERVER))
 
 
-def run_peers_command(args: argparse.Namespace) -> int:
+def run_peers_command(args: argparse.Namespace) -> Report:
     """0: every engine that is there was measured; 1: one failed, and the result says which and why."""
-    from ssd_serve.bench.peers.report import markdown
-
-    need(
-        "ssd bench peers",
-        *(("gguf",) if args.source is None else ()),
-        *(("matplotlib",) if args.plot else ()),
-    )
-    result = _measured(args) if args.source is None else read_json(args.source, "ssd bench peers")
-    text = markdown(result)
-    write(text + "\n", args.markdown)
-    if args.plot is not None:
-        from ssd_serve.bench.peers.chart import bar_chart
-
-        write(bar_chart(result), args.plot)
-    if args.readme is not None:
-        chart = "" if args.plot is None else _image(args.plot, args.readme)
-        replace_block(args.readme, "peers", chart + text)
-    show(result, args.json, text)
-    return 1 if result["failures"] else 0
-
-
-def _measured(args: argparse.Namespace) -> dict[str, object]:
+    need("ssd bench peers", "gguf", *(("matplotlib",) if args.plot else ()))
     os.environ.update(worker_environment())  # torch is not imported yet
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
     from ssd_serve.bench.peers.comparison import Plan, run_peers
+    from ssd_serve.bench.peers.report import markdown
     from ssd_serve.bench.peers.ways import Peers
 
-    return run_peers(
+    measured = run_peers(
         Plan(tuple(args.temperatures), args.prompts, args.tokens, args.launches, tuple(args.dtype)),
         Peers(args.llama_server, args.vllm_python, args.transformers_python or _own_python()),
         parse_device(f"cpu:{args.cores}").indices,
@@ -82,10 +60,14 @@ def _measured(args: argparse.Namespace) -> dict[str, object]:
         say,
     )
 
+    def text(result: Result) -> str:
+        if args.plot is not None:
+            from ssd_serve.bench.peers.chart import bar_chart
 
-def _image(plot: Path, document: Path) -> str:
-    """The chart in a Markdown document, by its path from there."""
-    return f"![Decoding speed of each engine]({os.path.relpath(plot, document.parent)})\n\n"
+            write(bar_chart(result), args.plot)
+        return markdown(result)
+
+    return Report(measured, text, 1 if measured["failures"] else 0)
 
 
 def _own_python() -> Path | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ssd_serve.bench.machine import measured_on
+from ssd_serve.bench.peers.builds import peer_builds
 from ssd_serve.bench.peers.client import Ask, PeerError, Sample
 from ssd_serve.bench.peers.engines import Engine, launched
 from ssd_serve.bench.peers.figures import Launch, Weights, fastest, ratios, rows, wrong_speculation
@@ -94,6 +94,7 @@ def run_peers(
         }
         run = _Run(plan, place, asks, say)
         _interleave(run, _schedule(run))
+        builds = peer_builds(place)
     return {
         "bench": "peers",
         "results": rows(run.launches, weights),
@@ -110,8 +111,8 @@ def run_peers(
             "dtype": ", ".join(plan.dtypes),
         },
         "engines": run.versions,
+        "builds": builds,
         "seconds": round(time.time() - started),
-        **measured_on(),
     }
 
 

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from ssd_serve.bench.peers.builds import log_of
 from ssd_serve.bench.peers.client import (
     Ask,
     PeerError,
@@ -144,7 +145,7 @@ def read_steps(line: bytes, ask: Ask) -> Sample:
 @contextlib.contextmanager
 def launched(way: Way, place: Place) -> Generator[Engine]:
     """Start the engine, wait until it answers, and end it. A `PeerError` below tells the end of its log."""
-    log = place.work / f"{way.engine}.log"
+    log = log_of(way.engine, place)
     port = _free_port()
     talks = way.engine == TRANSFORMERS
     environment = worker_environment() | variables(way, place)

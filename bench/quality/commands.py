@@ -1,9 +1,9 @@
 """The command line of `ssd bench quality`. Everything heavy is imported when it runs."""
 
 import argparse
-from pathlib import Path
 
-from ssd_serve.bench.document import say, show
+from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.cli.flags import Commands
 from ssd_serve.errors import UserError
 from ssd_serve.settings import EMBEDDED
@@ -21,11 +21,10 @@ def add_quality(commands: Commands) -> None:
     parser.add_argument(
         "--dtypes", nargs="+", choices=_DTYPES, default=["fp32", "bf16", "int8"], help="first: the reference"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.set_defaults(run=_run_quality)
+    add_experiment(parser, _run_quality, ("bench/quality", "kernels", "models"))
 
 
-def _run_quality(args: argparse.Namespace) -> int:
+def _run_quality(args: argparse.Namespace) -> Report:
     from ssd_serve.bench.quality.measurement import measure_quality, table
     from ssd_serve.models.hub import resolve_model
 
@@ -37,5 +36,4 @@ def _run_quality(args: argparse.Namespace) -> int:
         dtypes=tuple(dict.fromkeys(args.dtypes)),
         say=say,
     )
-    show(result, args.json, table(result))
-    return 0
+    return Report(result, table)

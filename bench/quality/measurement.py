@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import Int64Array, RequestRows, build_batch
@@ -66,7 +65,6 @@ def measure_quality(
             {"dtype": dtype, "weight_bytes": models[dtype].facts.weight_bytes, **row}
             for dtype, row in compare(found).items()
         ],
-        **measured_on(),
     }
 
 

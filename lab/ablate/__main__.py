@@ -4,10 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report
+from ssd_serve.bench.provenance import DRAFTING
 
 _TEMPERATURES = (0.0, 0.7, 1.0)
+
+MEASURES = ("lab/ablate", "lab/virtual", *DRAFTING)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
     parser.add_argument("--width", type=int, default=32, help="rows of a draft step")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -31,7 +35,7 @@ def _run(args: argparse.Namespace) -> Report:
     pair, prompts = embedded_pair(args.table)
     plan = Plan(tuple(args.temperatures), args.prompts, args.tokens, args.width)
     result = run_ablation(pair, prompts, plan, say)
-    return Report(result, ablation_table(result))
+    return Report(result, ablation_table)
 
 
 if __name__ == "__main__":

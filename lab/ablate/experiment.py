@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from lab.ablate.growth import TableCore, TableShape, UniformCore
 from lab.ablate.rejection import DrawingSource, Drawn, RejectionRounds
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, Pair, decode
-from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
@@ -211,8 +210,6 @@ def run_ablation(
         "table": pair.table.told(),
         "plain_tokens_per_s": round(1 / pair.table.target.seconds(Forward.of_one(1, 512)), 1),
         "results": rows,
-        "hardware": hardware(),
-        "versions": versions(),
     }
 
 

@@ -4,9 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report
 from ssd_serve.bench.extra import need
+
+MEASURES = ("lab/bodies", "server")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("only", nargs="*", help="parts of the names of kinds; none: all")
     parser.add_argument("--passes", type=int, default=3, help="of each kind; the worst one is told (3)")
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -24,7 +27,7 @@ def _run(args: argparse.Namespace) -> Report:
     from lab.bodies.experiment import run_bodies, table
 
     result = run_bodies(args.only, max(1, args.passes), say)
-    return Report(result, table(result))
+    return Report(result, table)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import psutil  # type: ignore[import-untyped]
 
 import ssd_serve.models as models
 from lab.bodies.kinds import Kind, all_kinds
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.tables import text_table
 from ssd_serve.cli.serve import ServingTokenizer
 from ssd_serve.cluster.channels.channel import SocketChannel
@@ -86,7 +85,6 @@ def run_bodies(only: Sequence[str], passes: int, tell: Callable[[str], None]) ->
         "context": CONTEXT,
         "passes": passes,
         "costs": [asdict(cost) for cost in costs],
-        **measured_on(),
     }
 
 

@@ -5,11 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say, write
+from ssd_serve.bench.experiment import Report
 from ssd_serve.bench.extra import need
+from ssd_serve.bench.provenance import DRAFTING
 
 _TEMPERATURES = (0.0, 0.7, 1.0)
+
+MEASURES = ("lab/calibration", "lab/virtual", *DRAFTING)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=2000, help="tokens before them, not counted")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the reliability diagram")
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -40,7 +44,7 @@ def _run(args: argparse.Namespace) -> Report:
         from ssd_serve.bench.charts import as_svg
 
         write(as_svg(plot(result)), args.plot)
-    return Report(result, calibration_table(result))
+    return Report(result, calibration_table)
 
 
 if __name__ == "__main__":

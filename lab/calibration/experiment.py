@@ -12,7 +12,6 @@ import numpy as np
 
 from lab.calibration.figures import Reliability, reliability
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, TimedModel, decode
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
 from ssd_serve.drafter.build import CoreParts, build_core
@@ -168,7 +167,6 @@ def run_calibration(
         "time": "virtual: forwards take what a device table says; not a measurement of any device",
         "plan": asdict(plan),
         "results": rows,
-        **measured_on(),
     }
 
 

@@ -4,9 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report
 from ssd_serve.cli.flags import add_settings_flags, settings_from
+
+MEASURES = ("lab/channels", "cluster", "src/ssd_serve/messages.py")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--messages", type=int, default=2000, help="of each kind (2000)")
     parser.add_argument("--starts", type=int, default=3, help="of each launcher (3)")
     add_settings_flags(parser)
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -25,7 +28,7 @@ def _run(args: argparse.Namespace) -> Report:
 
     plan = Plan(max(1, args.messages), max(1, args.starts))
     result = run_channels(settings_from(args), plan, say)
-    return Report(result, table(result))
+    return Report(result, table)
 
 
 if __name__ == "__main__":

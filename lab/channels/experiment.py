@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.tables import text_table
 from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.engines import start_engine
@@ -69,7 +68,6 @@ def run_channels(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
         "messages": plan.messages,
         "round_trips_us": round_trips,
         "starts": starts,
-        **measured_on(),
     }
 
 

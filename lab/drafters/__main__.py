@@ -4,8 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report
+from ssd_serve.bench.provenance import ENGINE
+
+MEASURES = ("lab/drafters", "lab/virtual", *ENGINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--real-table", default="mi300x-70b-1b*16", help="device table for them: this machine computes"
     )
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -43,7 +47,7 @@ def _run(args: argparse.Namespace) -> Report:
 
         real = run_real_drafters(args.real, plan, args.real_table, say)
         result |= {"real_table": args.real_table, "real": real}
-    return Report(result, drafters_table(result))
+    return Report(result, drafters_table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from lab.drafters.crowd import DrafterCrowd, Plan
 from lab.drafters.rig import DraftedEngine
 from lab.virtual.rig import Pair
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
 from ssd_serve.models.interface import Model
@@ -63,7 +62,6 @@ def run_drafters(
         "table": table,
         "plan": asdict(plan),
         "rows": rows,
-        **measured_on(),
     }
 
 

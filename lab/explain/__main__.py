@@ -6,10 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say, write
+from ssd_serve.bench.experiment import Report, Result
+from ssd_serve.bench.provenance import ENGINE
 from ssd_serve.cli.flags import add_settings_flags, settings_from
 from ssd_serve.cluster.local.process import worker_environment
+
+MEASURES = ("lab/explain", *ENGINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-context", type=int, default=512, help="tokens of each request (512)")
     parser.add_argument("--markdown", type=Path, help="write the page to this file")
     add_settings_flags(parser)
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -36,8 +40,12 @@ def _run(args: argparse.Namespace) -> Report:
     question.check()
     pair = measure_pair(settings_from(args), say)
     found = explain(pair, question)
-    text = page(pair, question, found)
-    write(text + "\n", args.markdown)
+
+    def text(result: Result) -> str:
+        told = page(pair, question, found, result)
+        write(told + "\n", args.markdown)
+        return told
+
     return Report(as_json(pair, question, found), text)
 
 

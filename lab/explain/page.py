@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from lab.explain.experiment import Decision, Question
 from lab.explain.measurement import MeasuredPair
-from ssd_serve.bench.machine import hardware, versions
+from ssd_serve.bench.document import read_as
+from ssd_serve.bench.experiment import Result
 from ssd_serve.bench.tables import markdown_table
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT
 from ssd_serve.verifier.planning.cost import Reading
@@ -15,13 +18,17 @@ _HARDLY = 0.05
 _NAMES = {Layout.ASYNC: "beside", Layout.SYNC: "inline", Layout.OFF: "plain"}
 
 
-def page(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> str:
+class _Measured(msgspec.Struct, frozen=True):
+    hardware: dict[str, object]
+
+
+def page(pair: MeasuredPair, question: Question, decisions: Sequence[Decision], result: Result) -> str:
     """Markdown: what was measured, then what is decided by it and why."""
-    machine = hardware()
+    machine = read_as(_Measured, result, "python -m lab.explain").hardware
     lines = [
         f"# What the engine decides for {pair.target} with {pair.draft}",
         "",
-        f"Measured now on {machine['cpu']}, {machine['cores']} cores.",
+        f"Measured on {machine['cpu']}, {machine['cores']} cores.",
         "",
         *_target(pair),
         "",
@@ -56,8 +63,6 @@ def as_json(pair: MeasuredPair, question: Question, decisions: Sequence[Decision
         "host_node_s": node_s,
         "host_round_s": pair.host.seconds(1, 0),
         "decisions": [_decision_json(each) for each in decisions],
-        "hardware": hardware(),
-        "versions": versions(),
     }
 
 

@@ -4,9 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report
 from ssd_serve.bench.extra import need
+from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import add_settings_flags, settings_from
 from ssd_serve.settings import KEY_SETTINGS
 
@@ -26,6 +28,8 @@ _OWN_SETTINGS = (
     *KEY_SETTINGS,
 )
 
+MEASURES = ("lab/faults", *SERVER)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiment; returns the exit code."""
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="faults whose names hold it")
     parser.add_argument("--ray", action="store_true", help="also lose a node of a simulated Ray cluster")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -48,7 +52,7 @@ def _run(args: argparse.Namespace) -> Report:
 
     plan = Plan(args.requests, args.tokens, tuple(args.only), args.ray)
     result = run_faults(settings_from(args), plan, say)
-    return Report(result, table(result), 0 if harmless(result) else 1)
+    return Report(result, table, 0 if harmless(result) else 1)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from lab.faults.report import Outcome
 from lab.faults.site import Site
 from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.servers import served
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.errors import SsdError
 from ssd_serve.settings import Mode, Settings
 
@@ -53,7 +52,7 @@ class Plan:
 
 
 def run_faults(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
-    """`{"outcomes", "plan", "settings", "hardware", "versions"}`."""
+    """`{"outcomes", "plan", "settings"}`."""
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         numbers = itertools.count()
@@ -66,7 +65,6 @@ def run_faults(settings: Settings, plan: Plan, say: Callable[[str], None]) -> di
         "outcomes": [asdict(outcome) for outcome in outcomes],
         "plan": asdict(plan),
         "settings": {"target": settings.target, "dtype": settings.dtype, "emulate": emulated_table(settings)},
-        **measured_on(),
     }
 
 

@@ -5,7 +5,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
+from ssd_serve.bench.experiment import Report
+
+MEASURES = ("lab/governor", "verifier/planning")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=24, help="runs of each load (24)")
     parser.add_argument("--rounds", type=int, default=20000, help="of each run (20000)")
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -29,7 +32,7 @@ def _run(args: argparse.Namespace) -> Report:
         "noise": NOISE,
         "results": [asdict(row) for row in rows],
     }
-    return Report(result, table(rows))
+    return Report(result, lambda _result: table(rows))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report
 from ssd_serve.bench.extra import need
+from ssd_serve.bench.provenance import SERVER
 from ssd_serve.bench.restart import restart_as_worker
 from ssd_serve.cli.flags import add_settings_flags, settings_from
+
+MEASURES = ("lab/host", *SERVER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = experiment_parser("host", "what the host adds to a round and to a draft step")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], help="requests at once")
     add_settings_flags(parser)
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:

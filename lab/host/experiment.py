@@ -17,7 +17,6 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ssd_serve.bench.load.servers import served
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.bench.rig import Rig, Way, use_cores
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
@@ -73,8 +72,7 @@ def run_host(settings: Settings, batches: Sequence[int], say: Callable[[str], No
             rows.append(row | _milliseconds(rounds.host_s))
             say(f"{name}, batch {batch}: {rows[-1]['host_ms']} ms")
     drafter = [measure_drafter(rig, prompts[0], temperature) for temperature in (0.0, 0.8)]
-    found = {"verifier": rows, "drafter": drafter, "idle_core_share": _idle(settings)}
-    return {**found, **measured_on()}
+    return {"verifier": rows, "drafter": drafter, "idle_core_share": _idle(settings)}
 
 
 def _idle(settings: Settings) -> float:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.kernels.attention.self_test import Asked, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import native_library
@@ -43,7 +42,7 @@ class Plan:
 
 
 def run_invariance(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
-    """`{"results", "hardware", ...}`: a row for each shape and order of slots, medians in milliseconds.
+    """`{"results", ...}`: a row for each shape and order of slots, medians in milliseconds.
 
     Shapes that are longer than the model's context are left out.
     """
@@ -75,7 +74,6 @@ def run_invariance(settings: Settings, plan: Plan, say: Callable[[str], None]) -
         "threads": torch.get_num_threads(),
         "repeats": plan.repeats,
         "results": rows,
-        **measured_on(),
     }
 
 

@@ -5,8 +5,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
+from ssd_serve.bench.experiment import Report
 from ssd_serve.cluster.local.process import worker_environment
+
+MEASURES = ("lab/packed", "kernels")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--matrices", type=int, default=64, help="how many; no cache may hold them (64)")
     parser.add_argument("--repeats", type=int, default=7)
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -30,7 +33,7 @@ def _run(args: argparse.Namespace) -> Report:
 
     plan = Plan(args.dtype, args.threads, args.rows, matrices=args.matrices, repeats=args.repeats)
     result = measure(plan, native_library(Settings()))
-    return Report(result, table(result))
+    return Report(result, table)
 
 
 if __name__ == "__main__":

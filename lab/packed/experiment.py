@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ssd_serve.bench.machine import measured_on
 from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
@@ -59,7 +58,6 @@ def measure(plan: Plan, native: NativeLibrary | None) -> dict[str, object]:
         "shape": [plan.outputs, plan.inputs],
         "repeats": plan.repeats,
         "results": results,
-        **measured_on(),
     }
 
 

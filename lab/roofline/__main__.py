@@ -6,12 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say, write
+from ssd_serve.bench.experiment import Report, Result
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import parse_device, this_machine
 
 _MODES = Path("bench/results/modes.json")
+
+MEASURES = ("lab/roofline", "kernels", "bench/results/modes.json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--target", type=Path, help="the target's folder, if it was not the benchmark's own ballast model"
     )
     parser.add_argument("--markdown", type=Path, help="write the page to this file")
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -51,8 +54,12 @@ def _run(args: argparse.Namespace) -> Report:
         resolve_dtype(args.dtype, device.torch_name),
         cores,
     )
-    text = page(result)
-    write(text + "\n", args.markdown)
+
+    def text(written: Result) -> str:
+        told = page(written)
+        write(told + "\n", args.markdown)
+        return told
+
     return Report(result, text)
 
 

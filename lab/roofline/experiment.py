@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ssd_serve.bench.document import read_file
-from ssd_serve.bench.machine import hardware, measured_on
+from ssd_serve.bench.machine import hardware
 from ssd_serve.bench.tables import markdown_table
 from ssd_serve.bench.workload import BALLAST_HIDDEN, TARGET_LAYERS
 from ssd_serve.errors import UserError
@@ -128,7 +128,6 @@ def run_roofline(
         "device": device,
         "dtype": dtype,
         "roofs": [_roof(each) for each in roofs],
-        **measured_on(),
     }
     if modes is not None and found is not None:
         if target is None:

@@ -5,15 +5,19 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lab.command import Report, experiment_parser, run_experiment
+from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
+from ssd_serve.bench.experiment import Report
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.load.commands import leave_tidily
+from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import add_settings_flags, settings_from
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import KEY_SETTINGS
 
 _OWN_SETTINGS = ("host", "port", "run_dir", "root_path", "tls_certificate", "tls_key", *KEY_SETTINGS)
+
+MEASURES = ("lab/soak", *SERVER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="whose processes are killed in the first third; all are stalled now and then (both)",
     )
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)
-    return run_experiment(parser, _run, argv)
+    return run_experiment(parser, _run, MEASURES, argv)
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -46,7 +50,7 @@ def _run(args: argparse.Namespace) -> Report:
     plan = Plan(args.minutes, args.clients, args.seed, tuple(args.kill))
     signal.signal(signal.SIGTERM, leave_tidily)
     result = run_soak(settings_from(args), plan, say)
-    return Report(result, soak_table(result), 1 if result["problems"] else 0)
+    return Report(result, soak_table, 1 if result["problems"] else 0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from lab.soak.clients import KINDS, Counted, SoakClients, can_chat, client, prob
 from lab.soak.processes import Disturber, Family
 from lab.soak.report import judge, process_figures
 from ssd_serve.bench.load.servers import Server, served
-from ssd_serve.bench.machine import hardware, versions
 from ssd_serve.bench.metrics_page import metric
 from ssd_serve.settings import Settings
 
@@ -92,8 +91,6 @@ def run_soak(settings: Settings, plan: Plan, say: Say) -> dict[str, object]:
     processes = process_figures(family.series.values(), min(plan.warm_up_s, 20 * plan.minutes))
     result: dict[str, object] = {
         "benchmark": "soak",
-        "machine": hardware(),
-        "versions": versions(),
         "plan": asdict(plan),
         "mode": server.mode,
         "requests": dict(counted.done),

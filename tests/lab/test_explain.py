@@ -92,7 +92,8 @@ def test_growth_is_not_awaited_where_a_step_is_dear() -> None:
 def test_the_page_names_the_layout_that_is_taken_and_every_price() -> None:
     question = Question((0.9,), (1, 4), 128)
     found = explain(CHEAP, question)
-    text = page(CHEAP, question, found)
+    text = page(CHEAP, question, found, {"hardware": {"cpu": "A processor", "cores": 2}})
+    assert "Measured on A processor, 2 cores." in text
     assert "| beside | cpu:0 and cpu:1 | 128 | 25.00 |" in text
     assert "| inline, plain | cpu:0-1 | 128 | 20.00 |" in text
     for decision in found:

@@ -26,7 +26,7 @@ def test_a_small_product_is_lossless_and_says_so() -> None:
     assert totals["tokens"] == sum(row["tokens"] for row in rows) > 1000
     assert totals["accepted"] > 0
     assert totals["divergences"] == totals["near_ties"] == totals["distinct_near_ties"] == 0
-    assert {"bf16", "hardware", "versions"} <= set(result)
+    assert "bf16" in result
     assert len(said) == 2
 
 

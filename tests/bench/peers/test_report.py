@@ -39,6 +39,7 @@ WEIGHTS = {
     "Q8_0": Weights(212_000_000, 32_000_000, 40e9),
 }
 RESULT: dict[str, object] = {
+    "bench": "peers",
     "results": rows(MEASURED, WEIGHTS),
     "ratios": ratios(MEASURED),
     "failures": [{"way": "transformers plain", "when": "launch 2", "reason": "it ended with exit code 1"}],
@@ -128,11 +129,11 @@ def test_another_file_is_refused() -> None:
 
 def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "peers.json").write_text(json.dumps(RESULT), encoding="utf-8")
-    plot, table, readme = tmp_path / "results" / "peers.svg", tmp_path / "peers.md", tmp_path / "README.md"
+    file, plot, readme = tmp_path / "peers.json", tmp_path / "peers.svg", tmp_path / "docs" / "README.md"
+    readme.parent.mkdir()
     readme.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
-    words = ["--from", str(tmp_path / "peers.json"), "--plot", str(plot), "--markdown", str(table)]
-    words += ["--readme", str(readme)]
-    assert main(["bench", "peers", *words]) == 1, "one launch failed"
-    assert capsys.readouterr().out == table.read_text(encoding="utf-8") == markdown(RESULT) + "\n"
+    assert main(["bench", "report", str(file)]) == 0
+    assert capsys.readouterr().out == markdown(RESULT) + "\n"
+    assert main(["bench", "report", str(file), "--plot", str(plot), "--readme", str(readme)]) == 0
     assert plot.read_text(encoding="utf-8") == bar_chart(RESULT)
-    assert "(results/peers.svg)\n\n| engine" in readme.read_text(encoding="utf-8")
+    assert "(../peers.svg)\n\n| engine" in readme.read_text(encoding="utf-8")

@@ -1,0 +1,41 @@
+"""Results of `ssd bench` as blocks of documents. Knows which formatter a result needs, not what it holds."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ssd_serve.bench.load.report import load_plot, load_tables
+from ssd_serve.bench.peers.report import markdown
+from ssd_serve.bench.report import modes_tables
+from ssd_serve.errors import UserError
+
+
+def block_name(result: Mapping[str, object]) -> str:
+    """The name that the markers of this result's block have."""
+    named = result.get("benchmark", result.get("bench", "modes"))
+    return str(named) if named in ("load", "peers") else "modes"
+
+
+def block_text(result: Mapping[str, object], file: Path, folder: Path) -> str:
+    """The tables of the result in `file`, for a document in `folder`. A chart of peers that lies beside the
+    file stands above them."""
+    name = block_name(result)
+    if name == "load":
+        return load_tables(result)
+    if name == "modes":
+        return modes_tables(result)
+    drawn = file.with_suffix(".svg")
+    image = f"![Decoding speed of each engine]({os.path.relpath(drawn, folder)})\n\n"
+    return (image if drawn.exists() else "") + markdown(result)
+
+
+def chart(result: Mapping[str, object]) -> str:
+    """The SVG of a result of load or peers."""
+    name = block_name(result)
+    if name == "load":
+        return load_plot(result)
+    if name == "peers":
+        from ssd_serve.bench.peers.chart import bar_chart  # needs matplotlib
+
+        return bar_chart(result)
+    raise UserError("only results of load and peers have a chart")

@@ -1,0 +1,54 @@
+"""How peers were built, as they say themselves: compilers, flags, and the variables of those that have some.
+
+Knows how each engine is asked; nothing here is timed.
+"""
+
+import subprocess
+from pathlib import Path
+
+from ssd_serve.bench.peers.ways import LLAMA, PLAIN, TRANSFORMERS, VLLM, Place, Way, variables
+
+_ASK_S = 120.0
+_TORCH_BUILD = "import torch; print(torch.__config__.show())"
+_SYSTEM_INFO = "system_info:"
+
+
+def peer_builds(place: Place) -> dict[str, dict[str, str]]:
+    """By engine, of those that are there, after they have run: llama.cpp logs what its build can use."""
+    peers, found = place.peers, dict[str, dict[str, str]]()
+    if peers.llama_server is not None:
+        found[LLAMA] = {
+            "version": _said([str(peers.llama_server), "--version"]),
+            "system_info": _logged(log_of(LLAMA, place), _SYSTEM_INFO),
+        }
+    if peers.vllm_python is not None:
+        told = variables(Way(VLLM, PLAIN), place)
+        shown = {name: Path(value).name if value.startswith("/") else value for name, value in told.items()}
+        found[VLLM] = {"torch": _said([str(peers.vllm_python), "-c", _TORCH_BUILD]), **shown}
+    if peers.transformers_python is not None:
+        found[TRANSFORMERS] = {"torch": _said([str(peers.transformers_python), "-c", _TORCH_BUILD])}
+    return found
+
+
+def log_of(engine: str, place: Place) -> Path:
+    """Where an engine's process writes what it has to say."""
+    return place.work / f"{engine}.log"
+
+
+def _said(words: list[str]) -> str:
+    """What a command prints, on one line; nothing where it cannot be run."""
+    try:
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return " ".join(done.stdout.split())
+
+
+def _logged(log: Path, mark: str) -> str:
+    """The line of a log that has this mark, from there on."""
+    if not log.exists():
+        return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line[line.index(mark) :] for line in lines if mark in line), "")
