@@ -41,8 +41,8 @@ def add_train_pair(commands: Commands) -> None:
         default=True,
         help="also the installed packages under permissive licences (default: yes)",
     )
-    parser.add_argument("--tokens", type=int, help="that the target sees in all")
-    parser.add_argument("--draft-tokens", type=int, help="that the draft sees in all, after the target")
+    parser.add_argument("--tokens", type=positive, help="that the target sees in all")
+    parser.add_argument("--draft-tokens", type=positive, help="that the draft sees in all, after the target")
     parser.add_argument(
         "--start",
         type=Path,
@@ -103,6 +103,14 @@ def add_evaluate_pair(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the JSON to this file")
     parser.set_defaults(run=run_evaluate_pair)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
 
 
 def sample_temperature(text: str) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ssd_serve.errors import UserError
 from ssd_serve.recipes.checkpoint import read_decoder
 from ssd_serve.recipes.data import evaluation_windows
 from ssd_serve.recipes.decoder import Decoder
@@ -48,13 +49,13 @@ def train_pair(recipe: PairRecipe, workspace: Workspace, say: Callable[[str], No
     windows = evaluation_windows(
         workspace.held_out(), min(_LENGTH, recipe.target.shape.context // 2), _WINDOWS
     )
-    starts = (None, None) if recipe.start is None else tuple(read_decoder(folder) for folder in recipe.start)
+    folders = recipe.start or (None, None)
     target = _train(
         workspace,
         "target",
         recipe.target,
         text_loss,
-        starts[0],
+        _beginning(folders[0], recipe.target),
         lambda model: {"held_out_loss": held_out_loss(model, windows)},
         say,
     )
@@ -63,13 +64,22 @@ def train_pair(recipe: PairRecipe, workspace: Workspace, say: Callable[[str], No
         "draft",
         recipe.draft,
         taught_by(target),
-        starts[1],
+        _beginning(folders[1], recipe.draft),
         lambda model: {
             "held_out_loss": held_out_loss(model, windows),
             "agreement": agreement(target, model, windows),
         },
         say,
     )
+
+
+def _beginning(folder: Path | None, recipe: Recipe) -> Decoder | None:
+    if folder is None:
+        return None
+    decoder = read_decoder(folder)
+    if decoder.shape != recipe.shape:
+        raise UserError(f"{folder} has other sizes than what is trained: {decoder.shape}, not {recipe.shape}.")
+    return decoder
 
 
 def _train(

@@ -24,6 +24,13 @@ def test_every_recipe_has_a_function() -> None:
         assert callable(parse(*words).run)
 
 
+def test_a_training_sees_some_tokens() -> None:
+    assert parse("train-pair", "--tokens", "5").tokens == 5
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(SystemExit):
+            parse("train-pair", "--tokens", wrong)
+
+
 def test_temperatures_of_sampling() -> None:
     words = ("evaluate-pair", "a", "b", "--sample-temperatures")
     assert parse(*words, "0.5", "1").sample_temperatures == [0.5, 1.0]

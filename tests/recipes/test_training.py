@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ssd_serve.errors import UserError
 from ssd_serve.recipes.data import Sampler
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise
 from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows
@@ -105,6 +106,8 @@ def test_a_pair_begins_with_the_weights_of_another(workspace: Workspace, tmp_pat
     lines = told(again, PairRecipe(SMALL, SMALLER, start=folders))
     first = json.loads(lines[1].partition(" ")[2])
     assert first["held_out_loss"] < 4.5
+    with pytest.raises(UserError, match="other sizes"):
+        told(again, PairRecipe(SMALLER, SMALLER, start=folders))
 
 
 def test_every_window_comes_once_an_epoch(workspace: Workspace) -> None:
