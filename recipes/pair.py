@@ -78,7 +78,7 @@ def _beginning(folder: Path | None, recipe: Recipe) -> Decoder | None:
         return None
     decoder = read_decoder(folder)
     if decoder.shape != recipe.shape:
-        raise UserError(f"{folder} has other sizes than what is trained: {decoder.shape}, not {recipe.shape}.")
+        raise UserError(f"{folder} has other sizes than the recipe: {decoder.shape}, not {recipe.shape}.")
     return decoder
 
 
