@@ -101,6 +101,13 @@ def code_of(root: Path, commit: str, paths: Sequence[str]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:16] if listed else ""
 
 
+def commits_since(root: Path, commit: str, paths: Sequence[str]) -> int:
+    """How many commits have changed the paths since this one; 0 where it is not in the history of HEAD."""
+    if not _git(root, "merge-base", commit, "HEAD"):
+        return 0
+    return int(_git(root, "rev-list", "--count", f"{commit}..HEAD", "--", *paths) or 0)
+
+
 def told_arguments(argv: Sequence[str]) -> list[str]:
     """A command's words without secrets and without the folders of this machine."""
     secret = {flag_name(name) for name in SECRETS}
