@@ -169,7 +169,7 @@ class Rig:
         """A fresh drafter in this process."""
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
-        model = DraftModel(draft or self.draft, 2 * _SLOTS, self._draft_noise)
+        model = DraftModel(draft or self.draft, 2 * _SLOTS, self._draft_noise, self.native)
         ends = self.real.facts.eos_token_ids
         return build_core(CoreParts(guesses=model, limits=limits, ends=ends, name="bench"))
 

@@ -120,11 +120,10 @@ class DrafterCore:
         picked = self._pick()
         if not picked:
             return []
-        expansions = [self._expansion(request, node) for request, node in picked]
         scales = [
             self._calibration.scale(self._requests[request].parameters.temperature) for request, _ in picked
         ]
-        found = self._source.expand(expansions, scales)
+        found = self._source.expand(picked, scales)
         grown: dict[int, list[Expansion]] = {}
         for (request, node), candidates in zip(picked, found, strict=True):
             if candidates is not None:  # else no memory now: considered again when the root moves
@@ -135,9 +134,9 @@ class DrafterCore:
             self._widths.observe(len(picked), time.perf_counter() - started)
         return [self._growth(request, new) for request, new in grown.items()]
 
-    def _pick(self) -> list[tuple[int, Node]]:
+    def _pick(self) -> list[NodeRequest]:
         """The most probable nodes of all requests; of equal ones that of the earlier request first."""
-        picked: list[tuple[int, Node]] = []
+        picked: list[NodeRequest] = []
         width = self._limits.width if self._widths is None else self._widths.width
         # Taking a node of one request changes no other request's reach: one entry for each.
         heap = [
@@ -148,19 +147,13 @@ class DrafterCore:
         heapq.heapify(heap)
         while heap and len(picked) < width:
             _, order, request, drafted = heap[0]
-            picked.append((request, drafted.frontier.pop()))
+            picked.append(NodeRequest(request, drafted.frontier.pop()))
             reach = drafted.reach()
             if reach > -math.inf:
                 heapq.heapreplace(heap, (-reach, order, request, drafted))
             else:
                 heapq.heappop(heap)
         return picked
-
-    def _expansion(self, request: int, node: Node) -> NodeRequest:
-        path = self._requests[request].tree.path(node)
-        return NodeRequest(
-            request, node.name, tuple(each.name for each in path), tuple(each.token for each in path)
-        )
 
     def _append(self, drafted: _Drafted, node: Node, candidates: Candidates) -> Expansion | None:
         tokens: list[int] = candidates.tokens.tolist()

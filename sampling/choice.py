@@ -11,18 +11,15 @@ This module knows nothing of drafts or the walk: it chooses one token for each r
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ssd_serve.kernels.batch import Int32Array
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.native.choosing import NativeChoice
-from ssd_serve.sampling.noise import Float32Array
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy, needs_processing
 from ssd_serve.sampling.processors import TokenCounts
@@ -222,59 +219,3 @@ def rows_logprobs(
         kept = tuple((token, value) for token, value in pairs if value > -math.inf)
         found.append(TokenLogprobs(chosen[row], kept))
     return found
-
-
-@torch.inference_mode()
-def draft_scores(
-    logits: torch.Tensor, temperature: float | torch.Tensor, noise_rows: torch.Tensor | None
-) -> torch.Tensor:
-    """What the drafter ranks tokens by: logits / T - log E; the logits themselves at T = 0.
-
-    `logits` is [rows, vocabulary]; `temperature` a number for all rows or float32 [rows], 0 meaning greedy;
-    `noise_rows` float32 [rows, vocabulary] of log E, zero in greedy rows (`NoiseRows.rows` gives that for
-    seed None), or None when all rows are greedy. Returns float32 [rows, vocabulary], defined up to a constant
-    of each row: normalised log-probabilities would rank alike.
-    """
-    values = logits.to(torch.float32)
-    if isinstance(temperature, torch.Tensor):
-        values = values / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    elif temperature not in (0.0, 1.0):
-        values = values / temperature
-    return values if noise_rows is None else values - noise_rows
-
-
-class RankedChildren(NamedTuple):
-    """The best F tokens of each row, best first, on the host."""
-
-    tokens: Int32Array  # [rows, fan_out]
-    log_probs: Float32Array  # [rows, fan_out], of the calibrated distribution
-    scores: Float32Array  # [rows, fan_out], as given
-    expected_score: Float32Array  # [rows], mean score under the calibrated distribution
-
-
-@torch.inference_mode()
-def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out: int) -> RankedChildren:
-    """Rank float32 [rows, vocabulary] scores; calibrated distribution: softmax(scores / scale).
-
-    `scales` is a number or float32 [rows]. The negative log likelihood of an actual choice c has the
-    derivative expected_score - score(c) by 1 / scale: that is what an online fit of the scale needs.
-    Scores must be finite or -inf.
-    """
-    inverse = (1.0 / scales) if isinstance(scales, torch.Tensor) else torch.full((len(scores),), 1.0 / scales)
-    inverse = inverse.to(scores.device)[:, None]  # [rows, 1]
-    scaled = scores * inverse
-    best, tokens = torch.topk(scaled, fan_out, dim=1)  # [rows, fan_out]
-    weights = torch.softmax(scaled, dim=1)  # [rows, vocabulary]
-    most = weights.gather(1, tokens[:, :1])
-    expected = (weights * scaled).sum(dim=1, keepdim=True)
-    packed = torch.cat((best, most, expected, inverse, tokens.to(torch.float32)), dim=1)
-    values: Float32Array = packed.cpu().numpy()  # one copy from the device; ids below 2^24 are exact
-    top, (share, mean, factor) = values[:, :fan_out], values[:, fan_out : fan_out + 3].T
-    if np.isnan(mean).any():  # a token of score -inf weighs 0 in the mean, not NaN
-        mean = (weights * scaled.clamp(min=-1e30)).sum(dim=1).cpu().numpy()
-    return RankedChildren(
-        values[:, fan_out + 3 :].astype(np.int32),
-        top - top[:, :1] + np.log(share)[:, None],
-        top / factor[:, None],
-        mean / factor,
-    )

@@ -90,14 +90,21 @@ class NoiseRows:
 
     def rows(self, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
         """Rows for a forward: float32 [rows, vocabulary], the caller's own copy."""
-        keys = list(zip(seeds, positions, strict=True))
-        lines = self.lines([(seed, position, 1) for seed, position in keys if seed is not None])
-        if lines is None:  # too many to remember at once: in parts
+        indices = self.lines_of(seeds, positions)
+        if indices is None:  # too many to remember at once: in parts
             half = len(seeds) // 2
             parts = (slice(None, half), slice(half, None))
             return torch.cat([self.rows(seeds[part], positions[part]) for part in parts])
-        indices = [0 if seed is None else self._where[seed, position] for seed, position in keys]
         return self.table.index_select(0, torch.tensor(indices, dtype=torch.int64).to(self.device))
+
+    def lines_of(self, seeds: Sequence[int | None], positions: Sequence[int]) -> list[int] | None:
+        """The line of `table` of each pair of seed and position, as `lines` finds it; 0 for seed None."""
+        keys = list(zip(seeds, positions, strict=True))
+        distinct = dict.fromkeys(keys)
+        if self.lines([(seed, position, 1) for seed, position in distinct if seed is not None]) is None:
+            return None
+        where = self._where
+        return [0 if seed is None else where[seed, position] for seed, position in keys]
 
     def lines(self, spans: Sequence[tuple[int, int, int]]) -> list[list[int]] | None:
         """Lines of `table` that hold the rows of each span (seed, first position, number of positions).

@@ -5,28 +5,48 @@ other requests' priorities. The tree belongs to the drafter's core, which names 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ssd_serve.cache.tree import Node
 from ssd_serve.messages import SamplingParameters
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRequest:
-    """Expand `node` of `request`: its parent chain below the root is `path` (names, root's child first, the
-    node itself last; empty for the root), `tokens` are the tokens of that path."""
+class NodeRequest(NamedTuple):
+    """Expand the node `at` of the tree of `request`; all its ancestors have been expanded."""
 
     request: int
-    node: int
-    path: tuple[int, ...]
-    tokens: tuple[int, ...]
+    at: Node
+
+    @property
+    def node(self) -> int:
+        """Its name."""
+        return self.at.name
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Names of its parent chain below the root, root's child first, the node itself last; empty for the
+        root."""
+        return tuple(each.name for each in _chain(self.at))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens of that path."""
+        return tuple(each.token for each in _chain(self.at))
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+def _chain(node: Node) -> list[Node]:
+    chain: list[Node] = []
+    while node.parent is not None:
+        chain.append(node)
+        node = node.parent
+    chain.reverse()
+    return chain
+
+
+class Candidates(NamedTuple):
     """Ranked children of one expanded node, best first."""
 
     tokens: npt.NDArray[np.int32]  # [fan_out]

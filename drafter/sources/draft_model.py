@@ -4,31 +4,35 @@ Knows one model and the requests' committed tokens; it does not decide what is e
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.table import SlotTable
+from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.models.memory import release_memory, within_memory
-from ssd_serve.sampling.choice import draft_scores, ranked_children
+from ssd_serve.sampling.native.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy
+from ssd_serve.sampling.ranking import ChoiceKeys, rank_children
 
 
 @dataclass(slots=True)
 class _Held:
-    """What is remembered of one request: `slots` are those of the first committed tokens, `nodes` by name."""
+    """What is remembered of one request: `slots` are those of the first committed tokens, `nodes` by name.
+    seed None and temperature 0: no noise."""
 
     tokens: list[int]
-    parameters: SamplingParameters
-    seed: int
+    seed: int | None
+    temperature: float
     slots: SlotTable = field(default_factory=SlotTable)
     nodes: dict[int, int] = field(default_factory=dict)
 
@@ -47,21 +51,16 @@ class _Group:
     fed: list[int]
     order: list[int]
     """Indices of the picks in the order of their rows."""
+    after: list[int]
+    """The positions that follow these picks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """What the children of some picks depend on besides logits; seed None and temperature 0: no noise."""
+class _Place(NamedTuple):
+    """A node: its row (-1: it has KV already), and the masks of the chain that ends with it."""
 
-    seeds: list[int | None]
-    positions: list[int]
-    temperatures: list[float]
-
-    @property
-    def spans(self) -> list[tuple[int, int, int]]:
-        """What `NoiseRows.lines` is asked for."""
-        keys = zip(self.seeds, self.positions, strict=True)
-        return [(seed, position, 1) for seed, position in keys if seed is not None]
+    row: int
+    own: int
+    earlier: int
 
 
 class _TreeRows:
@@ -71,18 +70,20 @@ class _TreeRows:
     new row. How many new rows there are is known last, so the bits of those ancestors are shifted at the end.
     """
 
-    def __init__(self, known: dict[int, int], fed: list[int], first: int, root: int) -> None:
-        self.tokens = list(fed)
-        self.positions = list(range(first, first + len(fed)))
+    def __init__(self, held: _Held, first: int) -> None:
+        """`first` is the position of nodes of depth 0."""
+        fed = held.tokens[len(held.slots) :]
+        self.tokens = fed
+        self.fed = len(fed)
+        self.positions = list(range(len(held.slots), len(held.tokens)))
         self.missing: list[int] = []
         self.earlier: list[int] = []
         self.earlier_positions: list[int] = []
-        self._known = known
-        self._root = root
-        self._fed = len(fed)
-        self._masks = [((2 << index) - 1, 0) for index in range(len(fed))]
-        self._above = self._masks[-1] if fed else (0, 0)
-        self._place: dict[int, tuple[int, int, int]] = {}
+        self._known = held.nodes
+        self._first = first
+        self._masks = [((2 << index) - 1, 0) for index in range(self.fed)]
+        self._root = _Place(self.fed - 1, *(self._masks[-1] if fed else (0, 0)))
+        self._places: dict[int, _Place] = {}
 
     @property
     def ancestry(self) -> list[int]:
@@ -90,36 +91,51 @@ class _TreeRows:
         new = len(self.tokens)
         return [own | earlier << new for own, earlier in self._masks]
 
-    def row_of(self, pick: NodeRequest) -> int:
-        """The row whose logits `pick` wants; its chain is added as far as it is not there yet."""
-        own, earlier = self._above
-        row = self._fed - 1
-        for depth, (name, token) in enumerate(zip(pick.path, pick.tokens, strict=True), 1):
-            place = self._place.get(name)
-            if place is None:
-                place = self._place[name] = self._add(name, token, self._root + depth, own, earlier)
-            row, own, earlier = place
-        return row
+    def row_of(self, node: Node) -> int:
+        """The row whose logits a pick wants; its chain is added as far as it is not there yet."""
+        chain: list[Node] = []
+        places = self._places
+        while (place := places.get(node.name)) is None and node.parent is not None:
+            chain.append(node)
+            node = node.parent
+        if place is None:
+            place = self._root
+        while chain:
+            place = self._add(chain.pop(), place)
+        return place.row
 
-    def _add(self, name: int, token: int, position: int, own: int, earlier: int) -> tuple[int, int, int]:
-        """Row (-1: it has KV already) and masks of a chain that ends with this node."""
+    def _add(self, node: Node, above: _Place) -> _Place:
+        """One more node below one that is here."""
+        name = node.name
         slot = self._known.get(name)
         if slot is not None:
+            place = _Place(-1, above.own, above.earlier | 1 << len(self.earlier))
             self.earlier.append(slot)
-            self.earlier_positions.append(position)
-            return -1, own, earlier | 1 << len(self.earlier) - 1
-        row = len(self.tokens)
-        self.tokens.append(token)
-        self.positions.append(position)
-        self.missing.append(name)
-        self._masks.append((own | 1 << row, earlier))
-        return row, own | 1 << row, earlier
+            self.earlier_positions.append(self._first + node.depth)
+        else:
+            row = len(self.tokens)
+            place = _Place(row, above.own | 1 << row, above.earlier)
+            self.tokens.append(node.token)
+            self.positions.append(self._first + node.depth)
+            self.missing.append(name)
+            self._masks.append((place.own, place.earlier))
+        self._places[name] = place
+        return place
 
 
 class ModelSource:
     """Expands nodes with one forward of `model`; `fan_out` children each."""
 
-    def __init__(self, model: Model, pool: SlotPool, noise: NoiseRows, fan_out: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: SlotPool,
+        noise: NoiseRows,
+        fan_out: int,
+        native: NativeRanking | None = None,
+    ) -> None:
+        """`native` ranks on CPUs."""
+        self._native = native
         self._model = model
         self._pool = pool
         self._noise = noise
@@ -133,7 +149,10 @@ class ModelSource:
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self.close(request)
-        self._requests[request] = _Held(list(tokens), parameters, seed)
+        greedy = is_greedy(parameters)
+        self._requests[request] = _Held(
+            list(tokens), None if greedy else seed, 0.0 if greedy else parameters.temperature
+        )
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         """KV of accepted nodes becomes committed KV where it follows without a gap."""
@@ -159,19 +178,24 @@ class ModelSource:
         order: dict[int, list[int]] = {}
         for index, pick in enumerate(picks):
             order.setdefault(pick.request, []).append(index)
-            self._requests.move_to_end(pick.request)
         groups: list[tuple[_Held, _Group, list[int]]] = []
         for request, indices in order.items():
-            group = self._group(self._requests[request], [picks[index] for index in indices], set(order))
+            self._requests.move_to_end(request)
+            held = self._requests[request]
+            group = self._group(held, [picks[index].at for index in indices], order)
             if group is not None:
-                groups.append((self._requests[request], group, [indices[place] for place in group.order]))
+                groups.append((held, group, [indices[place] for place in group.order]))
         found: list[Candidates | None] = [None] * len(picks)
         self._captured_now = False
         if groups:
             wanted = [index for _, _, indices in groups for index in indices]
-            choices = self._choices([picks[index] for index in wanted])
+            choices = ChoiceKeys([], [], [])
+            for held, group, indices in groups:
+                choices.seeds.extend([held.seed] * len(indices))
+                choices.positions.extend(group.after)
+                choices.temperatures.extend([held.temperature] * len(indices))
             # Before the forward: on ROCm a copy to the device waits for what was started there.
-            self._noise.lines(choices.spans)
+            self._noise.lines_of(choices.seeds, choices.positions)
             ranked = self._ranked_or_none(groups, choices, [scales[index] for index in wanted])
             if ranked is None:
                 release_memory()
@@ -181,7 +205,7 @@ class ModelSource:
         return found
 
     def _ranked_or_none(
-        self, groups: Sequence[tuple[_Held, _Group, list[int]]], choices: _Choices, scales: Sequence[float]
+        self, groups: Sequence[tuple[_Held, _Group, list[int]]], choices: ChoiceKeys, scales: Sequence[float]
     ) -> list[Candidates] | None:
         """The candidates of all groups' picks; None where the device has too little memory for them."""
         batch = build_batch([group.rows for _, group, _ in groups])
@@ -199,19 +223,18 @@ class ModelSource:
         except DeviceMemoryError:
             return None
 
-    def _group(self, held: _Held, picks: Sequence[NodeRequest], busy: set[int]) -> _Group | None:
+    def _group(self, held: _Held, nodes: Sequence[Node], busy: Collection[int]) -> _Group | None:
         """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents
         first."""
-        if len(held.slots) == len(held.tokens) and not all(pick.path for pick in picks):
+        if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
             self._pool.free([held.slots.pop()])  # the root's logits are wanted again
-        fed = held.tokens[len(held.slots) :]
-        first, root = len(held.slots), len(held.tokens) - 1
-        tree = _TreeRows(held.nodes, fed, first, root)
-        rows = [tree.row_of(pick) for pick in picks]
+        first = len(held.tokens) - 1 - _root_of(nodes[0]).depth
+        tree = _TreeRows(held, first)
+        rows = [tree.row_of(node) for node in nodes]
         slots = self._allocate(len(tree.tokens), held.slots.last(), busy)
         if slots is None:
             return None
-        order = sorted(range(len(picks)), key=rows.__getitem__)
+        order = sorted(range(len(nodes)), key=rows.__getitem__)
         part = RequestRows(
             tokens=tree.tokens,
             positions=tree.positions,
@@ -222,37 +245,23 @@ class ModelSource:
             tree_slots=[*slots, *tree.earlier],
             tree_positions=[*tree.positions, *tree.earlier_positions],
         )
-        new_nodes = dict(zip(tree.missing, slots[len(fed) :], strict=True))
-        return _Group(part, new_nodes, slots[: len(fed)], order)
+        new_nodes = dict(zip(tree.missing, slots[tree.fed :], strict=True))
+        after = [first + 1 + nodes[index].depth for index in order]
+        return _Group(part, new_nodes, slots[: tree.fed], order, after)
 
     def _keep(self, groups: Sequence[tuple[_Held, _Group, list[int]]]) -> None:
         for held, group, _ in groups:
             held.slots.extend(group.fed)
             held.nodes.update(group.new_nodes)
 
-    def _choices(self, picks: Sequence[NodeRequest]) -> _Choices:
-        choices = _Choices([], [], [])
-        for pick in picks:
-            held = self._requests[pick.request]
-            greedy = is_greedy(held.parameters)
-            choices.seeds.append(None if greedy else held.seed)
-            choices.positions.append(len(held.tokens) + len(pick.path))
-            choices.temperatures.append(0.0 if greedy else held.parameters.temperature)
-        return choices
-
-    def _rank(self, logits: torch.Tensor, choices: _Choices, scales: Sequence[float]) -> list[Candidates]:
-        """Noisy scores and their best children: the noise of the position that follows each pick."""
-        if choices.seeds.count(None) == len(choices.seeds):
-            scores = draft_scores(logits, 0.0, None)
-        else:
-            temperatures = torch.tensor(choices.temperatures, device=logits.device)
-            scores = draft_scores(logits, temperatures, self._noise.rows(choices.seeds, choices.positions))
-        ranked = ranked_children(scores, torch.tensor(scales, dtype=torch.float32), self._fan_out)
+    def _rank(self, logits: torch.Tensor, choices: ChoiceKeys, scales: Sequence[float]) -> list[Candidates]:
+        """Noisy scores and their best children."""
+        ranked = rank_children(logits, choices, self._noise, scales, self._fan_out, self._native)
         expected: list[float] = ranked.expected_score.tolist()
         columns = zip(ranked.tokens, ranked.log_probs, ranked.scores, expected, strict=True)
-        return [Candidates(*column) for column in columns]
+        return list(map(Candidates._make, columns))
 
-    def _allocate(self, count: int, near: int | None, busy: set[int]) -> list[int] | None:
+    def _allocate(self, count: int, near: int | None, busy: Collection[int]) -> list[int] | None:
         """Slots, taken from the least recently expanded other requests when there are too few."""
         while True:
             slots = self._pool.allocate(count, near=near)
@@ -269,3 +278,9 @@ class ModelSource:
             if idle is None:
                 return None
             self._pool.free(idle.all_slots())
+
+
+def _root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node

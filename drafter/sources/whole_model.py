@@ -16,6 +16,7 @@ from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.sampling.ranking import trusted_ranking
 from ssd_serve.settings import Settings
 
 _USUAL = 256 << 20
@@ -37,7 +38,8 @@ class DraftModel:
         noise = self.noise or NoiseRows(
             facts.vocabulary, capacity_for(facts.vocabulary), facts.device, self.native
         )
-        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out)
+        native = trusted_ranking(self.native) if facts.device == "cpu" else None
+        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native)
 
 
 def load_draft_model(order: SourceOrder) -> LoadedSource:

@@ -66,6 +66,18 @@ static inline int any_of(i16 which) {
 #endif
 }
 
+/* Bit j: whether lane j is set. */
+static inline uint32_t lanes_of(i16 which) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)which, (__m512i)which);
+#else
+  uint32_t bits = 0;
+  if (any_of(which))
+    for (int lane = 0; lane < LANES; lane++) bits |= (uint32_t)(which[lane] & 1) << lane;
+  return bits;
+#endif
+}
+
 /* A number that log E of each word does not fall below: E >= w, and log2(1 + m) >= m for a mantissa m. What float32
  * rounds away is far less than the 1e-4 taken off. */
 static inline v16 least_log(u16 h) {

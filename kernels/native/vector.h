@@ -45,12 +45,8 @@ static inline float sum_lanes(v16 v) {
   return lanes[0];
 }
 
-/* exp, to about two units in the last place; 0 below -87, and never infinite. */
-static inline v16 exp_float(v16 x) {
-  const v16 low = (v16){} - 87.0f, high = (v16){} + 88.0f;
-  i16 tiny = x < low, huge = x > high, nan = x != x;
-  x = (v16)(((i16)x & ~tiny) | ((i16)low & tiny));
-  x = (v16)(((i16)x & ~huge) | ((i16)high & huge));
+/* exp of numbers from -87 to 88, to about two units in the last place. */
+static inline v16 exp_within(v16 x) {
   const float round = 12582912.0f; /* 1.5 * 2^23: the sum's lowest bits are the nearest integer */
   v16 shifted = x * 1.44269504088896341f + round;
   v16 n = shifted - round;
@@ -63,7 +59,16 @@ static inline v16 exp_float(v16 x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   i16 exponent = ((i16)shifted - 0x4b400000 + 127) << 23;
-  v16 result = p * (v16)exponent;
+  return p * (v16)exponent;
+}
+
+/* exp, to about two units in the last place; 0 below -87, and never infinite. */
+static inline v16 exp_float(v16 x) {
+  const v16 low = (v16){} - 87.0f, high = (v16){} + 88.0f;
+  i16 tiny = x < low, huge = x > high, nan = x != x;
+  x = (v16)(((i16)x & ~tiny) | ((i16)low & tiny));
+  x = (v16)(((i16)x & ~huge) | ((i16)high & huge));
+  v16 result = exp_within(x);
   result = (v16)((i16)result & ~tiny);
   return (v16)((i16)result | nan);
 }

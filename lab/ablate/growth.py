@@ -70,11 +70,7 @@ class OneRequest:
         """One draft step over these nodes, with `fan_out` candidates each."""
         if self._request is None or not nodes:
             return []
-        picks: list[NodeRequest] = []
-        for node in nodes:
-            path = self.tree.path(node)
-            names, tokens = tuple(each.name for each in path), tuple(each.token for each in path)
-            picks.append(NodeRequest(self._request, node.name, names, tokens))
+        picks = [NodeRequest(self._request, node) for node in nodes]
         scale = self._calibration.scale(self._parameters.temperature)
         grown: list[Expansion] = []
         for node, found in zip(nodes, self._source.expand(picks, [scale] * len(picks)), strict=True):

@@ -8,7 +8,6 @@ arXiv 2402.14160.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,8 @@ from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import Clock, VirtualRounds
-from ssd_serve.sampling.choice import draft_scores
 from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.ranking import ChoiceKeys, draft_scores
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.round import InFlight, RequestStep, Walk
 
@@ -63,17 +62,6 @@ def _place(rank: int, chance: float) -> tuple[int, int]:
     return min(rank, _RANKS - 1), min(int(chance * _LEVELS), _LEVELS - 1)
 
 
-class _Keys(Protocol):
-    """Of the picks of a step: seeds, positions, temperatures."""
-
-    @property
-    def seeds(self) -> list[int | None]: ...
-    @property
-    def positions(self) -> list[int]: ...
-    @property
-    def temperatures(self) -> list[float]: ...
-
-
 class DrawingSource(ModelSource):
     """Draws children instead of ranking them: `draws` of them at random without replacement (exponential race
     with the drafter's own noise), the others by falling probability."""
@@ -105,7 +93,7 @@ class DrawingSource(ModelSource):
                 self._drawn.distributions[pick.node] = self._latest[id(candidates)]
         return found
 
-    def _rank(self, logits: torch.Tensor, choices: _Keys, scales: Sequence[float]) -> list[Candidates]:
+    def _rank(self, logits: torch.Tensor, choices: ChoiceKeys, scales: Sequence[float]) -> list[Candidates]:
         """Candidates in the order of testing. Their reach needs no scale."""
         del scales
         values = draft_scores(logits, torch.tensor(choices.temperatures), None)

@@ -1,1 +1,1 @@
-"""The compiled noise and choice: how `kernels/native`'s C functions are called for rows of requests."""
+"""The compiled noise, choice and ranking: how C functions of `kernels/native` are called for requests."""

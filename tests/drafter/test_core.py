@@ -8,7 +8,6 @@ import numpy as np
 from hypothesis import given, settings
 
 from ssd_serve.cache.replica import Replica
-from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -62,13 +61,13 @@ def test_it_expands_the_most_probable_nodes_of_all_requests() -> None:
 class SlowCore(DrafterCore):
     """Picks in the obvious way: it looks at the best node of every request before each pick."""
 
-    def _pick(self) -> list[tuple[int, Node]]:
-        picked: list[tuple[int, Node]] = []
+    def _pick(self) -> list[NodeRequest]:
+        picked: list[NodeRequest] = []
         while self._requests and len(picked) < self._limits.width:
             best = max(self._requests, key=lambda request: self._requests[request].reach())
             if self._requests[best].reach() == -math.inf:
                 break
-            picked.append((best, self._requests[best].frontier.pop()))
+            picked.append(NodeRequest(best, self._requests[best].frontier.pop()))
         return picked
 
 

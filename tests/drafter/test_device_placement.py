@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.sources import whole_model
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
@@ -45,11 +46,11 @@ def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder
         source = ModelSource(model, SlotPool(128), NoiseRows(model.facts.vocabulary, 64, device), 4)
         for request, temperature in enumerate(temperatures):
             source.open(request, PROMPT, SamplingParameters(temperature=temperature), 11)
-        roots = [NodeRequest(request, 100 + request, (), ()) for request in range(len(temperatures))]
-        source.expand(roots, [1.0, 0.7])
-        return source.expand(
-            [NodeRequest(0, 7, (7,), (50,)), NodeRequest(1, 9, (8, 9), (51, 52))], [1.0, 0.7]
-        )
+        roots = [Node(100 + request, -1, None, 0.0) for request in range(len(temperatures))]
+        source.expand([NodeRequest(request, root) for request, root in enumerate(roots)], [1.0, 0.7])
+        child = Node(7, 50, roots[0], 0.0)
+        grandchild = Node(9, 52, Node(8, 51, roots[1], 0.0), 0.0)
+        return source.expand([NodeRequest(0, child), NodeRequest(1, grandchild)], [1.0, 0.7])
 
     expected = candidates("cpu")
     with pretended_device():

@@ -38,10 +38,7 @@ class Drafted:
         return [node for node in self.tree.best(30, 6) if not node.expanded]
 
     def pick(self, node: Node) -> NodeRequest:
-        path = self.tree.path(node)
-        return NodeRequest(
-            self.request, node.name, tuple(each.name for each in path), tuple(each.token for each in path)
-        )
+        return NodeRequest(self.request, node)
 
     def kv(self) -> int:
         """Slots that the request should hold."""
@@ -57,7 +54,7 @@ def from_scratch(drafted: Drafted, pick: NodeRequest) -> Candidates:
     """The same expansion by a source that has nothing to remember."""
     source, _ = make_source(200)
     source.open(0, [*drafted.tokens, *pick.tokens], drafted.parameters, 5)
-    root = NodeRequest(0, 1, (), ())
+    root = NodeRequest(0, Node(1, -1, None, 0.0))
     found = source.expand([root], [1.0])[0]
     assert found is not None
     return found

@@ -15,6 +15,7 @@ from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.kernels.native.rows import can_operate
 from ssd_serve.sampling.choice import trusted_choice
 from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.ranking import trusted_ranking
 
 
 class Lying(NativeLibrary):
@@ -36,6 +37,12 @@ def test_choices(native: NativeLibrary, lying: Lying) -> None:
     assert trusted_choice(native) is not None
     assert trusted_choice(lying) is None
     assert trusted_choice(None) is None
+
+
+def test_ranking(native: NativeLibrary, lying: Lying) -> None:
+    assert trusted_ranking(native) is not None
+    assert trusted_ranking(lying) is None
+    assert trusted_ranking(None) is None
 
 
 def test_noise(lying: Lying) -> None:

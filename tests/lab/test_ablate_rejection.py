@@ -5,6 +5,7 @@ import pytest
 
 from lab.ablate.rejection import DrawingSource, Drawn, reject
 from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import NodeRequest
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -57,6 +58,9 @@ def test_reach_learns_from_what_was_accepted() -> None:
     assert all(value < 0 for value in after)
 
 
+ROOT = Node(99, -1, None, 0.0)
+
+
 def source(draws: int, drawn: Drawn) -> DrawingSource:
     model = FakeModel(64, blur=0.5)
     return DrawingSource(model, SlotPool(64), NoiseRows(VOCABULARY, 64), 8, draws, drawn)
@@ -67,7 +71,7 @@ def first_draws(draws: int, seeds: range) -> list[list[int]]:
     for seed in seeds:
         each = source(draws, Drawn())
         each.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), seed)
-        (candidates,) = each.expand([NodeRequest(1, 99, (), ())], [1.0])
+        (candidates,) = each.expand([NodeRequest(1, ROOT)], [1.0])
         assert candidates is not None
         found.append([int(token) for token in candidates.tokens])
     return found
@@ -77,7 +81,7 @@ def test_children_are_draws_from_the_distribution_that_is_told() -> None:
     drawn = Drawn()
     one = source(1, drawn)
     one.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), 3)
-    one.expand([NodeRequest(1, 99, (), ())], [1.0])
+    one.expand([NodeRequest(1, ROOT)], [1.0])
     q = drawn.distributions[99]
     assert q.sum() == pytest.approx(1.0)
     trials = 600
@@ -90,7 +94,7 @@ def test_after_the_draws_come_the_most_probable_ones() -> None:
     drawn = Drawn()
     one = source(1, drawn)
     one.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), 3)
-    (candidates,) = one.expand([NodeRequest(1, 99, (), ())], [1.0])
+    (candidates,) = one.expand([NodeRequest(1, ROOT)], [1.0])
     assert candidates is not None
     tokens = [int(token) for token in candidates.tokens]
     likely = [int(token) for token in np.argsort(-drawn.distributions[99], kind="stable")]
@@ -102,7 +106,7 @@ def test_what_is_told_of_nodes_ends_with_them() -> None:
     drawn = Drawn()
     one = source(2, drawn)
     one.open(1, (5, 6, 7), SamplingParameters(temperature=1.0), 3)
-    one.expand([NodeRequest(1, 99, (), ()), NodeRequest(1, 100, (100,), (8,))], [1.0, 1.0])
+    one.expand([NodeRequest(1, ROOT), NodeRequest(1, Node(100, 8, ROOT, 0.0))], [1.0, 1.0])
     assert set(drawn.distributions) == {99, 100}
     one.commit(1, [8], [100], [100])
     assert set(drawn.distributions) == {100}

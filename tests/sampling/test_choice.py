@@ -1,4 +1,4 @@
-"""The sampler against a slow reference, alone and in batches; scores and ranking of the drafter."""
+"""The sampler against a slow reference, alone and in batches."""
 
 import math
 
@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.choice import (
-    draft_scores,
     lowest_argmax,
     lowest_argmax_on_device,
-    ranked_children,
     rows_logprobs,
     sample,
     token_logprobs,
@@ -166,36 +164,6 @@ def test_log_probabilities_are_those_before_noise() -> None:
     assert none.chosen == pytest.approx(1 - total, abs=1e-6)
     assert none.top == ()
     assert [token for token, _ in token_logprobs(row, 0, 50).top] == [4, 1, 2, 0]
-
-
-def test_draft_scores_predict_the_choice_of_equal_logits() -> None:
-    logits = torch.randn(40, 512, generator=torch.Generator().manual_seed(5)) * 3
-    temperatures = [0.0, 0.7, 1.0, 1.5] * 10
-    rows = [SamplingRows(SamplingParameters(temperature=t), 8, i) for i, t in enumerate(temperatures)]
-    noise = NoiseRows(512, 64)
-    seeds = [None if t == 0 else 8 for t in temperatures]
-    scores = draft_scores(logits, torch.tensor(temperatures), noise.rows(seeds, list(range(40))))
-    best = ranked_children(scores, 1.0, 1).tokens[:, 0].tolist()
-    assert best == sample(logits, rows, noise).choices
-    assert torch.equal(draft_scores(logits, 0.0, None), logits)
-
-
-def test_ranked_children_are_the_calibrated_softmax() -> None:
-    scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(6)) * 3
-    scores[2, 10:] = -torch.inf
-    for scales in (0.7, torch.tensor([0.5, 0.7, 1.0, 1.5, 2.0])):
-        tokens, log_probs, top, expected = ranked_children(scores, scales, 4)
-        assert tokens.dtype == np.int32
-        assert log_probs.dtype == np.float32
-        assert tokens.shape == log_probs.shape == top.shape == (5, 4)
-        scale = torch.as_tensor(scales).reshape(-1, 1).to(torch.float64)
-        reference = torch.log_softmax(scores.to(torch.float64) / scale, 1)
-        values, ids = reference.topk(4, dim=1)
-        assert np.array_equal(tokens, ids.numpy())
-        np.testing.assert_allclose(log_probs, values.numpy(), atol=1e-4)
-        np.testing.assert_allclose(top, scores.gather(1, ids).numpy(), rtol=1e-5)
-        mean = (reference.exp() * scores.to(torch.float64).clamp(min=-1e30)).sum(1)
-        np.testing.assert_allclose(expected, mean.numpy(), atol=1e-4)
 
 
 def test_a_known_token_is_told_under_the_logits_as_they_are() -> None:

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.sampling.choice import draft_scores, ranked_children, sample
+from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise import integers_rows, integers_torch_rows, log_exponential
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.sampling.ranking import draft_scores, ranked_children
 from ssd_serve.sampling.rows import SamplingRows
 from tests.pretended_device import DEVICE, pretended_device
 

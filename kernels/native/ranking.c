@@ -1,0 +1,126 @@
+/* Ranking tokens for a drafter, as sampling/ranking.py defines it: of scores x / temperature - log E the best few, and
+ * what a softmax over scores * inverse makes of them.
+ *
+ * Scores are torch's bit for bit: single operations in float32. Sums over a row are taken in another order, by an
+ * exponential of about two units in the last place.
+ */
+#include "searching.h"
+
+#include <stdlib.h>
+
+#define LEAST -1e30f       /* stands for -inf and NaN: nothing that is computed from it is NaN */
+#define NEGLIGIBLE 25.0f   /* what lies so far below the best weighs less than 2e-11 of it */
+#define BLOCK (64 * LANES) /* summed in float32 before it is added up in float64 */
+#define MAXIMA 2           /* vectors of maxima for LANES children */
+
+typedef struct {
+  float value;
+  int32_t id;
+} ranked;
+
+/* Keep the `most` largest, best first; of equal ones those that came first. Returns how many there are. */
+static inline long keep(ranked *best, long count, long most, float value, long id) {
+  if (count == most && !(value > best[most - 1].value)) return count;
+  long at = count < most ? count++ : most - 1;
+  for (; at > 0 && value > best[at - 1].value; at--) best[at] = best[at - 1];
+  best[at] = (ranked){value, (int32_t)id};
+  return count;
+}
+
+/* `keep` of the values of a vector in the lanes that `which` names. */
+static inline long keep_lanes(ranked *best, long count, long most, v16 values, uint32_t which, long from) {
+  float lanes[LANES];
+  store_float(lanes, values);
+  for (; which; which &= which - 1) {
+    int lane = __builtin_ctz(which);
+    count = keep(best, count, most, lanes[lane], from + lane);
+  }
+  return count;
+}
+
+/* row = (x / temperature - log E) * inverse up to whole vectors. Returns a number that at least `children` of the row's
+ * values reach: the maxima of some parts of the row are as many values. */
+static float scale(const float *x, const float *log_e, float temperature, float inverse, long count, long children,
+                   float *row, ranked *best) {
+  const v16 least = (v16){} + LEAST;
+  long vectors = (count + LANES - 1) / LANES, parts = (MAXIMA * children + LANES - 1) / LANES, found = 0;
+  if (parts > vectors) parts = vectors;
+  for (long part = 0; part < parts; part++) {
+    v16 most = (v16){} - INFINITY;
+    for (long vector = vectors * part / parts; vector < vectors * (part + 1) / parts; vector++) {
+      long at = vector * LANES, left = count - at;
+      v16 v = left >= LANES ? load_float(x + at) : load_tail(x + at, left, -INFINITY);
+      if (temperature != 1.0f) v /= temperature;
+      if (log_e) v -= left >= LANES ? load_float(log_e + at) : load_tail(log_e + at, left, 0.0f);
+      v *= inverse;
+      v = pick(v > least, v, least);
+      if (left < LANES)
+        for (long lane = left; lane < LANES; lane++) v[lane] = -INFINITY;
+      store_float(row + at, v);
+      most = pick(v > most, v, most);
+    }
+    found = keep_lanes(best, found, children, most, lanes_of(most >= LEAST), 0);
+  }
+  return found == children ? best[children - 1].value : LEAST;
+}
+
+/* One row: the best `children` ids, best first, of equal ones the lowest; their log-probabilities and scores; the mean
+ * score. `row` has room for whole vectors, `best` for the children. */
+static void rank(const float *x, const float *log_e, float temperature, float inverse, long count, long children,
+                 float *row, ranked *best, int32_t *ids, float *log_probabilities, float *scores, float *mean) {
+  float least = scale(x, log_e, temperature, inverse, count, children, row, best);
+  float top = best[0].value, far = top - NEGLIGIBLE;
+  double total = 0.0, weighted = 0.0;
+  long found = 0;
+  for (long start = 0; start < count; start += BLOCK) {
+    v16 sum = {}, product = {};
+    for (long at = start; at < count && at < start + BLOCK; at += LANES) {
+      v16 v = load_float(row + at);
+      uint32_t reaching = lanes_of(v >= least);
+      if (reaching) {
+        found = keep_lanes(best, found, children, v, reaching, at);
+        if (found == children && best[children - 1].value > least) least = best[children - 1].value;
+      }
+      if (!any_of(v >= far)) continue;
+      v16 weight = exp_within(pick(v > far, v - top, (v16){} - NEGLIGIBLE));
+      sum += weight;
+      product += weight * pick(v > far, v, (v16){} + far);
+    }
+    total += sum_lanes(sum), weighted += sum_lanes(product);
+  }
+  float log_total = (float)log(total);
+  for (long child = 0; child < children; child++) {
+    long id = ids[child] = best[child].id;
+    float score = x[id];
+    if (temperature != 1.0f) score /= temperature;
+    if (log_e) score -= log_e[id];
+    scores[child] = score;
+    log_probabilities[child] = best[child].value - top - log_total;
+  }
+  *mean = (float)(weighted / total) / inverse;
+}
+
+/* All rows of logits [rows, vocabulary]. Line `lines[row]` of `table` [lines, vocabulary] is the row's log E; line 0: it
+ * has none. Results are [rows, children], the mean scores [rows]. Returns 0 where memory is short. */
+int ssd_rank(const float *logits, long rows, long vocabulary, const float *temperatures, const float *table,
+             const int64_t *lines, const float *inverses, long children, int32_t *ids, float *log_probabilities,
+             float *scores, float *means, int threads) {
+  int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed) if (threads > 1 && rows > 1)
+  {
+    long padded = (vocabulary + LANES - 1) / LANES * LANES;
+    float *row = malloc(sizeof(float) * (size_t)padded);
+    ranked *best = malloc(sizeof(ranked) * (size_t)children);
+    failed |= !row || !best;
+#pragma omp for schedule(static)
+    for (long index = 0; index < rows; index++) {
+      if (failed) continue;
+      const float *log_e = lines[index] ? table + lines[index] * vocabulary : NULL;
+      long at = index * children;
+      rank(logits + index * vocabulary, log_e, temperatures[index], inverses[index], vocabulary, children, row, best,
+           ids + at, log_probabilities + at, scores + at, means + index);
+    }
+    free(row), free(best);
+  }
+  return !failed;
+}

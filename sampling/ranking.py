@@ -1,0 +1,115 @@
+"""What a drafter ranks tokens by, and the best few of them with calibrated probabilities.
+
+Scores are logits / T - log E: with the target's logits the best would be its choice (`sampling.choice`). On
+CPUs the compiled kernel ranks where there is one; losslessness depends on neither.
+
+This module knows nothing of trees: it ranks the tokens of one row for itself.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.sampling.native.ranking import NativeRanking, RankedChildren
+from ssd_serve.sampling.noise import Float32Array
+from ssd_serve.sampling.noise_rows import NoiseRows
+
+_CLOSE = 1e-4
+
+
+class ChoiceKeys(NamedTuple):
+    """What the choices of some rows depend on besides logits; seed None and temperature 0: no noise."""
+
+    seeds: list[int | None]
+    positions: list[int]
+    temperatures: list[float]
+
+
+@torch.inference_mode()
+def draft_scores(
+    logits: torch.Tensor, temperature: float | torch.Tensor, noise_rows: torch.Tensor | None
+) -> torch.Tensor:
+    """What the drafter ranks tokens by: logits / T - log E; the logits themselves at T = 0.
+
+    `logits` is [rows, vocabulary]; `temperature` a number for all rows or float32 [rows], 0 meaning greedy;
+    `noise_rows` float32 [rows, vocabulary] of log E, zero in greedy rows (`NoiseRows.rows` gives that for
+    seed None), or None when all rows are greedy. Returns float32 [rows, vocabulary], defined up to a constant
+    of each row: normalised log-probabilities would rank alike.
+    """
+    values = logits.to(torch.float32)
+    if isinstance(temperature, torch.Tensor):
+        values = values / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    elif temperature not in (0.0, 1.0):
+        values = values / temperature
+    return values if noise_rows is None else values - noise_rows
+
+
+@torch.inference_mode()
+def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out: int) -> RankedChildren:
+    """Rank float32 [rows, vocabulary] scores; calibrated distribution: softmax(scores / scale).
+
+    `scales` is a number or float32 [rows]. The negative log likelihood of an actual choice c has the
+    derivative expected_score - score(c) by 1 / scale: that is what an online fit of the scale needs.
+    Scores must be finite or -inf.
+    """
+    inverse = (1.0 / scales) if isinstance(scales, torch.Tensor) else torch.full((len(scores),), 1.0 / scales)
+    inverse = inverse.to(scores.device)[:, None]  # [rows, 1]
+    scaled = scores * inverse
+    best, tokens = torch.topk(scaled, fan_out, dim=1)  # [rows, fan_out]
+    weights = torch.softmax(scaled, dim=1)  # [rows, vocabulary]
+    most = weights.gather(1, tokens[:, :1])
+    expected = (weights * scaled).sum(dim=1, keepdim=True)
+    packed = torch.cat((best, most, expected, inverse, tokens.to(torch.float32)), dim=1)
+    values: Float32Array = packed.cpu().numpy()  # one copy from the device; ids below 2^24 are exact
+    top, (share, mean, factor) = values[:, :fan_out], values[:, fan_out : fan_out + 3].T
+    if np.isnan(mean).any():  # a token of score -inf weighs 0 in the mean, not NaN
+        mean = (weights * scaled.clamp(min=-1e30)).sum(dim=1).cpu().numpy()
+    return RankedChildren(
+        values[:, fan_out + 3 :].astype(np.int32),
+        top - top[:, :1] + np.log(share)[:, None],
+        top / factor[:, None],
+        mean / factor,
+    )
+
+
+def rank_children(
+    logits: torch.Tensor,
+    keys: ChoiceKeys,
+    noise: NoiseRows,
+    scales: Sequence[float],
+    fan_out: int,
+    native: NativeRanking | None = None,
+) -> RankedChildren:
+    """`ranked_children` of the `draft_scores` of float32 [rows, vocabulary] logits. `native`, where it is
+    given, ranks by the same scores, bit for bit."""
+    seeds, positions, temperatures = keys
+    if native is not None and (lines := noise.lines_of(seeds, positions)) is not None:
+        return native.rank(logits, temperatures, noise.table, lines, scales, fan_out)
+    if seeds.count(None) == len(seeds):
+        scores = draft_scores(logits, 0.0, None)
+    else:
+        divisors = torch.tensor(temperatures, device=logits.device)
+        scores = draft_scores(logits, divisors, noise.rows(seeds, positions))
+    return ranked_children(scores, torch.tensor(scales, dtype=torch.float32), fan_out)
+
+
+def trusted_ranking(library: NativeLibrary | None) -> NativeRanking | None:
+    """The compiled ranking, where it ranks a few rows as torch does."""
+    if library is None:
+        return None
+    native, noise = NativeRanking(library), NoiseRows(333, 8)
+    logits = 4 * torch.randn((4, 333), generator=torch.Generator().manual_seed(0))
+    keys, scales = (
+        ChoiceKeys([None, 5, (1 << 64) - 1, 5], [3, 3, 4, 3], [0.0, 0.6, 1.0, 1.3]),
+        [0.7, 1, 1.3, 0.4],
+    )
+    found = rank_children(logits, keys, noise, scales, 5, native)
+    right = rank_children(logits, keys, noise, scales, 5)
+    close = (
+        np.allclose(ours, theirs, rtol=_CLOSE, atol=_CLOSE)
+        for ours, theirs in zip(found[1:], right[1:], strict=True)
+    )
+    return native if np.array_equal(found.tokens, right.tokens) and all(close) else None
