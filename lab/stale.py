@@ -60,9 +60,7 @@ def _why(root: Path, found: _Provenance) -> str:
     if code_of(root, "HEAD", found.measures) == found.code:
         return ""
     commits = commits_since(root, found.commit, found.measures)
-    return (
-        f"{commits} commits since" if commits else "its code differs, and its commit is not in this history"
-    )
+    return f"{commits} commits since" if commits else "its code differs, its commit is not in this history"
 
 
 def main(root: Path = ROOT) -> int:
