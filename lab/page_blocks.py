@@ -1,0 +1,191 @@
+"""What documents show of results, a function for each block. Knows the shapes of results."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ssd_serve.bench.tables import markdown_table
+
+Result = Mapping[str, Any]
+
+_GROWTHS = {
+    "best-first": "best-first, live tree",
+    "uniform-tree": "uniform tree, thrown away",
+    "uniform-table": "outcome table, uniform",
+    "geometric-table": "outcome table, geometric",
+}
+_REJECTION = "rejection"
+
+
+def ablate(result: Result) -> str:
+    """A line for each way to grow, a column for each choice and temperature."""
+    rows = result["results"]
+    columns = sorted({(row["choice"] == _REJECTION, row["temperature"]) for row in rows})
+    speeds = {
+        (row["growth"], row["choice"] == _REJECTION, row["temperature"]): row["tokens_per_s"] for row in rows
+    }
+    head = ("growth", *(f"{'rejection, ' if rejection else ''}T {t:g}" for rejection, t in columns))
+    lines = [
+        (_GROWTHS.get(growth, growth), *(_number(speeds.get((growth, *column))) for column in columns))
+        for growth in dict.fromkeys(row["growth"] for row in rows)
+    ]
+    prompts = max(row["prompts"] for row in rows)
+    told = f"Tokens/s over {prompts} prompts; plain decoding gives {result['plain_tokens_per_s']:g}."
+    return f"{markdown_table(head, lines)}\n\n{told}"
+
+
+def calibration(result: Result) -> str:
+    """A line for each temperature, of the guesses that were likely enough to matter."""
+    head = ("T", "guesses", "mean reach", "happened", "calibration error", "Brier", "base rate's Brier")
+    names = ("predicted", "happened", "expected_calibration_error", "brier", "base_brier")
+    lines = [
+        (
+            f"{row['temperature']:g}",
+            f"{row['likely']['count']:,}",
+            *(f"{row['likely'][name]:.3f}" for name in names),
+        )
+        for row in result["results"]
+    ]
+    return markdown_table(head, lines)
+
+
+def quality(result: Result) -> str:
+    """A line for each dtype, of which the first is the reference."""
+    reference = result["results"][0]["dtype"]
+    lines = [
+        (row["dtype"], f"{row['nats_per_token']:.4f}", f"{row['same_best_token']:.3f}")
+        for row in result["results"]
+    ]
+    head = ("dtype", "nats a token", f"most probable token as in {reference}")
+    return f"{markdown_table(head, lines)}\n\n{result['positions']:,} held-out positions."
+
+
+def drafters(result: Result) -> str:
+    """A line for each number of drafters, in virtual time; below it what processes in real time gave."""
+    head = ("drafters", "guesses, times those of one", "tokens/s", "verifier's host time a round, ms")
+    lines = [
+        (
+            row["drafters"],
+            f"{row['scaling']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['host_us_per_round'] / 1e3:.1f}",
+        )
+        for row in result["rows"]
+    ]
+    parts = [markdown_table(head, lines)]
+    if result.get("real"):
+        first = result["real"][0]["expansions_per_s"]
+        real = [
+            (
+                row["drafters"],
+                f"{row['expansions_per_s'] / first:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['overrun_share']:.2f}",
+            )
+            for row in result["real"]
+        ]
+        told = f"Processes on sockets, in real time, with the forwards of `{result['real_table']}`:"
+        head = ("drafters", "expansions, times those of one", "tokens/s", "forwards beyond the table")
+        parts += [told, markdown_table(head, real)]
+    return "\n\n".join(parts)
+
+
+def channels(result: Result) -> str:
+    """A line for each way of a message, and what the launchers take."""
+    lines = [
+        (way, f"{row['p50'] / 1e3:.2f} ms", f"{row['p99'] / 1e3:.2f} ms")
+        for way, row in result["round_trips_us"].items()
+    ]
+    starts = [
+        (name, f"{row['ready_s']:.1f} s", f"{row['own_mib']:.0f} MiB")
+        for name, row in result["starts"].items()
+    ]
+    return f"{markdown_table(('way', 'median', '99th percentile'), lines)}\n\n" + markdown_table(
+        ("launcher", "an engine can generate after", "its own processes take"), starts
+    )
+
+
+def faults(result: Result) -> str:
+    """A line for each fault."""
+    head = ("fault", "noticed after", "all streams went on after", "longest wait", "tokens lost, wrong")
+    lines = [
+        (
+            row["fault"],
+            _seconds(row["noticed_s"]),
+            _seconds(row["recovered_s"]) if row["recovered_s"] else "at once",
+            _seconds(row["stall_s"]),
+            f"{row['lost']}, {row['wrong']}",
+        )
+        for row in result["outcomes"]
+        if row["fault"] != "nothing"
+    ]
+    return markdown_table(head, lines)
+
+
+def invariance(result: Result) -> str:
+    """A line for each shape of batch, with slots in order and scattered."""
+    ratios: dict[str, list[float]] = {}
+    for row in result["results"]:
+        ratios.setdefault(row["shape"], []).append(row["ratio"])
+    lines = [(shape, f"{min(each):.2f} to {max(each):.2f}") for shape, each in ratios.items()]
+    return markdown_table(("batch", "factor"), lines)
+
+
+def soak(result: Result) -> str:
+    """What was done to the server, and how its longest-lived processes grew."""
+    done = result["disturbances"]
+    kills, stalls = (
+        sum(count for name, count in done.items() if name.startswith(word)) for word in ("killed", "stalled")
+    )
+    lines = [
+        ("minutes", f"{result['plan']['minutes']:g}"),
+        ("requests, failed", f"{sum(result['requests'].values()):,}, {result['failed'] or 'none'}"),
+        ("equal repeats", result["probes"]),
+        ("kills, stalls", f"{kills}, {stalls}"),
+        ("left behind", ", ".join((*result["end"]["orphans"], *result["end"]["leftovers"])) or "nothing"),
+    ]
+    longest: dict[str, Mapping[str, Any]] = {}
+    for process in result["processes"]:
+        held = longest.get(process["name"], process)
+        longest[process["name"]] = max(held, process, key=lambda each: float(each["seconds"]))
+    for name, process in longest.items():
+        slope = process["slope"]
+        if slope is not None:
+            grown = f"{slope['value']:+.0f} ({slope['low']:+.0f} to {slope['high']:+.0f})"
+            lines.append((f"{name}, MiB an hour over {process['seconds'] / 60:.0f} minutes", grown))
+    return markdown_table(("", "seen"), lines)
+
+
+def lossless(result: Result, invariant: Result) -> str:
+    """What the whole product gave, and the part of it with batch invariance."""
+    head = ("run", "cases", "tokens", "accepted nodes", "first differences", "of them near-ties")
+    lines = [
+        _lossless_row("fp32", result["totals"]),
+        _lossless_row(f"bf16, {result['bf16']['kernels']} kernels", result["bf16"]),
+        _lossless_row("fp32, batch invariant", invariant["totals"]),
+        _lossless_row(f"bf16, batch invariant, {invariant['bf16']['kernels']} kernels", invariant["bf16"]),
+    ]
+    return markdown_table(head, lines)
+
+
+def governor(result: Result) -> str:
+    """What finding out costs under each load."""
+    head = ("simulated load", "time lost", "in the worst run", "rounds in another layout than the best")
+    lines = [
+        (row["load"], f"{row['regret']:.1%}", f"{row['worst_regret']:.1%}", f"{row['elsewhere']:.0%}")
+        for row in result["results"]
+        if row["chooser"] == "governor"
+    ]
+    return markdown_table(head, lines)
+
+
+def _lossless_row(name: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
+    figures = ("cases", "tokens", "accepted", "divergences", "near_ties")
+    return (name, *(f"{totals[each]:,}" for each in figures))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"

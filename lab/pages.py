@@ -1,0 +1,73 @@
+"""`python -m lab.pages`: writes what the documents show of committed results, each block between its markers.
+
+Knows which page shows which file; what a block looks like is told elsewhere.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lab import page_blocks
+from ssd_serve.bench.blocks import block_text
+from ssd_serve.bench.document import replace_block
+from ssd_serve.bench.provenance import ROOT
+from ssd_serve.cli.main import exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a page shows of some result files, by the name of its markers."""
+
+    page: str
+    name: str
+    files: tuple[str, ...]
+    text: Callable[..., str]
+
+    def made(self, root: Path = ROOT) -> str:
+        """The block's text, of the files as they are."""
+        return self.text(*(_read(root / file) for file in self.files))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _of_bench(name: str) -> Block:
+    """A block whose text the benchmark has itself."""
+    file = f"bench/results/{name}.json"
+    text = partial(block_text, file=ROOT / file, folder=ROOT / "docs")
+    return Block("docs/results.md", name, (file,), text)
+
+
+_LOSSLESS = ("bench/results/lossless.json", "bench/results/lossless-batch-invariant.json")
+BLOCKS = (
+    _of_bench("modes"),
+    _of_bench("peers"),
+    _of_bench("load"),
+    Block("docs/results.md", "ablate", ("lab/results/ablate.json",), page_blocks.ablate),
+    Block("docs/results.md", "calibration", ("lab/results/calibration.json",), page_blocks.calibration),
+    Block("docs/results.md", "quality", ("bench/results/quality.json",), page_blocks.quality),
+    Block("docs/results.md", "drafters", ("lab/results/drafters.json",), page_blocks.drafters),
+    Block("docs/results.md", "channels", ("lab/results/channels.json",), page_blocks.channels),
+    Block("docs/faults.md", "faults", ("lab/results/faults.json",), page_blocks.faults),
+    Block("docs/lossless.md", "invariance", ("lab/results/invariance.json",), page_blocks.invariance),
+    Block("docs/lossless.md", "lossless", _LOSSLESS, page_blocks.lossless),
+    Block("docs/benchmarks.md", "soak", ("lab/results/soak.json",), page_blocks.soak),
+    Block("docs/speculation.md", "governor", ("lab/results/governor.json",), page_blocks.governor),
+)
+
+
+def main() -> int:
+    """Write every block."""
+    for block in BLOCKS:
+        replace_block(ROOT / block.page, block.name, block.made())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main, "python -m lab.pages"))
