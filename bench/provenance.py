@@ -23,7 +23,8 @@ DRAFTING = (*_GUESSING, "recipes/ballast.py", "bench/prompts.py", "bench/workloa
 """Paths of what decides how many guesses are right, and the texts on which that is measured."""
 ENGINE = (
     *DRAFTING,
-    *("kernels", "cluster", "bench/rig.py", "bench/emulated.py"),
+    *("kernels", "cluster", "bench/rig.py", "bench/emulated.py", "bench/device_tables.py"),
+    *(f"src/ssd_serve/plan/{name}.py" for name in ("device_tables", "forwards")),
     *(f"src/ssd_serve/{name}.py" for name in ("memory", "messages", "settings")),
 )
 """Paths of what decides how fast an engine is."""

@@ -69,8 +69,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class RoundSplit:
-    """Where the time of a mean round goes, in seconds. The verifier's three parts make up the round; what the
-    drafter does beside the target goes on meanwhile."""
+    """Where the time of a mean round goes, in seconds. The first three make up the round; what the drafter
+    does beside the target, and messages on their way, go on meanwhile."""
 
     target_s: float
     """The target's device."""
@@ -80,6 +80,8 @@ class RoundSplit:
     draft_steps: float
     draft_device_s: float
     draft_host_s: float
+    messages: float
+    messages_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def _split(played: Sequence["_Played"], costs: Costs) -> RoundSplit:
     count = len(played)
     waited_s, forward_s = sum(each.waited_s for each in played), sum(each.forward_s for each in played)
     steps = sum(each.steps for each in played) / count
+    messages = sum(each.messages for each in played) / count
     return RoundSplit(
         target_s=forward_s / count,
         verifier_host_s=(sum(each.seconds for each in played) - waited_s - forward_s) / count,
@@ -134,6 +137,8 @@ def _split(played: Sequence["_Played"], costs: Costs) -> RoundSplit:
         draft_steps=steps,
         draft_device_s=steps * (costs.draft_s - costs.draft_host_s),
         draft_host_s=steps * costs.draft_host_s,
+        messages=messages,
+        messages_s=messages * costs.message_s,
     )
 
 
@@ -146,6 +151,7 @@ class _Played:
     waited_s: float
     forward_s: float
     steps: int
+    messages: int
 
 
 class _Pair:
@@ -155,6 +161,7 @@ class _Pair:
         self, layout: Layout, guesses: Guesses, costs: Costs, requests: int, rounds: int, seed: int
     ) -> None:
         self._clock, self._steps = Clock(), 0
+        self._beside: VirtualChannel | None = None
         probabilities = guesses.probabilities(costs.limits.fan_out)
         most = rounds * (costs.limits.depth + 1)
         target = GuessedTarget(probabilities, requests * (most + 2) + MAX_ROWS)
@@ -181,24 +188,27 @@ class _Pair:
 
         source = GuessSource(probabilities, stepped)
         core = build_core(CoreParts(guesses=source, limits=costs.limits, ends=(), name=_NAME))
-        channel = (
-            VirtualChannel(clock, core, steps, hello, costs.message_s)
-            if beside
-            else InlineChannel(core, hello, clock)
-        )
+        if beside:
+            self._beside = VirtualChannel(clock, core, steps, hello, costs.message_s)
+        channel = self._beside or InlineChannel(core, hello, clock)
         self._engine.drafters.connect(channel, synchronous=not beside)
 
     def round(self) -> _Played:
         """One step of the engine."""
         engine, started, hits = self._engine, self._clock.now, self._engine.totals.figures.hits
-        forward_s, steps = engine.clocked.forward_s, self._steps
+        forward_s, steps, messages = engine.clocked.forward_s, self._steps, self._messages()
         reports = engine.step()
         tokens = sum(len(each.tokens) for each in reports if isinstance(each, Committed))
         decision = engine.decision
         nodes, waited_s = (decision.nodes, decision.waited_s) if decision is not None else (0, 0.0)
         hits = engine.totals.figures.hits - hits
         forward_s, steps = engine.clocked.forward_s - forward_s, self._steps - steps
-        return _Played(tokens, self._clock.now - started, nodes, hits, waited_s, forward_s, steps)
+        messages = self._messages() - messages
+        seconds = self._clock.now - started
+        return _Played(tokens, seconds, nodes, hits, waited_s, forward_s, steps, messages)
+
+    def _messages(self) -> int:
+        return self._beside.messages if self._beside is not None else 0
 
 
 def _engine(layout: Layout, target: GuessedTarget, costs: Costs, requests: int, clock: Clock) -> Engine:

@@ -152,12 +152,15 @@ class VirtualChannel(ChannelWithin):
         self._to_verifier: list[tuple[float, Message]] = [(0.0, hello)]
         self._free_at = 0.0
         self.steps = 0
+        self.messages = 0
+        """Both ways."""
         clock.join(self.work_until)
 
     def send(self, message: Message) -> bool:
         """It arrives a little later, when the drafter has finished its step."""
         if isinstance(message, Open | Outcome | Close | Resync | Pause):
             self._to_drafter.append((self._clock.now + self.message_s, message))
+            self.messages += 1
         return not self.closed
 
     def receive(self) -> list[Message]:
@@ -203,6 +206,7 @@ class VirtualChannel(ChannelWithin):
 
     def _say(self, messages: Sequence[Message]) -> None:
         self._to_verifier += [(self._free_at + self.message_s, message) for message in messages]
+        self.messages += len(messages)
 
 
 def await_first(clock: Clock, channels: Sequence[VirtualChannel], timeout_s: float) -> bool:
