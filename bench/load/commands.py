@@ -12,6 +12,7 @@ from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, count_or_zero, positive, positive_or_zero
 from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
+from ssd_serve.devices import this_machine
 from ssd_serve.errors import UserError
 from ssd_serve.settings import KEY_SETTINGS, Mode
 
@@ -65,6 +66,17 @@ def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
         "--tpot-limit-ms", type=positive, default=40.0, help="a good answer's time per token after it"
     )
     group.add_argument("--no-closed-loop", action="store_true", help="only replay the trace")
+    group.add_argument(
+        "--fresh",
+        action="store_true",
+        help="nothing is remembered from one launch to the next, and the first token counts: no warm-up",
+    )
+    group.add_argument(
+        "--busy-core",
+        type=int,
+        metavar="N",
+        help="keep this core busy by a process of the benchmark's own, from when the servers are up",
+    )
     group.add_argument("--no-resume", action="store_true", help="leave out the check after a burst")
 
 
@@ -90,12 +102,16 @@ def _run_load(args: argparse.Namespace) -> Report:
 
     if args.no_closed_loop and args.trace is None:
         raise UserError("--no-closed-loop leaves nothing to do: give --trace")
+    if args.busy_core is not None and args.busy_core not in this_machine().cores:
+        raise UserError(f"--busy-core {args.busy_core}: this process may not use that core")
     plan = Plan(
         modes=tuple(dict.fromkeys(args.modes)),
         concurrencies=() if args.no_closed_loop else tuple(sorted(set(args.concurrency))),
         pairs=args.pairs,
         launches=1 if args.no_closed_loop else min(args.launches, args.pairs),
-        learning=args.learning,
+        learning=0 if args.fresh else args.learning,
+        fresh=args.fresh,
+        busy_core=args.busy_core,
         waves=args.waves,
         tokens=args.tokens,
         prompt_tokens=args.prompt_tokens,

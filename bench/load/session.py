@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted
+from ssd_serve.bench.load.conditions import busy, empty_cache
 from ssd_serve.bench.load.groups import AUTO
 from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
 from ssd_serve.bench.load.requests import Mix, RequestMaker
@@ -46,8 +47,9 @@ _SURVIVOR = 16
 class Plan:
     """What to run. `launches` share the pairs out; every launch has its own warm-up and resume check.
 
-    `learning` bursts more warm up the modes that choose by measuring. Without `concurrencies` there is no
-    closed loop.
+    `learning` bursts more warm up the modes that choose by measuring; a `fresh` launch remembers nothing of
+    the last and has no warm-up at all. `busy_core` is kept busy from when the servers are up. Without
+    `concurrencies` there is no closed loop.
     """
 
     modes: tuple[str, ...]
@@ -55,6 +57,8 @@ class Plan:
     pairs: int
     launches: int
     learning: int
+    fresh: bool
+    busy_core: int | None
     waves: int
     tokens: int
     prompt_tokens: int
@@ -99,6 +103,8 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         if plan.ballast:
             say("writing the ballast pair")
             own = own.model_copy(update=ballast_pair(folder))
+        if plan.fresh:
+            own = own.model_copy(update={"cache_dir": folder / "cache"})
         chosen = setups(own, plan.modes, plan.devices, this_machine())
         found.notes.update(chosen.described())
         found.notes["device_table"] = table
@@ -107,7 +113,12 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         for launch in range(plan.launches):
             order = _turn(list(chosen.servers), launch)
             say(f"launch {launch + 1} of {plan.launches}: starting {', '.join(order)}")
-            with served({each: chosen.servers[each] for each in order}, folder) as servers:
+            if plan.fresh:
+                empty_cache(folder / "cache", settings.cache_dir)
+            with (
+                served({each: chosen.servers[each] for each in order}, folder) as servers,
+                busy(plan.busy_core),
+            ):
                 asyncio.run(session.run(launch, servers))
     return {
         "benchmark": "load",
@@ -182,7 +193,7 @@ class Session:
     ) -> None:
         plan, names = self._plan, sorted(servers)
         warm_up = self._requests(f"warm-up:{launch}:{concurrency}", concurrency)
-        for name in names:
+        for name in () if plan.fresh else names:
             await clients[name].closed_loop(warm_up, concurrency)
             for turn in range(plan.learning if name.startswith(AUTO) else 0):
                 wanted = self._requests(f"learning:{launch}:{concurrency}:{turn}", self._size(concurrency))

@@ -25,6 +25,8 @@ PLAN = Plan(
     pairs=5,
     launches=2,
     learning=0,
+    fresh=False,
+    busy_core=None,
     waves=2,
     tokens=6,
     prompt_tokens=10,
@@ -162,3 +164,12 @@ def test_ballast_is_for_the_embedded_pair(settings: Settings) -> None:
 def test_a_trace_is_read_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the trace"):
         run_load(Settings(), replace(PLAN, trace=tmp_path / "none.csv"), lambda _text: None)
+
+
+def test_a_fresh_launch_has_no_warm_up() -> None:
+    warm, fresh = Measured(), Measured(replace(PLAN, fresh=True))
+    for measured in (warm, fresh):
+        measured.run(0)
+    asked = {measured: sum(len(api.bodies) for api in measured.apis.values()) for measured in (warm, fresh)}
+    warm_ups = sum(PLAN.concurrencies) * len(PLAN.modes)
+    assert asked[warm] - asked[fresh] == warm_ups
