@@ -9,12 +9,18 @@ from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.models.interface import Model
 
 SHORT_CONTEXT, LONG_CONTEXT = 128, 1024
+_MOST_REPEATS = 32
 
 
 def measure_steps(
-    model: Model, row_counts: Sequence[int], contexts: Sequence[int] = (SHORT_CONTEXT,), repeats: int = 4
+    model: Model,
+    row_counts: Sequence[int],
+    contexts: Sequence[int] = (SHORT_CONTEXT,),
+    repeats: int = 4,
+    least_s: float = 0.0,
 ) -> dict[tuple[int, int], list[float]]:
-    """Seconds of forwards by (rows, context), `repeats` of each.
+    """Seconds of forwards by (rows, context), `repeats` of each, and more of them in the first `least_s`
+    seconds.
 
     All counts take turns, so that a busy moment of the machine does not distort one of them. Writes only
     garbage into KV slots: call it before any request runs. What does not fit the model is left out.
@@ -27,12 +33,14 @@ def measure_steps(
         if context + rows <= most
     }
     seconds: dict[tuple[int, int], list[float]] = {key: [] for key in batches}
-    for turn in range(repeats + 1):  # the first turn warms up
+    began, turn = time.perf_counter(), 0
+    while turn <= repeats or (time.perf_counter() - began < least_s and turn <= _MOST_REPEATS):
         for key, batch in batches.items():
             started = time.perf_counter()
             taken = model.forward(batch).completion.wait() - started
-            if turn:
+            if turn:  # the first turn warms up
                 seconds[key].append(taken)
+        turn += 1
     return seconds
 
 

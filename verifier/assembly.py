@@ -113,9 +113,7 @@ def assemble_verifier(
     cores = _cores(settings)
     layouts = _layouts(settings.mode, cores)
     gains = _gain_file(settings, model, folder, log)
-    measured = known or Measured(
-        slots, _timings(model, cores, layouts, TimingFiles(folder, log)), gains.read()
-    )
+    measured = known or _measured(slots, model, cores, layouts, TimingFiles(folder, log), gains)
     governing = _governing(settings, cores, layouts, measured)
     cost = governing.costs[layouts[0]]
     hello = _hello(model.facts, Tokenizer(path))
@@ -191,6 +189,14 @@ def _layouts(mode: Mode, cores: Cores) -> tuple[Layout, ...]:
     if cores.of(Layout.SYNC) != cores.of(Layout.ASYNC):
         return Layout.ASYNC, Layout.SYNC, Layout.OFF
     return Layout.ASYNC, Layout.OFF
+
+
+def _measured(
+    slots: int, model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles, gains: GainFile
+) -> Measured:
+    """What is measured or remembered; of layouts nothing is remembered where forwards take other times."""
+    timings = _timings(model, cores, layouts, files)
+    return Measured(slots, timings, {} if files.measured_otherwise else gains.read())
 
 
 def _timings(

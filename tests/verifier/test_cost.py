@@ -40,6 +40,17 @@ def test_between_measured_points_it_is_a_line_and_beyond_them_a_slope() -> None:
     assert table.seconds(10) == pytest.approx(0.016)
 
 
+def test_what_disturbed_the_measurement_of_some_rows_is_seen_by_the_others() -> None:
+    true = {rows: 0.001 + 3e-5 * rows for rows in (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)}
+    disturbed = {**true, 1: 0.009, 6: 0.019, 64: 0.055}
+    table = CostTable([Timing(rows, 0, seconds) for rows, seconds in disturbed.items()])
+    for rows in (2, 4, 8, 16, 32):
+        assert table.seconds(rows) == pytest.approx(true[rows])
+    assert table.seconds(1) == pytest.approx(true[2])
+    assert table.seconds(6) == pytest.approx(true[8])
+    assert table.seconds(64) == pytest.approx(2 * true[32])
+
+
 def test_unmeasured_it_knows_a_prior_and_then_one_round() -> None:
     table = CostTable(prior_s=0.5)
     assert table.seconds(1) == table.seconds(1000) == 0.5

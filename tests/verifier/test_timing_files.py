@@ -52,6 +52,13 @@ def test_a_machine_that_changed_is_measured_again_and_remembered(tmp_path: Path,
     assert changed.measured == 1
 
 
+def test_a_start_that_measures_otherwise_than_what_is_remembered_says_so(tmp_path: Path) -> None:
+    for slower, otherwise in ((1.0, False), (1.0, False), (2.0, True)):
+        model, files = Model(slower), TimingFiles(tmp_path, get_logger("test"))
+        files.timings({"model": "a"}, model.measure, model.probe)
+        assert files.measured_otherwise is otherwise
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b'{"format": 9, "timings": []}', b'{"format": 1, "timings": [[0, 1, 2.0]]}', b"[1]"],

@@ -143,7 +143,11 @@ def _context_costs(timings: Sequence[Timing]) -> tuple[float, float]:
 
 
 def _shape(timings: Sequence[Timing], context_s: float, row_context_s: float, prior_s: float) -> FloatArray:
-    """Seconds at the points without any context; beyond the last timing, along the slope from the first."""
+    """Seconds at the points without any context; beyond the last timing, along the slope from the first.
+
+    What disturbs a measurement only lengthens it: rows take no longer than more rows did, nor than the same
+    rows in several forwards.
+    """
     best: dict[int, float] = {}
     for each in timings:
         bare = max(0.1 * each.seconds, each.seconds - (context_s + row_context_s * each.rows) * each.context)
@@ -151,7 +155,11 @@ def _shape(timings: Sequence[Timing], context_s: float, row_context_s: float, pr
     if not best:
         return np.full(len(POINTS), prior_s)
     rows = np.array(sorted(best), dtype=np.float64)
-    values = np.maximum.accumulate([best[int(row)] for row in rows])
+    values = np.array([best[int(row)] for row in rows])
+    values = np.minimum.accumulate(values[::-1])[::-1]
+    for index in range(1, len(rows)):
+        parts = np.ceil(rows[index] / rows[:index]) * values[:index]
+        values[index] = min(values[index], parts.min())
     points = np.asarray(POINTS, dtype=np.float64)
     shape: FloatArray = np.interp(points, rows, values)
     if len(rows) > 1:

@@ -41,6 +41,8 @@ class TimingFiles:
     def __init__(self, folder: Path, log: Logger) -> None:
         self._folder = folder
         self._log = log
+        self.measured_otherwise = False
+        """Whether something that was remembered has turned out to be different."""
 
     def timings(
         self,
@@ -56,6 +58,7 @@ class TimingFiles:
         known = _read(path)
         if known and _agree(known, probe()):
             return known
+        self.measured_otherwise = self.measured_otherwise or bool(known)
         found = measure()
         self._write(path, found)
         return found
