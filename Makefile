@@ -73,6 +73,9 @@ serve: $(SERVING)
 	@exec $(BIN)/ssd serve $(ARGS)
 endif
 
+# Where Python is told to keep no compiled files, each of hundreds of processes would compile its own.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(DEVELOPING)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 

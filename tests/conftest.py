@@ -1,26 +1,30 @@
 """What every test shares: a fixed hypothesis profile, and one torch thread a test process."""
 
+import gc
 import os
 import re
 import shutil
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import WHOLE
+
 if TYPE_CHECKING:
     from ssd_serve.kernels.native.library import NativeLibrary
 
 settings.register_profile(
-    "local", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+    "local", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile(
     "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+settings.load_profile("ci" if WHOLE else "local")
 
 # Two test processes with two threads each on two cores would only disturb one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,10 +37,30 @@ pytest_plugins = ["tests.skips"]
 HERE = Path(__file__).parent
 SLOW_ROOMS = (HERE / "end_to_end", HERE / "hostile")
 """Every test there needs a whole server."""
+WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
 
 
 # Whoever starts the tests with nohup starts no server with it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of slow tests only are not even read where none of them is wanted."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    wholly = any(collection_path.is_relative_to(room) for room in SLOW_ROOMS)
+    return wholly or WHOLLY_SLOW in collection_path.read_text(encoding="utf-8") or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected lives until the end: searching it for garbage only takes time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

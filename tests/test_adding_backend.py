@@ -6,6 +6,8 @@ import pytest
 
 from tests.adding_clone import Clone
 
+pytestmark = pytest.mark.slow
+
 NAME = "masked"
 RIGHT = """
 import torch
@@ -65,7 +67,6 @@ def test_it_can_be_asked_for_by_its_name_everywhere(clone: Clone) -> None:
     assert clone.run("-c", CHOSEN).split() == [NAME, "MaskedAttention", "True", "True", "sdpa"]
 
 
-@pytest.mark.slow
 def test_the_tests_of_the_table_know_it(clone: Clone) -> None:
     said = clone.run(
         "-m", "pytest", "-q", "tests/kernels/test_registry.py", "-k", f"{NAME} or candidate or auto"
@@ -73,6 +74,5 @@ def test_the_tests_of_the_table_know_it(clone: Clone) -> None:
     assert "5 passed" in said
 
 
-@pytest.mark.slow
 def test_a_model_speculates_with_it(clone: Clone, tmp_path: Path) -> None:
     assert clone.run("-c", f"FOLDER = {str(tmp_path)!r}\n{SERVES}").split()[-1] == "True"

@@ -4,6 +4,8 @@ import pytest
 
 from tests.adding_clone import Clone
 
+pytestmark = pytest.mark.slow
+
 ACTS = """
 import torch
 from ssd_serve.messages import SamplingParameters
@@ -74,7 +76,6 @@ def test_requests_and_programs_have_it_and_are_held_to_its_range(clone: Clone) -
     assert clone.run("-c", ASKED) == "top_a: input should be less than or equal to 1\n"
 
 
-@pytest.mark.slow
 def test_the_tests_of_the_table_enumerate_it(clone: Clone) -> None:
     """What is derived from the table, what torch does one by one, and that the compiled kernel declines it.
     The definition, word for word, is left to the reader."""

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
 from ssd_serve.cache.slots import SlotError, SlotPool
+from tests.examples import examples
 
 SLOTS = 30
 SALTS = st.sampled_from([b"", b"anna", b"ben"])
@@ -171,7 +172,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.cache.salts == 0
 
 
-PrefixMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30)
+PrefixMachine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=30)
 TestPrefix = PrefixMachine.TestCase
 
 

@@ -17,6 +17,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import DrafterMessage, Growth, Open, Outcome, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
+from tests.examples import examples
 from tests.fakes import VOCABULARY, ScriptedSource, core_of
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=6, nodes=5000)
@@ -156,11 +157,11 @@ class Network(RuleBasedStateMachine):
 
 
 TestNetwork = Network.TestCase
-TestNetwork.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestNetwork.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 6))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_without_loss_the_replica_holds_the_drafters_tree_in_any_order(order: Random, steps: int) -> None:
     ends = make_ends()
     ends.core.handle(ends.open())

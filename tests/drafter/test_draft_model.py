@@ -14,6 +14,7 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.sampling.noise_rows import NoiseRows
+from tests.examples import examples
 from tests.fakes import VOCABULARY, FakeModel
 
 FAN_OUT = 3
@@ -148,9 +149,9 @@ class ShortOfMemory(Source):
 
 
 TestSource = Source.TestCase
-TestSource.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestSource.settings = settings(max_examples=examples(40), stateful_step_count=20, deadline=None)
 TestShortOfMemory = ShortOfMemory.TestCase
-TestShortOfMemory.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestShortOfMemory.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 
 
 class Scarce(FakeModel):

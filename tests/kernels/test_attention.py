@@ -19,6 +19,7 @@ from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
+from tests.examples import examples
 
 SLOTS = 640
 HEAD_DIM = 16
@@ -116,7 +117,7 @@ def largest_difference(
     return worst
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32),
     requests=st.integers(1, 5),

@@ -18,6 +18,7 @@ from ssd_serve.kernels.attention.self_test import Heads, first_failure
 from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
+from tests.examples import examples
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded
 from tests.kernels.test_attention import SLOTS, largest_difference, random_request, rows_of
@@ -51,7 +52,7 @@ def shown(mask: torch.Tensor) -> str:
 
 
 @PACKAGES
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     requests=st.integers(1, 5),

@@ -13,6 +13,7 @@ from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
 from ssd_serve.kernels.flashinfer.tables import leading_pages
+from tests.examples import examples
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, UPSTREAM, Recorded
 from tests.kernels.test_attention import SLOTS, largest_difference, random_paths, rows_of
@@ -40,7 +41,7 @@ def request_with(
 
 
 @PACKAGES
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     runs=LENGTHS,

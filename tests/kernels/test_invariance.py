@@ -24,6 +24,7 @@ from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.kernels.triton.attention import SPLIT, TritonAttention
+from tests.examples import examples
 from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, random_request, rows_of
 
 SMALL = Heads(4, 2, 16, torch.float32)
@@ -33,7 +34,7 @@ def unrolling(make: Maker) -> Maker:
     return lambda cache, heads: UnrolledAttention(make(cache, heads))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     shape=st.sampled_from([(4, 4, 16), (8, 2, 64), (6, 1, 24), (1, 1, 80)]),

@@ -20,6 +20,7 @@ from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.build import SOURCES
 from ssd_serve.kernels.native.library import NativeLibrary
+from tests.examples import examples
 
 SLOTS = 512
 
@@ -100,7 +101,7 @@ def random_tree(rng: random.Random, nodes: int) -> list[list[int]]:
     return paths
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     before=st.sampled_from([0, 1, 15, 16, 31, 32, 33, 100, 300]),

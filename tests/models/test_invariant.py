@@ -19,6 +19,7 @@ from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.weights.linear import DenseLinear, Linear
 from ssd_serve.verifier.planning.startup_benchmark import identity
+from tests.examples import examples
 from tests.models import checkpoints
 
 SLOTS, LENGTH = 400, 40
@@ -112,7 +113,7 @@ def in_a_tree(
     return part, mine
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(seed=st.integers(0, 2**32))
 def test_logits_are_the_same_to_the_bit(model: Model, seed: int) -> None:
     rng = random.Random(seed)

@@ -13,6 +13,7 @@ from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.processors import TokenCounts, process
 from ssd_serve.sampling.rows import SamplingRows
+from tests.examples import examples
 from tests.sampling.test_native_choosing import VOCABULARY, awkward_logits, requests
 
 
@@ -26,7 +27,7 @@ def one_by_one(logits: torch.Tensor, rows: list[SamplingRows]) -> torch.Tensor:
 
 
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_equals_the_definition(asked: list[SamplingRows], seed: int) -> None:
     rows = [row for each in asked for row in each.single()]
     logits = awkward_logits(len(rows), VOCABULARY, seed)
@@ -49,7 +50,7 @@ EDITING = st.builds(
 
 
 @given(EDITING, st.lists(FEW, max_size=6), st.lists(FEW, max_size=4).map(tuple), st.integers(0, 1000))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_edits_that_a_request_keeps_change_all_its_rows(
     parameters: SamplingParameters, output: list[int], path: tuple[int, ...], seed: int
 ) -> None:

@@ -16,6 +16,7 @@ from ssd_serve.sampling.native.choosing import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.sampling.rows import SamplingRows
+from tests.examples import examples
 
 VOCABULARY = 37
 TOKENS = st.integers(0, VOCABULARY - 1)
@@ -76,7 +77,7 @@ def told(sampled: Sampled) -> str:
 
 @pytest.mark.slow
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000), st.integers(1, 9))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_choices_are_those_of_torch_and_the_same_alone(
     native: NativeLibrary, asked: list[SamplingRows], seed: int, capacity: int
 ) -> None:

@@ -10,6 +10,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.native.noise import NativeNoise
 from ssd_serve.sampling.noise import Float32Array, log_exponential
 from ssd_serve.sampling.noise_rows import NoiseRows
+from tests.examples import examples
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
 WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)
@@ -32,7 +33,7 @@ def steps_apart(ours: Float32Array, theirs: Float32Array) -> np.ndarray:
 
 
 @given(WORD_64, WORD_32, st.integers(1, 140), st.integers(0, 3))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_any_row_is_the_definition(
     native: NativeLibrary, seed: int, position: int, vocabulary: int, stream: int
 ) -> None:
@@ -66,7 +67,7 @@ def test_a_row_is_the_same_alone_and_among_others(native: NativeLibrary) -> None
     st.integers(1, 9),
     st.booleans(),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_lines_hold_what_was_asked_for(
     native: NativeLibrary, calls: list[list[tuple[int, int, int]]], capacity: int, compiled: bool
 ) -> None:

@@ -19,6 +19,7 @@ from ssd_serve.sampling.noise import (
     race,
 )
 from ssd_serve.sampling.noise_rows import NoiseRows
+from tests.examples import examples
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
 WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)
@@ -60,7 +61,7 @@ def test_the_published_vectors_of_random123(counter: list[int], key: list[int], 
 
 
 @given(WORD_64, WORD_32, st.integers(1, 40), st.integers(0, 3))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_integers_are_those_of_the_definition(seed: int, position: int, vocabulary: int, stream: int) -> None:
     expected = [reference_word(seed, position, token, stream) for token in range(vocabulary)]
     assert integers(seed, position, vocabulary, stream).tolist() == expected
@@ -112,7 +113,7 @@ def test_rows_are_the_noise_and_none_is_zero() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12), st.integers(1, 6))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_cache_never_changes_a_row(keys: list[tuple[int, int]], capacity: int) -> None:
     noise = NoiseRows(9, capacity)
     for seed, position in keys:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.parameters import needs_counts, needs_processing
 from ssd_serve.sampling.processors import TextBefore, TokenCounts, keep_top_k, keep_top_p, process
+from tests.examples import examples
 
 VOCABULARY = 12
 NOWHERE = TextBefore(None)
@@ -93,7 +94,7 @@ PARAMETERS = st.builds(
 
 
 @given(LOGITS, PARAMETERS, st.lists(TOKENS, max_size=6), st.lists(TOKENS, max_size=6), st.integers(0, 6))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_processing_is_the_definition(
     logits: list[float], parameters: SamplingParameters, prompt: list[int], output: list[int], split: int
 ) -> None:
@@ -187,7 +188,7 @@ FEW = st.integers(0, 2)  # few tokens: bad words are often begun
     st.lists(FEW, max_size=8),
     st.integers(0, 8),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_bad_word_is_never_completed_and_nothing_else_is_masked(
     words: list[tuple[int, ...]], prompt: list[int], output: list[int], split: int
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.messages import Submit
+from tests.examples import examples
 from tests.server.fakes import END, Script, tokens
 from tests.server.played_servers import events, open_house, post
 
@@ -39,7 +40,7 @@ def joined(parts: list[tuple[str, list[int], str | None]]) -> tuple[str, list[in
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, len(IDS)),
     st.sampled_from([[], ["STOP"], ["stop 🙂 or not at all", " S"], ["not"], ["STOP it"]]),

@@ -13,6 +13,7 @@ from ssd_serve.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from tests.examples import examples
 from tests.server.fakes import say
 from tests.server.played_servers import open_house
 
@@ -46,7 +47,7 @@ def requests(draw: st.DrawFn) -> tuple[str, object]:
     return path, {**valid, **changes}
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(requests(), min_size=1, max_size=20))
 def test_no_json_harms_the_server(bodies: list[tuple[str, object]]) -> None:
     async def send_all() -> None:

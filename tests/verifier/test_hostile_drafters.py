@@ -9,6 +9,7 @@ from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.messages import Heartbeat, Hello
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import WhenItPays
+from tests.examples import examples
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 from tests.verifier.hostile_speech import Heard, Speech, joining, sharing, speeches
 
@@ -77,7 +78,7 @@ def held(engine: Engine) -> list[tuple[int, int]]:
 
 
 @given(st.lists(speeches, max_size=24), st.integers(1, 6), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @example([lambda _heard: b"\xff" * 64] * 8, 1, True)
 def test_whatever_a_drafter_says_the_text_is_the_plain_one(
     said: list[Speech], things: int, shares: bool

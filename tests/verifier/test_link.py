@@ -23,6 +23,7 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.drafts.link import Knows, Link
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.request import Request, accept, share
+from tests.examples import examples
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
 from tests.verifier.drafter_house import make_request
 
@@ -110,7 +111,7 @@ class World:
 ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "die", "work", "drain")
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.sampled_from((1, 2, 40))), max_size=40
@@ -258,7 +259,7 @@ class Desk:
 EVENTS = ("give", "take", "begin again", "commit", "commit", "resync", "pause", "catch up", "room")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(
         st.tuples(st.sampled_from(EVENTS), st.sampled_from(NUMBERS), st.sampled_from((1, 2, 70))), min_size=15

@@ -12,6 +12,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.verifier.request import Request, accept, share
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
+from tests.examples import examples
 
 SLOTS = 64
 VOCABULARY = 50
@@ -141,9 +142,9 @@ class WithoutPrefix(Rounds):
 
 
 TestRounds = Rounds.TestCase
-TestRounds.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRounds.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestWithoutPrefix = WithoutPrefix.TestCase
-TestWithoutPrefix.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestWithoutPrefix.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
 
 
 def test_a_prompt_is_read_in_chunks_and_decoding_goes_on_beside_it() -> None:

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ssd_serve.verifier.drafts.teams import MAX_MOVES, Move, Team
+from tests.examples import examples
 
 
 class Sharing(RuleBasedStateMachine):
@@ -91,7 +92,7 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
-TestSharing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSharing.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_equals_get_equal_shares() -> None:
