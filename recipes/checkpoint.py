@@ -122,7 +122,7 @@ def llama_config(shape: Shape) -> dict[str, Any]:
 def write_decoder(decoder: Decoder, folder: Path) -> None:
     """Write config, generation config and bf16 weights of `decoder` into an existing folder."""
     write_json(folder / "config.json", llama_config(decoder.shape))
-    generation = {"bos_token_id": 0, "eos_token_id": 0, "do_sample": True, "temperature": 0.8}
+    generation = {"bos_token_id": 0, "eos_token_id": 0}
     write_json(folder / "generation_config.json", generation)
     weights = {
         name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in decoder.state_dict().items()

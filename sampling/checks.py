@@ -105,8 +105,8 @@ def engine_parameters(
 ) -> SamplingParameters:
     """Everything that decides the tokens besides prompt and seed, as the engine takes it.
 
-    `request` has the other parameters of the table as attributes, of which None means the default; `ending`
-    are the ids that end a text.
+    `request` has the other parameters of the table as attributes, of which None means the model's default, or
+    that of the table; `ending` are the ids that end a text.
     """
     own: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -114,11 +114,10 @@ def engine_parameters(
         "prompt_logprobs": prompt_logprobs,
         "bad_words": bad_words,
     }
-    asked: dict[str, Any] = {
-        each.name: getattr(request, each.name)
-        for each in PARAMETERS
-        if each.name not in own and getattr(request, each.name) is not None
-    }
+    asked: dict[str, Any] = {name: value for name, value in ready.sampling.items() if name not in own}
+    for each in PARAMETERS:
+        if each.name not in own and getattr(request, each.name) is not None:
+            asked[each.name] = getattr(request, each.name)
     for name in [each.name for each in PARAMETERS if each.token_ids and each.name in asked]:
         check_vocabulary(asked[name], ready, name)
         if not isinstance(asked[name], dict):

@@ -65,6 +65,7 @@ class InformationEndpoints:
             "root": found.name if found else target,
             "revision": found.commit if found else None,
             "max_model_len": ready.context if ready else None,
+            "default_sampling_params": ready.sampling if ready else None,
         }
 
 

@@ -113,11 +113,10 @@ class Service:
             )
 
     def fingerprint(self, ready: Ready) -> str:
-        """Changes when something changes that may change outputs: weights, version, noise."""
-        ranks = str(self.settings.tensor_parallel)
-        told = "\n".join(
-            [__version__, NOISE_SCHEME, ready.target, self.settings.dtype, ready.target_device, ranks]
-        )
+        """Changes when something changes that may change outputs: weights, version, noise, defaults."""
+        settings, defaults = self.settings, str(sorted(ready.sampling.items()))
+        model = [ready.target, settings.dtype, ready.target_device, str(settings.tensor_parallel)]
+        told = "\n".join([__version__, NOISE_SCHEME, *model, defaults])
         return "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
 
 

@@ -29,6 +29,7 @@ from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.owned import cache_folder
+from ssd_serve.sampling.model_defaults import model_defaults
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello
@@ -61,6 +62,8 @@ class AssembledVerifier:
     inline: InlineChannel | None
     gains: GainFile
     differences: DifferenceLog
+    sampling: Mapping[str, int | float]
+    """What the model asks for where a request leaves it out."""
 
     @property
     def slots(self) -> int:
@@ -137,7 +140,15 @@ def assemble_verifier(
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
     return AssembledVerifier(
-        engine, model.facts, hello, measured, cost.seconds(1), inline, gains, differences
+        engine,
+        model.facts,
+        hello,
+        measured,
+        cost.seconds(1),
+        inline,
+        gains,
+        differences,
+        model_defaults(path) if settings.generation_config == "auto" else {},
     )
 
 
@@ -156,6 +167,7 @@ def ready_report(settings: Settings, verifier: AssembledVerifier) -> Ready:
         target_step_ms=1e3 * verifier.step_s,
         draft_step_ms=1e3 * verifier.engine.drafters.step_s,
         protocol=PROTOCOL_VERSION,
+        sampling=dict(verifier.sampling),
     )
 
 

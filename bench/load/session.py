@@ -99,7 +99,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
     found = Found([], [], [], {})
     with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
         folder = Path(name)
-        own = settings.model_copy(update={"prefix_cache": False})
+        own = settings.model_copy(update={"prefix_cache": False, "generation_config": "none"})
         if plan.ballast:
             say("writing the ballast pair")
             own = own.model_copy(update=ballast_pair(folder))

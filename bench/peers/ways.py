@@ -157,6 +157,7 @@ def _ours(way: Way, place: Place, port: int) -> list[str]:
         devices = ["--target-device", str(first), "--draft-device", str(rest)]
     pair = [str(place.pair.target), "--draft", str(place.pair.draft), "--mode", way.mode, *devices]
     fixed = ["--dtype", way.dtype, "--no-prefix-cache", "--max-running", "1", "--log-level", "warning"]
+    fixed += ["--generation-config", "none"]  # the whole distribution, as of all others
     return [sys.executable, "-m", "ssd_serve", "serve", *pair, "--port", str(port), *fixed]
 
 
@@ -176,7 +177,7 @@ def _vllm(way: Way, place: Place, port: int) -> list[str]:
     words = [str(place.peers.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(place.pair.target), "--host", "127.0.0.1", "--port", str(port)]
     words += ["--dtype", "bfloat16", "--max-model-len", str(_CONTEXT), "--max-num-seqs", "1"]
-    words += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    words += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
     if way.mode == SPECULATIVE:
         draft = {"model": str(place.pair.draft), "num_speculative_tokens": way.length}
         words += ["--speculative-config", json.dumps({"method": "draft_model", **draft})]

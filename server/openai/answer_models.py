@@ -49,6 +49,10 @@ class ModelCard(TypedDict):
         str | None, Field(description="the commit of the hub's repository that was asked for")
     ]
     max_model_len: Annotated[int | None, Field(description="null until the model is loaded")]
+    default_sampling_params: Annotated[
+        dict[str, float] | None,
+        Field(description="what the model asks for where a request leaves it out; null until it is loaded"),
+    ]
 
 
 class ModelList(TypedDict):

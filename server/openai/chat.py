@@ -141,7 +141,8 @@ def requested_logprobs(body: ChatRequest) -> int | None:
 
 
 def chat_output_limit(body: ChatRequest, prompt_tokens: int, ready: Ready) -> int:
-    """`max_completion_tokens` and `max_tokens` are two names of one field; the default is what fits."""
+    """`max_completion_tokens` and `max_tokens` are two names of one field. Without them, as many as the model
+    asks for, or as fit."""
     newer, older = body.max_completion_tokens, body.max_tokens
     if newer is not None and older is not None and newer != older:
         raise bad_request(
@@ -149,4 +150,5 @@ def chat_output_limit(body: ChatRequest, prompt_tokens: int, ready: Ready) -> in
         )
     param = "max_tokens" if newer is None else "max_completion_tokens"
     asked = older if newer is None else newer
-    return output_limit(asked, ready.context, prompt_tokens, ready, param)
+    usual = int(ready.sampling.get("max_tokens", ready.context))
+    return output_limit(asked, usual, prompt_tokens, ready, param)

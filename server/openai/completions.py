@@ -144,9 +144,9 @@ class CompletionsEndpoint:
         seed = random_seed() if body.seed is None else body.seed
         rules = await text_rules(service, body)
         banned = await bad_word_tokens(service, body.bad_words)
+        usual = int(ready.sampling.get("max_tokens", DEFAULT_MAX_TOKENS))
         limits = [
-            output_limit(body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), ready, "max_tokens")
-            for prompt in prompts
+            output_limit(body.max_tokens, usual, len(prompt.ids), ready, "max_tokens") for prompt in prompts
         ]
         common = engine_parameters(
             body,

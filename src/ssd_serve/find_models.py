@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 from ssd_serve.drafter.sources.registry import is_source
 from ssd_serve.hub_id import pinned
 from ssd_serve.models.hub import Role, resolve_model
+from ssd_serve.sampling.model_defaults import model_defaults
 from ssd_serve.settings import Mode, Settings
 
 
@@ -53,5 +54,7 @@ def find_models(
         ]
         update["draft"] = ",".join(drafts) or None
     target = find(settings.target, "target")
+    if settings.generation_config == "auto":
+        model_defaults(target)  # whatever is wrong with them is told before anything is started
     update["target"] = pinned(settings.target, target)
     return FoundModels(settings.model_copy(update=update), target)

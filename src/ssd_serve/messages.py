@@ -183,6 +183,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     draft_step_ms: float
     protocol: int = 0
     """The verifier's `PROTOCOL_VERSION`; one so old that it does not say counts as 0."""
+    sampling: dict[str, int | float] = {}
+    """Values of sampling parameters for requests that leave them out."""
 
 
 class AcceptanceHealth(Enum):

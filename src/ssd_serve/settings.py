@@ -235,6 +235,11 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(
         default=None, description="model id in the API; empty: from the target's name"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="sampling parameters that a request leaves out: auto, those of the target's "
+        "generation_config.json; none, those of the API",
+    )
     context: int | None = Field(
         default=None, ge=16, description="longest prompt + output in tokens; empty: the model's"
     )

@@ -66,6 +66,21 @@ def test_an_empty_request_is_the_default() -> None:
         assert engine_parameters(request, MODEL, max_tokens=7, logprobs=None) == plain
 
 
+def test_what_is_left_out_or_null_is_as_the_model_asks_for_it() -> None:
+    model = msgspec.structs.replace(MODEL, sampling={"temperature": 0.5, "top_k": 1000, "max_tokens": 9})
+    given = {"prompt": "a", "temperature": None, "top_p": 0.9}
+    found = engine_parameters(CompletionRequest.model_validate(given), model, max_tokens=7, logprobs=None)
+    assert found == SamplingParameters(temperature=0.5, top_p=0.9, top_k=0, max_tokens=7)
+
+
+def test_what_is_asked_for_goes_before_what_the_model_asks_for() -> None:
+    model = msgspec.structs.replace(MODEL, sampling={"temperature": 0.5, "top_p": 0.9})
+    wish: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0}
+    for request in (CompletionRequest.model_validate({"prompt": "a", **wish}), SamplingParams(**wish)):
+        found = engine_parameters(request, model, max_tokens=7, logprobs=None)
+        assert found == SamplingParameters(temperature=0.0, top_p=1.0, max_tokens=7)
+
+
 def test_both_doors_ask_the_engine_alike() -> None:
     values: dict[str, Any] = {
         "temperature": 0.5,

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from ssd_serve.http_port import listen
+from ssd_serve.messages import Ready
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.http.serving import build_server
@@ -44,6 +45,7 @@ async def open_house(
     limits: Limits | None = None,
     *,
     ready: bool = True,
+    model: Ready = READY,
     tokenizer: TextTokenizer | None = None,
     guards: Sequence[Middleware] = (),
 ) -> AsyncGenerator[House, None]:
@@ -51,7 +53,7 @@ async def open_house(
     ours, theirs = channel_pair()
     engine = FakeEngine(theirs, playwright)
     if ready:
-        engine.tell(READY)
+        engine.tell(model)
     engine.start()
     client, gate = EngineClient(ours), StopGate()
     settings = settings or Settings()

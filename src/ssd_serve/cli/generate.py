@@ -20,41 +20,43 @@ from ssd_serve.terminal import ProgressLine
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What a user wants generated: the prompt and how to choose."""
+    """What a user wants generated: the prompt and how to choose. None: as the model asks for it."""
 
     text: str
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
-    max_tokens: int = 128
+    max_tokens: int | None = None
 
     def check(self) -> None:
         """A clear error for a value that cannot be meant."""
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise SettingsError("--temperature must be 0 or more")
-        if not 0 < self.top_p <= 1:
+        if self.top_p is not None and not 0 < self.top_p <= 1:
             raise SettingsError("--top-p must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise SettingsError("--min-p must be from 0 to 1")
-        if self.top_k < 0:
+        if self.top_k is not None and self.top_k < 0:
             raise SettingsError("--top-k must be 0 (off) or more")
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise SettingsError("--max-tokens must be at least 1")
         if self.seed is not None and not 0 <= self.seed <= MASK64:
             raise SettingsError("--seed must be from 0 to 2^64 - 1")
 
-    def params(self) -> SamplingParams:
-        """The same, without the text."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-        )
+    def params(self, usual: SamplingParams | None = None) -> SamplingParams:
+        """The same, without the text; what is not given is as `usual`."""
+        given = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+        }
+        named = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams.model_validate({**(dict(usual or SamplingParams())), **named})
 
 
 def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) -> int:
@@ -62,8 +64,9 @@ def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) ->
     wish.check()
     line = ProgressLine()
     try:
-        params = wish.params()
+        wish.params()  # wrong values are told before anything is loaded
         with LLM.of(settings, line.show) as llm:
+            params = wish.params(llm.get_default_sampling_params())
             line.clear()
             for piece in llm.stream(wish.text, params):
                 if not as_json:

@@ -99,6 +99,11 @@ class LLM:
         self._open = None
         self._end()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without parameters takes: those of the model's `generation_config.json`, unless
+        `generation_config="none"`."""
+        return SamplingParams.model_validate(self.ready.sampling)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -106,9 +111,9 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[Output]:
-        """Continue each prompt; the n texts of a prompt follow one another. `progress`: show a bar; None: for
-        several prompts, on a terminal."""
-        params = params or SamplingParams()
+        """Continue each prompt; the n texts of a prompt follow one another. Without `params` as the model
+        asks for it. `progress`: show a bar; None: for several prompts, on a terminal."""
+        params = params or self.get_default_sampling_params()
         asked = self._asked(self._all_ids(prompts), params)
         bar = len(asked) > 1 and sys.stderr.isatty() if progress is None else progress
         return self._outputs(asked, bar)
@@ -123,11 +128,12 @@ class LLM:
         model's chat template."""
         text = self.tokenizer.apply_chat_template(messages, **variables)
         ids = self._ids(text, special=False)  # chat templates write the begin token themselves
-        return self._outputs(self._asked([ids], params or SamplingParams(), self.ready.context), bar=False)
+        params = params or self.get_default_sampling_params()
+        return self._outputs(self._asked([ids], params, self.ready.context), bar=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The continuation of one prompt, piece by piece; the last piece has the whole output."""
-        params = params or SamplingParams()
+        params = params or self.get_default_sampling_params()
         if params.n != 1:
             raise RequestError("n: a stream is one text", "n")
         return self._pieces(self._asked([self._ids(prompt)], params))

@@ -1,0 +1,59 @@
+"""Requests take from the model's `generation_config.json` what they leave out, and the server tells it."""
+
+import msgspec
+import pytest
+
+from ssd_serve.messages import SamplingParameters
+from tests.server.fakes import CONTEXT, READY, say
+from tests.server.played_servers import open_house, post
+
+pytestmark = pytest.mark.anyio
+MODEL = msgspec.structs.replace(READY, sampling={"temperature": 0.6, "top_p": 0.95, "max_tokens": 40})
+WAYS = [
+    pytest.param("/v1/completions", {"prompt": "Hi"}, id="completions"),
+    pytest.param("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, id="chat"),
+]
+
+
+async def asked(path: str, fields: dict[str, object]) -> SamplingParameters:
+    async with open_house(lambda _: say("x"), model=MODEL) as house:
+        await post(house, path, **fields)
+        return house.engine.submits()[0].parameters
+
+
+@pytest.mark.parametrize(("path", "fields"), WAYS)
+@pytest.mark.parametrize("nothing", [{}, {"temperature": None, "top_p": None, "max_tokens": None}])
+async def test_what_a_request_leaves_out(
+    path: str, fields: dict[str, object], nothing: dict[str, object]
+) -> None:
+    found = await asked(path, fields | nothing)
+    assert found == SamplingParameters(temperature=0.6, top_p=0.95, max_tokens=40)
+
+
+@pytest.mark.parametrize(("path", "fields"), WAYS)
+async def test_what_a_request_says_goes_first(path: str, fields: dict[str, object]) -> None:
+    found = await asked(path, fields | {"temperature": 1, "max_tokens": 50, "min_p": 0.1})
+    assert found == SamplingParameters(temperature=1.0, top_p=0.95, min_p=0.1, max_tokens=50)
+
+
+async def test_a_long_prompt_leaves_room_for_fewer_tokens() -> None:
+    found = await asked("/v1/completions", {"prompt": "a" * (CONTEXT - 10)})
+    assert found.max_tokens < 40
+
+
+async def test_the_models_card_tells_them_once_they_are_known() -> None:
+    async with open_house(lambda _: say("x"), model=MODEL) as house:
+        card = (await house.http.get("/v1/models")).json()["data"][0]
+    async with open_house(lambda _: say("x"), ready=False) as house:
+        early = (await house.http.get("/v1/models")).json()["data"][0]
+    assert card["default_sampling_params"] == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 40}
+    assert early["default_sampling_params"] is None
+
+
+async def test_other_defaults_are_another_system() -> None:
+    async def fingerprint(sampling: dict[str, int | float]) -> object:
+        model = msgspec.structs.replace(READY, sampling=sampling)
+        async with open_house(lambda _: say("x"), model=model) as house:
+            return (await post(house, "/v1/completions", prompt="Hi"))["system_fingerprint"]
+
+    assert await fingerprint({"top_p": 0.9}) != await fingerprint({"top_p": 0.8})
