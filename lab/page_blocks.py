@@ -155,12 +155,14 @@ def soak(result: Result) -> str:
     return markdown_table(("", "seen"), lines)
 
 
-def lossless(result: Result, invariant: Result) -> str:
-    """What the whole product gave, and the part of it with batch invariance."""
+def lossless(result: Result, torch: Result, invariant: Result) -> str:
+    """What the whole product gave, and parts of it with PyTorch's kernels, without and with batch
+    invariance."""
     head = ("run", "cases", "tokens", "accepted nodes", "first differences", "of them near-ties")
     lines = [
         _lossless_row("fp32", result["totals"]),
         _lossless_row(f"bf16, {result['bf16']['kernels']} kernels", result["bf16"]),
+        _lossless_row(f"bf16, {torch['bf16']['kernels']} kernels", torch["bf16"]),
         _lossless_row("fp32, batch invariant", invariant["totals"]),
         _lossless_row(f"bf16, batch invariant, {invariant['bf16']['kernels']} kernels", invariant["bf16"]),
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import page_blocks
+from lab.prediction.report import prediction_tables
 from ssd_serve.bench.blocks import block_text
 from ssd_serve.bench.document import replace_block
 from ssd_serve.bench.provenance import ROOT
@@ -44,7 +45,7 @@ def _of_bench(name: str) -> Block:
     return Block("docs/results.md", name, (file,), text)
 
 
-_LOSSLESS = ("bench/results/lossless.json", "bench/results/lossless-batch-invariant.json")
+_LOSSLESS = tuple(f"bench/results/lossless{kind}.json" for kind in ("", "-torch", "-batch-invariant"))
 BLOCKS = (
     _of_bench("modes"),
     _of_bench("peers"),
@@ -54,6 +55,7 @@ BLOCKS = (
     Block("docs/results.md", "quality", ("bench/results/quality.json",), page_blocks.quality),
     Block("docs/results.md", "drafters", ("lab/results/drafters.json",), page_blocks.drafters),
     Block("docs/results.md", "channels", ("lab/results/channels.json",), page_blocks.channels),
+    Block("docs/planning.md", "prediction", ("lab/results/prediction.json",), prediction_tables),
     Block("docs/faults.md", "faults", ("lab/results/faults.json",), page_blocks.faults),
     Block("docs/lossless.md", "invariance", ("lab/results/invariance.json",), page_blocks.invariance),
     Block("docs/lossless.md", "lossless", _LOSSLESS, page_blocks.lossless),
