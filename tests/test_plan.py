@@ -264,6 +264,34 @@ def test_the_hosts_time_is_part_of_a_round() -> None:
     assert slow.host.seconds(2, 0) == pytest.approx(0.03)
 
 
+@pytest.mark.parametrize("layout", [Layout.SYNC, Layout.ASYNC])
+def test_a_round_is_split_into_devices_hosts_and_messages(layout: Layout) -> None:
+    costs = replace(flat(1.0, 0.1), host=HostCost(node_s=1e-3), draft_host_s=0.025, message_s=0.001)
+    found = simulate(layout, Guesses(0.7), costs, 1, rounds=60)
+    split, mean_s = found.split, sum(seconds for _, seconds in found.rounds) / len(found.rounds)
+    assert split.target_s == pytest.approx(1.0)
+    assert split.verifier_host_s > 0.02
+    assert split.target_s + split.verifier_host_s + split.waited_s == pytest.approx(mean_s)
+    assert split.draft_device_s == pytest.approx(3 * split.draft_host_s)
+    drafting_s = split.draft_device_s + split.draft_host_s
+    assert drafting_s == pytest.approx(0.1 * split.draft_steps)
+    assert split.messages_s == pytest.approx(0.001 * split.messages)
+    if layout is Layout.SYNC:  # in turns, and in one process
+        assert split.waited_s == pytest.approx(drafting_s)
+        assert split.messages == 0
+    else:
+        assert drafting_s <= mean_s * 1.05
+        assert split.messages > split.draft_steps  # a growth for each step, and an outcome
+
+
+def test_messages_that_take_long_cost_tokens() -> None:
+    near, far = (
+        simulate(Layout.ASYNC, Guesses(0.7), replace(flat(1.0, 0.1), message_s=each), 1, rounds=120)
+        for each in (0.0, 0.5)
+    )
+    assert far.tokens_per_s < 0.95 * near.tokens_per_s
+
+
 def test_simulations_repeat() -> None:
     first, second = (simulate(Layout.ASYNC, Guesses(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2))
     assert first == second
@@ -354,6 +382,9 @@ def test_the_json_holds_every_layout(of_five: Plan) -> None:
     assert [layout["mode"] for layout in entry["layouts"]] == ["ar", "sd", "ssd"]
     assert entry["take"] == "ssd"
     assert entry["layouts"][2]["target_devices"] == 4
+    plain = entry["layouts"][0]
+    assert sum(plain["target_step_parts"].values()) == pytest.approx(plain["target_step_s"])
+    assert plain["round"]["draft_steps"] == 0
 
 
 def test_the_command_for_a_machine_that_is_not_here(capsys: Captured) -> None:

@@ -67,6 +67,10 @@ class Platform(Protocol):
         """How many of `most` devices this model can be split over."""
         ...
 
+    def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
+        """Where the seconds of a forward go."""
+        ...
+
     def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
         """Seconds of a forward."""
         ...
@@ -120,7 +124,6 @@ class Sheets:
         return _shared_by(model, most)
 
     def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
-        """Where the seconds of a forward go."""
         return forward_parts(self.sheet, model, devices, forward)
 
     def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
@@ -171,20 +174,30 @@ class Measured:
         """Cores share any matrix; GPUs are the engine's ranks."""
         return most if self.shares_memory else _shared_by(model, most)
 
-    def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
-        """Matrices as measured for so many rows; the KV cache at the bandwidth. Narrower weights than those
-        that were measured save reading, not computing."""
+    def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
+        """Matrices as measured for so many rows, what lies beyond one row being multiplying; the KV cache at
+        the bandwidth. Narrower weights than those that were measured save reading, not computing."""
         roof = self.roofs[devices] if self.shares_memory else self.roofs[1]
-        parts = 1 if self.shares_memory else devices
+        ranks = 1 if self.shares_memory else devices
         rows, known = forward.rows, sorted(roof.seconds_per_byte)
         seconds_per_byte = float(np.interp(rows, known, [roof.seconds_per_byte[each] for each in known]))
         seconds_per_byte *= max(1.0, rows / known[-1])
         saved_s = (model.wide_bytes - model.matrix_bytes) * min(roof.seconds_per_byte.values())
-        cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(parts) * parts
+        read_s = model.wide_bytes * roof.seconds_per_byte[known[0]]
+        cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(ranks) * ranks
         attention_s = cache_bytes / roof.bandwidth + forward.row_context * model.attention_flops / roof.flops
-        layer_s = self.layer_s + (self.exchange_s if parts > 1 else 0.0)
-        matrices_s = model.wide_bytes * seconds_per_byte - saved_s
-        return (matrices_s + attention_s) / parts + model.layers * layer_s
+        return ForwardParts(
+            launch_s=0.0,
+            weights_s=(read_s - saved_s) / ranks,
+            matmul_s=(model.wide_bytes * seconds_per_byte - read_s) / ranks,
+            attention_s=attention_s / ranks,
+            layers_s=model.layers * self.layer_s,
+            exchange_s=model.layers * self.exchange_s if ranks > 1 else 0.0,
+            sampling_s=0.0,
+        )
+
+    def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
+        return self.parts(model, devices, forward).seconds
 
     def disturbance(self, target: int, draft: PlannedModel) -> float:
         """Cores share the memory's bandwidth, unless the drafter's weights stay in the cache."""

@@ -1,6 +1,7 @@
 """A plan as ten lines for people, and as JSON. Knows what a plan holds, not how it was made."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from ssd_serve.plan.plan import DRAFT_HOST_S, MemoryShare, Plan, PlannedLayout, best_draft
 from ssd_serve.verifier.planning.layout import Layout
@@ -53,9 +54,11 @@ def _layout_json(layout: PlannedLayout) -> dict[str, object]:
         "fits": all(share.fits for share in layout.shares),
         "need_bytes": [round(share.need) for share in layout.shares],
         "target_step_s": layout.step_s,
+        "target_step_parts": asdict(layout.parts),
         "draft_step_s": layout.draft_s,
         "tokens_per_s": expected.tokens_per_s if expected is not None else None,
         "tokens_per_round": expected.tokens_per_round if expected is not None else None,
+        "round": asdict(expected.split) if expected is not None else None,
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import SettingsError
 from ssd_serve.plan.devices import Platform, cost_table
-from ssd_serve.plan.forwards import Forward
+from ssd_serve.plan.forwards import Forward, ForwardParts
 from ssd_serve.plan.guesses import Guesses
 from ssd_serve.plan.known_models import PlannedModel
 from ssd_serve.plan.simulation import Costs, Simulated, measured_host, simulate
@@ -82,10 +82,15 @@ class PlannedLayout:
     """Devices of the drafter's own."""
     shares: tuple[MemoryShare, ...]
     """Of the target, and of the draft where it is elsewhere."""
-    step_s: float
-    """A target forward of one row for each request."""
+    parts: ForwardParts
+    """Of a target forward of one row for each request."""
     draft_s: float
     expected: Simulated | None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of that forward."""
+        return self.parts.seconds
 
     @property
     def speed(self) -> float:
@@ -162,8 +167,8 @@ def _layout(
     costs = _costs(drafting, platform, target, devices, draft, wish)
     expected = _expected(drafting, costs, wish, wish.acceptance) if fits else None
     tokens = wish.context * wish.requests
-    step_s = platform.step_s(target, devices, Forward(wish.requests, 0, tokens, tokens))
-    return PlannedLayout(drafting, devices, own, tuple(shares), step_s, costs.draft_s, expected)
+    parts = platform.parts(target, devices, Forward(wish.requests, 0, tokens, tokens))
+    return PlannedLayout(drafting, devices, own, tuple(shares), parts, costs.draft_s, expected)
 
 
 def _costs(
