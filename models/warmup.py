@@ -1,5 +1,6 @@
 """Measures the step times of a model by running it. Knows slots and rows, not requests."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -18,9 +19,10 @@ def measure_steps(
     contexts: Sequence[int] = (SHORT_CONTEXT,),
     repeats: int = 4,
     least_s: float = 0.0,
+    most_s: float = math.inf,
 ) -> dict[tuple[int, int], list[float]]:
-    """Seconds of forwards by (rows, context), `repeats` of each, and more of them in the first `least_s`
-    seconds.
+    """Seconds of forwards by (rows, context), `repeats` of each, more of them in the first `least_s` seconds,
+    and after `most_s` seconds no more than one of each.
 
     All counts take turns, so that a busy moment of the machine does not distort one of them. Writes only
     garbage into KV slots: call it before any request runs. What does not fit the model is left out.
@@ -33,14 +35,14 @@ def measure_steps(
         if context + rows <= most
     }
     seconds: dict[tuple[int, int], list[float]] = {key: [] for key in batches}
-    began, turn = time.perf_counter(), 0
-    while turn <= repeats or (time.perf_counter() - began < least_s and turn <= _MOST_REPEATS):
+    began, turn, passed = time.perf_counter(), 0, 0.0
+    while turn < 2 or (passed < most_s and (turn <= repeats or (passed < least_s and turn <= _MOST_REPEATS))):
         for key, batch in batches.items():
             started = time.perf_counter()
             taken = model.forward(batch).completion.wait() - started
             if turn:  # the first turn warms up
                 seconds[key].append(taken)
-        turn += 1
+        turn, passed = turn + 1, time.perf_counter() - began
     return seconds
 
 

@@ -17,6 +17,9 @@ _PROBED_ROWS = (1, 16)
 _LEAST_S, _PROBE_S = 0.3, 0.05
 """A device of half a millisecond a step is asked more often: a busy moment is as long as many of its
 steps."""
+_MOST_S = 2.0
+"""Of each of both measurements: a start need not wait for several long steps of each kind, as a busy moment
+is short beside them."""
 
 
 def measure_cost(model: Model) -> CostTable:
@@ -44,8 +47,9 @@ def identity(model: Model, device: str) -> dict[str, object]:
 
 
 def _measure(model: Model) -> list[Timing]:
-    seconds = measure_steps(model, ROWS, least_s=_LEAST_S)
-    longer = measure_steps(model, _LONG_ROWS, (SHORT_CONTEXT, LONG_CONTEXT), least_s=_LEAST_S)
+    seconds = measure_steps(model, ROWS, least_s=_LEAST_S, most_s=_MOST_S)
+    contexts = (SHORT_CONTEXT, LONG_CONTEXT)
+    longer = measure_steps(model, _LONG_ROWS, contexts, least_s=_LEAST_S, most_s=_MOST_S)
     for key, some in longer.items():
         seconds.setdefault(key, []).extend(some)
     return _least(seconds)
