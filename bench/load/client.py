@@ -115,6 +115,11 @@ class Answer:
         return self.arrivals[0][0] - self.due_s
 
     @property
+    def whole_s(self) -> float:
+        """Time to the last token."""
+        return self.arrivals[-1][0] - self.due_s
+
+    @property
     def tpot_s(self) -> float | None:
         """Time per output token after the first: (last - first) / (tokens - 1); None for a single token."""
         if self.tokens < 2:

@@ -27,7 +27,8 @@ _OWN_SETTINGS = (
 def add_load(commands: Commands) -> None:
     """Add the parser `load`."""
     parser = commands.add_parser(
-        "load", help="servers under load: plain, synchronous, SSD and auto by concurrency; replay of a trace"
+        "load",
+        help="servers under load: plain, synchronous, SSD and auto by concurrency and by rate of arrivals",
     )
     modes = [mode.value for mode in Mode]
     parser.add_argument("--modes", choices=modes, nargs="+", default=modes, help="which servers to compare")
@@ -38,18 +39,62 @@ def add_load(commands: Commands) -> None:
         default="both",
         help="the same device for every target, or all devices for targets without a drafter",
     )
-    parser.add_argument("--temperature", type=positive_or_zero, default=1.0)
+    parser.add_argument("--temperature", type=positive_or_zero, default=0.6)
+    _add_requests(parser)
     _add_closed_loop(parser)
+    _add_open_loop(parser)
     _add_trace(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the closed loop")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)
     add_experiment(parser, _run_load, ("bench/load", *SERVER))
 
 
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--prompt-tokens",
+        type=count,
+        nargs=2,
+        default=[64, 1500],
+        metavar=("FROM", "TO"),
+        help="lengths of prompts, evenly on a logarithmic scale (64 1500)",
+    )
+    group.add_argument("--tokens", type=count, default=64, help="new tokens of each request (64)")
+    group.add_argument(
+        "--shared-prefixes",
+        type=_share,
+        default=0.25,
+        metavar="SHARE",
+        help="prompts that begin with one of four texts of 256 tokens (0.25); 0: no prefix cache either",
+    )
+    group.add_argument(
+        "--ttft-limit-ms", type=positive, default=450.0, help="a good answer's time to the first token (450)"
+    )
+    group.add_argument(
+        "--tpot-limit-ms", type=positive, default=40.0, help="a good answer's time per token after it (40)"
+    )
+
+
+def _add_open_loop(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("open loop: Poisson arrivals, whoever has been answered")
+    group.add_argument(
+        "--offered",
+        type=positive,
+        nargs="*",
+        default=[0.5, 0.7, 0.9, 1.0, 1.2],
+        metavar="SHARE",
+        help="of the requests a second that the best server can do (0.5 to 1.2); none: no open loop",
+    )
+    group.add_argument(
+        "--open-seconds", type=positive, default=30.0, help="arrivals of a run last so long (30)"
+    )
+    group.add_argument("--open-runs", type=count, default=6, help="runs of each mode and rate (6)")
+
+
 def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("closed loop")
     group.add_argument(
-        "--concurrency", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests at once"
+        "--concurrency", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="requests at once"
     )
     group.add_argument("--pairs", type=count, default=12, help="bursts of each mode and concurrency")
     group.add_argument("--launches", type=count, default=2, help="how often the servers are started anew")
@@ -57,15 +102,7 @@ def _add_closed_loop(parser: argparse.ArgumentParser) -> None:
         "--learning", type=count_or_zero, default=3, help="bursts more to warm up the modes that learn"
     )
     group.add_argument("--waves", type=count, default=2, help="requests of a burst, times concurrency")
-    group.add_argument("--tokens", type=count, default=32, help="new tokens of each request")
-    group.add_argument("--prompt-tokens", type=count, default=32, help="longest prompt")
-    group.add_argument(
-        "--ttft-limit-ms", type=positive, default=450.0, help="a good answer's time to the first token"
-    )
-    group.add_argument(
-        "--tpot-limit-ms", type=positive, default=40.0, help="a good answer's time per token after it"
-    )
-    group.add_argument("--no-closed-loop", action="store_true", help="only replay the trace")
+    group.add_argument("--no-closed-loop", action="store_true", help="leave it out")
     group.add_argument(
         "--fresh",
         action="store_true",
@@ -90,31 +127,40 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--time-scale", type=positive, default=1.0, help="multiplies the times of arrival")
     group.add_argument(
+        "--length-scale",
+        type=positive,
+        default=1.0,
+        help="multiplies the lengths of prompts and answers, for models with a shorter context",
+    )
+    group.add_argument(
         "--trace-seconds", type=positive, default=120.0, help="arrivals after that are left out"
     )
 
 
 def _run_load(args: argparse.Namespace) -> Report:
     need("ssd bench load", "httpx", "scipy", *(("matplotlib",) if args.plot else ()))
+    from ssd_serve.bench.load.plan import Plan
     from ssd_serve.bench.load.report import load_plot, load_tables
-    from ssd_serve.bench.load.session import Plan, run_load
+    from ssd_serve.bench.load.requests import Mix
+    from ssd_serve.bench.load.run import run_load
     from ssd_serve.bench.load.statistics import Limits
+    from ssd_serve.bench.load.traffic import OpenLoop
 
-    if args.no_closed_loop and args.trace is None:
-        raise UserError("--no-closed-loop leaves nothing to do: give --trace")
+    if args.no_closed_loop and not args.offered and args.trace is None:
+        raise UserError("--no-closed-loop and no --offered leave nothing to do: give --trace")
     if args.busy_core is not None and args.busy_core not in this_machine().cores:
         raise UserError(f"--busy-core {args.busy_core}: this process may not use that core")
     plan = Plan(
         modes=tuple(dict.fromkeys(args.modes)),
         concurrencies=() if args.no_closed_loop else tuple(sorted(set(args.concurrency))),
         pairs=args.pairs,
-        launches=1 if args.no_closed_loop else min(args.launches, args.pairs),
+        launches=_launches(args),
         learning=0 if args.fresh else args.learning,
         fresh=args.fresh,
         busy_core=args.busy_core,
         waves=args.waves,
-        tokens=args.tokens,
-        prompt_tokens=args.prompt_tokens,
+        mix=Mix(min(args.prompt_tokens), max(args.prompt_tokens), args.tokens, args.shared_prefixes),
+        open_loop=OpenLoop(tuple(sorted(set(args.offered))), args.open_seconds, args.open_runs),
         temperature=args.temperature,
         limits=Limits(args.ttft_limit_ms, args.tpot_limit_ms),
         ballast=args.ballast,
@@ -122,6 +168,7 @@ def _run_load(args: argparse.Namespace) -> Report:
         resume=not args.no_resume,
         trace=args.trace,
         time_scale=args.time_scale,
+        length_scale=args.length_scale,
         trace_seconds=args.trace_seconds,
     )
     settings = settings_from(args)
@@ -130,6 +177,19 @@ def _run_load(args: argparse.Namespace) -> Report:
     if args.plot is not None:
         write(load_plot(result), args.plot)
     return Report(result, load_tables)
+
+
+def _launches(args: argparse.Namespace) -> int:
+    """No more than there is something to do in: each launch has a part of the pairs and of the runs."""
+    closed = 0 if args.no_closed_loop else args.pairs
+    return max(1, min(args.launches, max(closed, args.open_runs if args.offered else 0)))
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError("must be from 0 to 1")
+    return value
 
 
 def leave_tidily(_number: int, _frame: FrameType | None) -> NoReturn:

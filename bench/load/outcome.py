@@ -1,4 +1,4 @@
-"""What the closed loop of the load benchmark has found: rows by mode and concurrency, pairs, and ratios.
+"""What the load benchmark has found: rows by load and mode, pairs, and ratios.
 
 A pair is one set of requests sent to every mode in turn. Knows answers, not servers.
 """
@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.load.groups import ALL, SAME
-from ssd_serve.bench.load.statistics import Limits, duration, is_good, summary, throughput
+from ssd_serve.bench.load.keys import most_at_once
+from ssd_serve.bench.load.statistics import Limits, duration, is_good, summary, throughput, whole_ms
 from ssd_serve.bench.statistics import quartiles, ratio_interval, verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """The requests of one pair on one mode. `order` is its turn in the pair; shares are of one core."""
+    """The requests of one pair on one mode. `order` is its turn in the pair; CPU shares are of one core.
+
+    In an open loop `offered` is the share of the capacity at which they arrived, and `concurrency` is 0.
+    """
 
     mode: str
     concurrency: int
@@ -26,6 +30,20 @@ class Burst:
     client_cpu_share: float
     server_cpu_share: float
     idle_servers_cpu_share: float
+    offered: float = 0.0
+
+    @property
+    def load(self) -> tuple[float, int]:
+        """What was asked of the server."""
+        return self.offered, self.concurrency
+
+    @property
+    def speed(self) -> float:
+        """What modes are compared by: tokens a second, or where arrivals decide about these, the inverse of
+        the mean time of a whole request."""
+        if not self.offered:
+            return self.tokens_per_s
+        return 1 / statistics.fmean(answer.whole_s for answer in self.answers)
 
     @property
     def tokens_per_s(self) -> float:
@@ -34,9 +52,9 @@ class Burst:
 
 
 def results(bursts: Sequence[Burst], setting: str, limits: Limits) -> list[dict[str, object]]:
-    """One row for each concurrency and mode. Throughput is the median burst's."""
+    """One row for each load and mode. Throughput is the median burst's."""
     rows: list[dict[str, object]] = []
-    for (concurrency, mode), some in _grouped(bursts).items():
+    for ((offered, concurrency), mode), some in _grouped(bursts).items():
         speeds = [burst.tokens_per_s for burst in some]
         answers = [answer for burst in some for answer in burst.answers]
         seconds = sum(duration(burst.answers) for burst in some)
@@ -46,10 +64,13 @@ def results(bursts: Sequence[Burst], setting: str, limits: Limits) -> list[dict[
                 "setting": setting,
                 "mode": mode,
                 "concurrency": concurrency,
+                "offered": offered,
                 "tokens_per_s": round(statistics.median(speeds), 2),
                 "tokens_per_s_quartiles": [round(value, 2) for value in quartiles(speeds)],
                 "goodput_requests_per_s": round(good / seconds, 3),
                 **summary(answers, limits),
+                "whole_ms": whole_ms(answers),
+                "most_at_once": max(most_at_once(burst.answers) for burst in some),
                 "bursts": len(some),
                 "client_cpu_share": _mean([burst.client_cpu_share for burst in some]),
                 "server_cpu_share": _mean([burst.server_cpu_share for burst in some]),
@@ -61,13 +82,14 @@ def results(bursts: Sequence[Burst], setting: str, limits: Limits) -> list[dict[
 
 def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
     """Throughput of every mode for each pair, in the order in which the modes ran."""
-    found: dict[tuple[int, int, int], list[Burst]] = {}
+    found: dict[tuple[tuple[float, int], int, int], list[Burst]] = {}
     for burst in bursts:
-        found.setdefault((burst.concurrency, burst.launch, burst.pair), []).append(burst)
+        found.setdefault((burst.load, burst.launch, burst.pair), []).append(burst)
     return [
         {
             "setting": setting,
             "concurrency": concurrency,
+            "offered": offered,
             "launch": launch,
             "pair": pair,
             "tokens_per_s": {
@@ -75,7 +97,7 @@ def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
                 for burst in sorted(some, key=lambda burst: burst.order)
             },
         }
-        for (concurrency, launch, pair), some in found.items()
+        for ((offered, concurrency), launch, pair), some in found.items()
     ]
 
 
@@ -84,16 +106,16 @@ def ratios(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
 
     `best` marks the mode with the highest geometric mean.
     """
-    speeds: dict[int, dict[str, dict[int, float]]] = {}
+    speeds: dict[tuple[float, int], dict[str, dict[int, float]]] = {}
     for burst in bursts:
         if any(answer.error for answer in burst.answers):
             continue
-        by_mode = speeds.setdefault(burst.concurrency, {})
-        by_mode.setdefault(burst.mode, {})[burst.pair] = burst.tokens_per_s
+        by_mode = speeds.setdefault(burst.load, {})
+        by_mode.setdefault(burst.mode, {})[burst.pair] = burst.speed
     return [
-        {"setting": setting, "concurrency": concurrency, **row}
+        {"setting": setting, "concurrency": concurrency, "offered": offered, **row}
         for *others, auto in (SAME, ALL)
-        for concurrency, by_mode in speeds.items()
+        for (offered, concurrency), by_mode in speeds.items()
         for row in _against(by_mode.get(auto, {}), auto, {m: by_mode[m] for m in others if m in by_mode})
     ]
 
@@ -125,15 +147,15 @@ def _judged(found: Sequence[float]) -> dict[str, object]:
     }
 
 
-def _grouped(bursts: Sequence[Burst]) -> dict[tuple[int, str], list[Burst]]:
-    """By concurrency and mode; concurrencies in the order in which they were measured."""
-    grouped: dict[tuple[int, str], list[Burst]] = {}
+def _grouped(bursts: Sequence[Burst]) -> dict[tuple[tuple[float, int], str], list[Burst]]:
+    """By load and mode; loads in the order in which they were measured."""
+    grouped: dict[tuple[tuple[float, int], str], list[Burst]] = {}
     modes = dict.fromkeys((*SAME, *ALL))
-    for concurrency in dict.fromkeys(burst.concurrency for burst in bursts):
+    for load in dict.fromkeys(burst.load for burst in bursts):
         for mode in modes:
-            some = [burst for burst in bursts if (burst.concurrency, burst.mode) == (concurrency, mode)]
+            some = [burst for burst in bursts if (burst.load, burst.mode) == (load, mode)]
             if some:
-                grouped[concurrency, mode] = some
+                grouped[load, mode] = some
     return grouped
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from ssd_serve.bench.document import read_as
 from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
+from ssd_serve.bench.load.result import Percentiles, Ratio, Result, Resume, Row, Steps
 from ssd_serve.bench.statistics import verdict
 from ssd_serve.bench.tables import markdown_table
 
@@ -25,92 +26,15 @@ _MEANING = {
     "table, everything else is real. Not a measurement of those devices",
 }
 _SAME = (
-    "Closed loop, the same target device: the drafter's stays idle where there is no drafter. sd and ssd "
+    "The same target device: the drafter's stays idle where there is no drafter. sd and ssd "
     "never stop speculating."
 )
-_ALL = "Closed loop, all devices: where no drafter works beside the target, it has the drafter's as well."
-_COLUMNS = (
-    *("mode", "tokens/s (quartiles)", "TTFT ms p50 / p90 / p99", "TPOT ms p50 / p90 / p99", "good"),
-    *("tokens a round", "nodes a round"),
-)
+_ALL = "All devices: where no drafter works beside the target, it has the drafter's as well."
+_COLUMNS = ("mode", "tokens/s (quartiles)", "TTFT ms p50 / p90 / p99", "TPOT ms p50 / p90 / p99")
+_OPEN_COLUMNS = ("whole request s p50 / p90 / p99", "most at once")
 
 
-class _Percentiles(msgspec.Struct, frozen=True):
-    p50: float
-    p90: float
-    p99: float
-
-
-class _Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One mode under one load: a concurrency, or a trace."""
-
-    mode: str
-    tokens_per_s: float
-    requests: int
-    failed: int
-    ttft_ms: _Percentiles | None
-    tpot_ms: _Percentiles | None
-    goodput_share: float
-    tokens_per_round: float | None
-    nodes_per_round: float | None
-    concurrency: int = 0
-    tokens_per_s_quartiles: list[float] = []
-    client_cpu_share: float = 0.0
-    idle_servers_cpu_share: float = 0.0
-
-
-class _Ratio(msgspec.Struct, frozen=True):
-    concurrency: int
-    ratio: str
-    best: bool
-    pairs: int
-    median: float
-    interval: list[float] | None
-
-
-class _Steps(msgspec.Struct, frozen=True):
-    first_chunk_ms: float | None
-    speculated_ms: float | None
-    longest_gap_ms: float | None
-    tokens_per_chunk: float | None
-
-
-class _Resume(msgspec.Struct, frozen=True):
-    mode: str
-    concurrency: int
-    outlived_the_burst: bool
-    tokens_per_chunk_under_load: float | None
-    survivor_after_burst: _Steps
-    single_before_burst: _Steps
-    single_after_burst: _Steps
-
-
-class _Limits(msgspec.Struct, frozen=True):
-    ttft_ms: float
-    tpot_ms: float
-
-
-class _Plan(msgspec.Struct, frozen=True):
-    setting: str
-    tokens: int
-    prompt_tokens: int
-    temperature: float
-    launches: int
-    limits: _Limits
-    time_scale: float
-
-
-class _Result(msgspec.Struct, frozen=True):
-    """What is read of a result; whatever else it holds is left alone."""
-
-    plan: _Plan
-    results: list[_Row]
-    ratios: list[_Ratio]
-    trace: list[_Row]
-    resume: list[_Resume]
-    notes: dict[str, object]
-    hardware: dict[str, object]
-    versions: dict[str, str]
+_RATIO_OF = {False: "Throughput", True: "The inverse of the mean time of a whole request"}
 
 
 def load_tables(result: Mapping[str, object]) -> str:
@@ -121,7 +45,10 @@ def load_tables(result: Mapping[str, object]) -> str:
         rows = [row for row in found.results if row.mode in group]
         if {row.mode for row in rows} - {"ssd"}:
             parts.append(f"**{title}** Models: {_MEANING.get(found.plan.setting, '')}.")
-            parts += [_closed(rows), _ratio_table(found.ratios, f"{group[-1]}/")]
+            parts += [_closed([row for row in rows if not row.offered])]
+            parts += [_ratio_table([each for each in found.ratios if not each.offered], f"{group[-1]}/")]
+            parts += [_open([row for row in rows if row.offered], found)]
+            parts += [_ratio_table([each for each in found.ratios if each.offered], f"{group[-1]}/")]
     if found.trace:
         parts += [_trace_head(found), _trace_table(found.trace)]
     if found.resume:
@@ -134,17 +61,17 @@ def load_plot(result: Mapping[str, object]) -> str:
     from ssd_serve.bench.charts import as_svg
     from ssd_serve.bench.load.plot import Panel, plot
 
-    rows = _converted(result).results
+    rows = [row for row in _converted(result).results if not row.offered]
     speeds = _lines(rows, lambda row: row.tokens_per_s)
     waits = _lines(rows, lambda row: None if row.tpot_ms is None else row.tpot_ms.p50)
     return as_svg(plot([Panel("tokens a second", speeds), Panel("ms per output token, median", waits)]))
 
 
-def _converted(result: Mapping[str, object]) -> _Result:
-    return read_as(_Result, result, "ssd bench load")
+def _converted(result: Mapping[str, object]) -> Result:
+    return read_as(Result, result, "ssd bench load")
 
 
-def _lines(rows: Sequence[_Row], value: Callable[[_Row], float | None]) -> dict[str, list[tuple[int, float]]]:
+def _lines(rows: Sequence[Row], value: Callable[[Row], float | None]) -> dict[str, list[tuple[int, float]]]:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         found = value(row)
@@ -153,16 +80,41 @@ def _lines(rows: Sequence[_Row], value: Callable[[_Row], float | None]) -> dict[
     return lines
 
 
-def _closed(rows: Sequence[_Row]) -> str:
-    return markdown_table(("at once", *_COLUMNS), ((row.concurrency, *_cells(row)) for row in rows))
+def _closed(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    table = markdown_table(("at once", *_columns(rows)), ((row.concurrency, *_cells(row)) for row in rows))
+    return f"Closed loop: always so many requests at once.\n\n{table}"
 
 
-def _trace_table(rows: Sequence[_Row]) -> str:
-    mode, _, *others = _COLUMNS
+def _open(rows: Sequence[Row], found: Result) -> str:
+    if not rows:
+        return ""
+    best = max(found.capacities, key=found.capacities.__getitem__, default="")
+    table = markdown_table(
+        ("offered", *_columns(rows), *_OPEN_COLUMNS),
+        (
+            (f"{row.offered:g}", *_cells(row), _latency(row.whole_ms, 2, 1e-3), row.most_at_once)
+            for row in rows
+        ),
+    )
+    return (
+        f"Poisson arrivals, offered as a share of the {found.capacities.get(best, 0.0):.2f} requests/s that "
+        f"{_mode(best)} gave while always enough of them were waiting.\n\n{table}"
+    )
+
+
+def _trace_table(rows: Sequence[Row]) -> str:
+    mode, _, *others = _columns(rows)
     return markdown_table((mode, "tokens/s", *others), map(_cells, rows))
 
 
-def _cells(row: _Row) -> tuple[str, ...]:
+def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    good = f"good at {' / '.join(rows[0].good)} times the limits"
+    return (*_COLUMNS, good, "tokens a round", "nodes a round")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
     """From the mode on."""
     quartiles = row.tokens_per_s_quartiles
     spread = f" ({quartiles[0]:.1f} to {quartiles[-1]:.1f})" if quartiles else ""
@@ -172,55 +124,62 @@ def _cells(row: _Row) -> tuple[str, ...]:
         f"{row.tokens_per_s:.1f}{spread}",
         _latency(row.ttft_ms),
         _latency(row.tpot_ms, 1),
-        f"{row.goodput_share:.2f}{failed}",
+        " / ".join(f"{share:.2f}" for share in row.good.values()) + failed,
         _number(row.tokens_per_round),
         _number(row.nodes_per_round),
     )
 
 
-def _ratio_table(ratios: Sequence[_Ratio], prefix: str) -> str:
+def _ratio_table(ratios: Sequence[Ratio], prefix: str) -> str:
     """Auto's ratios, a row for each concurrency and a column for each other mode; the best mode is bold."""
     some = [each for each in ratios if each.ratio.startswith(prefix)]
     if not some:
         return ""
     names = list(dict.fromkeys(each.ratio for each in some))
+    opened = some[0].offered > 0
     rows: list[tuple[object, ...]] = []
-    for concurrency in dict.fromkeys(each.concurrency for each in some):
-        here = {each.ratio: each for each in some if each.concurrency == concurrency}
+    for load in dict.fromkeys((each.offered, each.concurrency) for each in some):
+        here = {each.ratio: each for each in some if (each.offered, each.concurrency) == load}
         cells = [_ratio(here[name]) if name in here else "" for name in names]
         best = next((each for each in here.values() if each.best), None)
         rows.append(
-            (concurrency, *cells, "" if best is None or best.interval is None else verdict(*best.interval))
+            (
+                f"{load[0]:g}" if load[0] else load[1],
+                *cells,
+                "" if best is None or best.interval is None else verdict(*best.interval),
+            )
         )
     counts = sorted({each.pairs for each in some})
     told = (
-        f"Throughput of auto over that of another mode: median of {' or '.join(map(str, counts))} pairs, and "
-        "the 95 % interval of their geometric mean. Bold: the best of the other modes, which auto is judged "
-        "by: better above 1, as good above 0.97, worse below 1 with all of the interval; else not shown."
+        f"{_RATIO_OF[opened]} of auto over that of another mode: median of "
+        f"{' or '.join(map(str, counts))} pairs, and the 95 % interval of their "
+        "geometric mean. Bold: the best of the other modes, which auto is judged by: better above 1, as good "
+        "above 0.97, worse below 1 with all of the interval; else not shown."
     )
-    return f"{markdown_table(('at once', *names, 'auto is'), rows)}\n\n{told}"
+    return f"{markdown_table(('offered' if opened else 'at once', *names, 'auto is'), rows)}\n\n{told}"
 
 
-def _ratio(each: _Ratio) -> str:
+def _ratio(each: Ratio) -> str:
     text = f"{each.median:.3f}"
     if each.interval is not None:
         text += f" ({each.interval[0]:.3f} to {each.interval[1]:.3f})"
     return f"**{text}**" if each.best else text
 
 
-def _trace_head(found: _Result) -> str:
+def _trace_head(found: Result) -> str:
     told = found.notes.get("trace")
     trace = msgspec.convert(told, type=dict[str, object]) if told else {}
     return (
         f"**Replay of a trace**: {trace.get('arrivals')} arrivals, times multiplied by "
-        f"{found.plan.time_scale:g}; clipped to a context of {trace.get('context')}: "
+        f"{found.plan.time_scale:g} and lengths by {found.plan.length_scale:g}; clipped to a context of "
+        f"{trace.get('context')}: "
         f"{trace.get('clipped_prompts')} prompts and {trace.get('clipped_outputs')} outputs, which lost "
         f"{trace.get('prompt_tokens_lost_share')} and {trace.get('output_tokens_lost_share')} of all tokens. "
         f"{trace.get('left_out')} arrivals came after the end and are left out."
     )
 
 
-def _resume_table(checks: Sequence[_Resume]) -> str:
+def _resume_table(checks: Sequence[Resume]) -> str:
     """One row a check; times from the moment when the load ended, or from the request's first token."""
     head = (
         *("mode", "load", "tokens a chunk under it", "survivor: first accepted guess, longest gap"),
@@ -240,17 +199,17 @@ def _resume_table(checks: Sequence[_Resume]) -> str:
     return f"**When the load goes**: ms until a round accepts a guess again.\n\n{markdown_table(head, rows)}"
 
 
-def _resumed(steps: _Steps) -> str:
+def _resumed(steps: Steps) -> str:
     return f"{_number(steps.speculated_ms, 'never')}, {_number(steps.longest_gap_ms)}"
 
 
-def _where(found: _Result) -> str:
+def _where(found: Result) -> str:
     plan, hardware, versions = found.plan, found.hardware, found.versions
     client = max((row.client_cpu_share for row in found.results), default=0.0)
     idle = max((row.idle_servers_cpu_share for row in found.results), default=0.0)
     notes = found.notes
     return (
-        f"Prompts of up to {plan.prompt_tokens} tokens, outputs of {plan.tokens}, temperature "
+        f"{plan.requests}, temperature "
         f"{plan.temperature:g}; throughput includes prompts. Good: first token within "
         f"{plan.limits.ttft_ms:g} ms and {plan.limits.tpot_ms:g} ms per token after it. Each mode a launched "
         f"server, {plan.launches} launches; target on {notes.get('target_device')}, drafter on "
@@ -261,9 +220,9 @@ def _where(found: _Result) -> str:
     )
 
 
-def _latency(found: _Percentiles | None, decimals: int = 0) -> str:
+def _latency(found: Percentiles | None, decimals: int = 0, unit: float = 1.0) -> str:
     values = () if found is None else (found.p50, found.p90, found.p99)
-    return " / ".join(f"{value:.{decimals}f}" for value in values)
+    return " / ".join(f"{unit * value:.{decimals}f}" for value in values)
 
 
 def _mode(name: str) -> str:

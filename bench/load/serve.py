@@ -18,7 +18,8 @@ from ssd_serve.bench.metrics_page import metric
 from ssd_serve.bench.tables import text_table
 from ssd_serve.errors import SsdError, UserError
 
-_PAGE = "vllm:spec_decode_num_{}_total"
+_PREFIXES = ("ssd_", "vllm:")
+"""Of the metrics of engines that tell what speculation did."""
 _COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
 _LATENCIES = {
     "ttft": "time to the first token",
@@ -123,10 +124,12 @@ async def _first_model(http: httpx.AsyncClient) -> str:
 async def _speculation(http: httpx.AsyncClient) -> dict[str, float]:
     """Counters of the metrics page, by their names in vLLM; empty where there is no such page."""
     try:
-        page = await http.get("/metrics")
-        if not page.is_success or _PAGE.format(_COUNTERS[0]) not in page.text:
-            return {}
-        return {name: metric(page.text, _PAGE.format(name)) for name in _COUNTERS}
+        page = (await http.get("/metrics")).raise_for_status().text
+        names = {
+            prefix: [f"{prefix}spec_decode_num_{each}_total" for each in _COUNTERS] for prefix in _PREFIXES
+        }
+        known = next((own for own in names.values() if own[0] in page), [])
+        return {each: metric(page, name) for each, name in zip(_COUNTERS, known, strict=False)}
     except (httpx.HTTPError, ValueError):
         return {}
 

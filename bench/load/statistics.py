@@ -10,6 +10,8 @@ from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.statistics import percentile
 
 _PERCENTILES = (50, 90, 99)
+WIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Times the limits: which of them is kept says more than whether one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,10 @@ class Limits:
 
     ttft_ms: float
     tpot_ms: float
+
+    def times(self, factor: float) -> "Limits":
+        """Limits that are so many times as wide."""
+        return Limits(factor * self.ttft_ms, factor * self.tpot_ms)
 
 
 def is_good(answer: Answer, limits: Limits) -> bool:
@@ -52,9 +58,18 @@ def summary(answers: Sequence[Answer], limits: Limits) -> dict[str, object]:
         "errors": sorted({answer.error for answer in answers if answer.error})[:3],
         "ttft_ms": _percentiles(first),
         "tpot_ms": _percentiles(later),
-        "goodput_share": round(sum(is_good(answer, limits) for answer in answers) / len(answers), 4),
+        "goodput_shares": {f"{width:g}": _good(answers, limits.times(width)) for width in WIDTHS},
         **speculation_figures(whole),
     }
+
+
+def _good(answers: Sequence[Answer], limits: Limits) -> float:
+    return round(sum(is_good(answer, limits) for answer in answers) / len(answers), 4)
+
+
+def whole_ms(answers: Sequence[Answer]) -> dict[str, float] | None:
+    """Times of whole requests, from when they were due."""
+    return _percentiles([1e3 * answer.whole_s for answer in answers if not answer.error])
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float] | None:

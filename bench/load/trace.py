@@ -82,13 +82,21 @@ def _seconds(text: str) -> float:
     return when.timestamp() + (float(f"0.{digits}") if digits else 0.0)
 
 
-def fit(trace: Sequence[Arrival], *, time_scale: float, seconds: float, context: int) -> Replay:
-    """The arrivals within `seconds` after times were multiplied by `time_scale`, clipped to the context.
+def fit(
+    trace: Sequence[Arrival],
+    *,
+    time_scale: float,
+    seconds: float,
+    context: int,
+    length_scale: float = 1.0,
+) -> Replay:
+    """The arrivals within `seconds` after times were multiplied by `time_scale` and lengths by
+    `length_scale`, clipped to the context.
 
-    An output keeps at most half of the context, a prompt what the output leaves; both have at least one
-    token.
+    What is lost counts after the multiplication. An output keeps at most half of the context, a prompt what
+    the output leaves; both have at least one token.
     """
-    scaled = [(arrival.at_s * time_scale, arrival) for arrival in trace]
+    scaled = [(arrival.at_s * time_scale, _scaled(arrival, length_scale)) for arrival in trace]
     kept = [(at, arrival) for at, arrival in scaled if at <= seconds]
     fitted: list[Arrival] = []
     for at, arrival in kept:
@@ -102,6 +110,12 @@ def fit(trace: Sequence[Arrival], *, time_scale: float, seconds: float, context:
         clipped_outputs=sum(now.generated_tokens < was.generated_tokens for was, now in pairs),
         prompt_tokens_lost_share=_lost([(was.context_tokens, now.context_tokens) for was, now in pairs]),
         output_tokens_lost_share=_lost([(was.generated_tokens, now.generated_tokens) for was, now in pairs]),
+    )
+
+
+def _scaled(arrival: Arrival, factor: float) -> Arrival:
+    return Arrival(
+        arrival.at_s, round(factor * arrival.context_tokens), round(factor * arrival.generated_tokens)
     )
 
 

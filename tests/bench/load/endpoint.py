@@ -23,7 +23,7 @@ class Endpoint:
     """Answers after `first_s`, then a chunk of `per_chunk` tokens each `gap_s`.
 
     Without `usage` nothing tells how many tokens an answer has. `short` answers end after so many.
-    `refuse` are seeds that get a 500.
+    `refuse` are seeds that get a 500. With `rounds` there is a page of metrics that counts speculation.
     """
 
     first_s: float = 0.06
@@ -33,6 +33,7 @@ class Endpoint:
     line_end: str = "\n"
     short: int | None = None
     refuse: frozenset[int] = frozenset()
+    rounds: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     paths: list[str] = field(default_factory=list[str])
     arrived_s: list[float] = field(default_factory=list[float])
@@ -43,6 +44,11 @@ class Endpoint:
             return
         if scope["path"] == "/v1/models":
             await _answer(send, 200, json.dumps({"data": [{"id": "model-of-truth"}]}).encode())
+        elif scope["path"] == "/metrics" and self.rounds:
+            told = {"drafts": self.rounds, "draft_tokens": 4 * self.rounds, "accepted_tokens": self.rounds}
+            page = [f"vllm:spec_decode_num_{name}_total {value}" for name, value in told.items()]
+            await _answer(send, 200, "\n".join(page).encode())
+            self.rounds += 10
         elif scope["method"] != "POST":
             await _answer(send, 404, b"{}")
         else:

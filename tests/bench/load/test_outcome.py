@@ -41,6 +41,19 @@ def test_a_row_for_each_mode_and_concurrency() -> None:
     assert (first["client_cpu_share"], first["idle_servers_cpu_share"]) == (0.1, 0.01)
 
 
+def test_where_arrivals_decide_about_throughput_modes_are_compared_by_the_time_of_a_request() -> None:
+    bursts = [replace(one, offered=0.9, concurrency=0) for one in speeds(ar=[10.0, 20.0], auto=[20.0, 40.0])]
+    late = replace(bursts[0].answers[0], due_s=-10.0)
+    bursts[0] = replace(bursts[0], answers=(late, bursts[0].answers[1]))
+    (row, _) = results(bursts, "real", LIMITS)
+    assert (row["offered"], row["concurrency"]) == (0.9, 0)
+    assert row["whole_ms"] == {"p50": 7500.0, "p90": 17000.0, "p99": 19700.0}
+    assert row["most_at_once"] == 2
+    assert bursts[0].speed == pytest.approx(1 / 15)
+    (ratio,) = ratios(bursts, "real")
+    assert ratio["mean"] == pytest.approx((3 * 2) ** 0.5, abs=1e-4)
+
+
 def test_pairs_hold_every_mode_in_the_order_of_measurement() -> None:
     bursts = [burst("ar", 10.0, order=1), burst("auto", 30.0, order=0), burst("ar", 20.0, pair=1)]
     found = pairs(bursts, "real")

@@ -26,7 +26,7 @@ def row(mode: str, concurrency: int, speed: float, **fields: object) -> dict[str
         "failed": 0,
         "ttft_ms": {"p50": 50.4, "p90": 90.0, "p99": 99.0},
         "tpot_ms": {"p50": 15.25, "p90": 19.0, "p99": 20.0},
-        "goodput_share": 0.875,
+        "goodput_shares": {"0.5": 0.25, "1": 0.875, "2": 1.0},
         "tokens_per_round": 2.5,
         "nodes_per_round": None,
         "client_cpu_share": 0.07,
@@ -55,12 +55,12 @@ RESULT: dict[str, Any] = {
     "benchmark": "load",
     "plan": {
         "setting": "ballast",
-        "tokens": 48,
-        "prompt_tokens": 64,
         "temperature": 1.0,
         "launches": 3,
         "limits": {"ttft_ms": 450.0, "tpot_ms": 40.0},
         "time_scale": 4.0,
+        "length_scale": 0.5,
+        "mix": {"shortest": 64, "longest": 1500, "tokens": 64, "shared": 0.25, "prefix": 256},
     },
     "results": [
         row("ar", 1, 60.0),
@@ -98,12 +98,12 @@ RESULT: dict[str, Any] = {
 
 
 def test_every_mode_has_its_line_and_the_devices_their_tables() -> None:
-    same, _, whole = load_tables(RESULT).partition("**Closed loop, all devices")
-    line = "| 60.0 (59.0 to 61.0) | 50 / 90 / 99 | 15.2 / 19.0 / 20.0 | 0.88 | 2.50 |  |"
+    same, _, whole = load_tables(RESULT).partition("**All devices")
+    line = "| 60.0 (59.0 to 61.0) | 50 / 90 / 99 | 15.2 / 19.0 / 20.0 | 0.25 / 0.88 / 1.00 | 2.50 |  |"
     assert f"| 1 | plain (ar) {line}" in same.splitlines()
     assert ", all devices" not in same
     assert any(each.startswith("| 1 | plain (ar), all devices | 70.0") for each in whole.splitlines())
-    assert "0.88, 2 failed" in same
+    assert "1.00, 2 failed" in same
 
 
 def test_the_best_mode_is_marked_and_judged() -> None:
@@ -115,9 +115,37 @@ def test_the_best_mode_is_marked_and_judged() -> None:
     assert "| 1 | **1.400 (1.390 to 1.410)** | better |" in lines
 
 
+def test_open_loops_have_tables_of_their_own() -> None:
+    whole = {"p50": 1234.0, "p90": 2000.0, "p99": 3000.0}
+    open_loop = row("auto", 0, 90.0, offered=0.7, whole_ms=whole, most_at_once=17)
+    result = {
+        **RESULT,
+        "results": [*RESULT["results"], open_loop],
+        "ratios": [*RESULT["ratios"], ratio("sd", 0, 1.2, offered=0.7, best=True)],
+        "capacities": {"ar": 3.0, "auto": 4.25},
+    }
+    text = load_tables(result)
+    assert "as a share of the 4.25 requests/s that auto gave" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| 0.7 | auto ")]
+    assert line.endswith("| 1.23 / 2.00 / 3.00 | 17 |")
+    assert "good at 0.5 / 1 / 2 times the limits" in text
+    assert "| offered | auto/sd | auto is |" in text
+    assert "| 0.7 | **1.200 (1.190 to 1.210)** | better |" in text
+    assert "0.7" not in load_plot(result)
+
+
+def test_the_requests_are_told() -> None:
+    assert "Prompts of 64 to 1500 tokens, evenly on a logarithmic scale, 25% of them" in load_tables(RESULT)
+    old = {**RESULT["plan"], "mix": None, "prompt_tokens": 32, "tokens": 8}
+    assert "Prompts of up to 32 tokens, outputs of 8" in load_tables({**RESULT, "plan": old})
+
+
 def test_trace_and_resumption() -> None:
     text = load_tables(RESULT)
-    assert "20 arrivals, times multiplied by 4; clipped to a context of 2048: 3 prompts" in text
+    assert (
+        "20 arrivals, times multiplied by 4 and lengths by 0.5; clipped to a context of 2048: 3 prompts"
+        in text
+    )
     assert "| plain (ar) | 33.0 | 50 / 90 / 99 |" in text
     assert "| auto | 8 | 1.25 | 20.00, 30.00 | never, 30.00 | 20.00, 30.00 |" in text
     assert "client on cpu:1, where it took up to 0.07 of a core" in text
@@ -183,7 +211,9 @@ def test_something_else_is_refused(result: dict[str, object]) -> None:
         (["--time-scale", "-1"], "--time-scale: must be greater than 0"),
         (["--temperature", "nan"], "--temperature: must be greater than 0"),
         (["--modes", "fast"], "invalid choice"),
-        (["--no-closed-loop"], "leaves nothing to do"),
+        (["--no-closed-loop", "--offered"], "leave nothing to do"),
+        (["--offered", "0"], "--offered: must be greater than 0"),
+        (["--shared-prefixes", "1.5"], "must be from 0 to 1"),
         (["--port", "1"], "the flag --port is unknown"),
         (["--learning", "-1"], "--learning: must be at least 1"),
     ],

@@ -119,6 +119,18 @@ def test_single_failures_are_counted_and_told() -> None:
     assert found["errors"] == ['status 500: {"error": {"message": "as ordered"}}']
 
 
+def test_what_the_page_of_metrics_tells_of_speculation_is_the_difference() -> None:
+    found = measured(Endpoint(rounds=7), count=1)
+    told = {name: value for name, value in found.items() if name.startswith("spec_decode")}
+    assert told == {
+        "spec_decode_acceptance_rate": 25.0,
+        "spec_decode_acceptance_length": 2.0,
+        "spec_decode_num_drafts": 10,
+        "spec_decode_draft_tokens": 40,
+        "spec_decode_accepted_tokens": 10,
+    }
+
+
 def test_nobody_there_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"names no model.*is a server there"):
         run_serve(Plan(Api("http://127.0.0.1:9"), as_requests(["a"], 1, 1, 0)))

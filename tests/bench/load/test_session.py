@@ -9,11 +9,14 @@ import pytest
 
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.load.client import Endpoint, LoadClient
-from ssd_serve.bench.load.requests import RequestMaker
+from ssd_serve.bench.load.plan import Found, Plan
+from ssd_serve.bench.load.requests import Mix, RequestMaker
+from ssd_serve.bench.load.run import run_load
 from ssd_serve.bench.load.servers import Server
-from ssd_serve.bench.load.session import Found, Plan, Session, run_load
+from ssd_serve.bench.load.session import Session
 from ssd_serve.bench.load.statistics import Limits
 from ssd_serve.bench.load.trace import Arrival
+from ssd_serve.bench.load.traffic import OpenLoop
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.settings import Settings
@@ -28,8 +31,8 @@ PLAN = Plan(
     fresh=False,
     busy_core=None,
     waves=2,
-    tokens=6,
-    prompt_tokens=10,
+    mix=Mix(10, 10, 6),
+    open_loop=OpenLoop(),
     temperature=1.0,
     limits=Limits(1000.0, 1000.0),
     ballast=False,
@@ -37,6 +40,7 @@ PLAN = Plan(
     resume=False,
     trace=None,
     time_scale=0.01,
+    length_scale=1.0,
     trace_seconds=60.0,
 )
 EMULATED = emulating("mi300x-70b-1b")
@@ -49,7 +53,7 @@ class Measured:
 
     def __init__(self, plan: Plan = PLAN, trace: Sequence[Arrival] = (), context: int = 100) -> None:
         self.apis = {name: FakeApi() for name in plan.modes}
-        self.found = Found([], [], [], {})
+        self.found = Found()
         self._servers = {name: Server(name, name, RESOLVED[name], context, ()) for name in plan.modes}
         maker = RequestMaker(POOL)
         self._session = Session(
@@ -78,7 +82,7 @@ def test_launches_share_the_pairs_out_and_every_mode_gets_the_same_requests() ->
     bodies = [measured.apis[name].bodies for name in PLAN.modes]
     assert bodies[0] == bodies[1] == bodies[2]
     assert len({body["seed"] for body in bodies[0]}) == len(bodies[0])
-    assert {len(body["prompt"]) for body in bodies[0]} == {PLAN.prompt_tokens}
+    assert {len(body["prompt"]) for body in bodies[0]} == {PLAN.mix.longest}
 
 
 def test_a_burst_has_two_waves_but_never_only_a_few_requests() -> None:
@@ -139,6 +143,30 @@ def test_the_trace_is_replayed_once_to_every_server() -> None:
     }
     lengths = [(len(body["prompt"]), body["max_tokens"]) for body in measured.apis["ssd"].bodies]
     assert lengths == [(20, 4), (96, 4)]
+
+
+def test_open_loops_offer_shares_of_what_the_best_server_can_do() -> None:
+    plan = replace(PLAN, concurrencies=(), open_loop=OpenLoop((0.5, 1.0), seconds=0.2, runs=3))
+    measured = Measured(plan)
+    for api in measured.apis.values():
+        api.pause_s = 0.005
+    found = measured.run(0, 1).found
+    assert set(found.capacities) == set(PLAN.modes)
+    assert [(one.offered, one.launch, one.pair) for one in found.bursts if one.mode == "ar"] == [
+        (0.5, 0, 0),
+        (0.5, 0, 2),
+        (1.0, 0, 0),
+        (1.0, 0, 2),
+        (0.5, 1, 1),
+        (1.0, 1, 1),
+    ]
+    capacity = max(found.capacities.values())
+    for burst in found.bursts:
+        last = max(answer.due_s for answer in burst.answers) - min(answer.due_s for answer in burst.answers)
+        assert last <= len(burst.answers) / (burst.offered * capacity)
+        assert len(burst.answers) == max(4, round(0.2 * burst.offered * capacity))
+    bodies = [[body["seed"] for body in measured.apis[name].bodies] for name in PLAN.modes]
+    assert sorted(bodies[0]) == sorted(bodies[1]) == sorted(bodies[2])
 
 
 def test_a_server_that_fails_everything_ends_the_benchmark() -> None:

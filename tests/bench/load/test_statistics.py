@@ -38,7 +38,7 @@ def test_a_summary_counts_every_request_and_times_whole_ones() -> None:
     assert told["errors"] == ["status 429: full"]
     assert told["ttft_ms"] == {"p50": 200.0, "p90": 280.0, "p99": 298.0}
     assert told["tpot_ms"] == {"p50": 30.0, "p90": 38.0, "p99": 39.8}
-    assert told["goodput_share"] == 0.6667
+    assert told["goodput_shares"] == {"0.25": 0.3333, "0.5": 0.3333, "1": 0.6667, "2": 0.6667, "4": 0.6667}
     assert told["tokens_per_round"] == 2.0
     assert told["nodes_per_round"] == 4.0
     assert told["acceptance"] == 0.25
@@ -47,4 +47,5 @@ def test_a_summary_counts_every_request_and_times_whole_ones() -> None:
 
 def test_a_summary_without_whole_answers() -> None:
     told = summary([answer(0.1, 0.1, error="gone")], LIMITS)
-    assert (told["ttft_ms"], told["tokens_per_round"], told["goodput_share"]) == (None, None, 0.0)
+    assert (told["ttft_ms"], told["tokens_per_round"]) == (None, None)
+    assert told["goodput_shares"] == dict.fromkeys(("0.25", "0.5", "1", "2", "4"), 0.0)

@@ -72,6 +72,12 @@ def test_times_are_scaled_before_the_end_cuts() -> None:
     assert (replay.prompt_tokens_lost_share, replay.output_tokens_lost_share) == (0.0, 0.0)
 
 
+def test_lengths_are_scaled_before_the_context_cuts() -> None:
+    replay = fit([Arrival(0.0, 300, 20)], time_scale=1.0, length_scale=0.25, seconds=1.0, context=100)
+    assert replay.arrivals == (Arrival(0.0, 75, 5),)
+    assert (replay.clipped_prompts, replay.prompt_tokens_lost_share) == (0, 0.0)
+
+
 def test_lengths_are_clipped_to_the_context_and_the_loss_is_told() -> None:
     arrivals = [Arrival(0.0, 150, 20), Arrival(0.0, 10, 90), Arrival(0.0, 40, 10)]
     replay = fit(arrivals, time_scale=1.0, seconds=1.0, context=100)

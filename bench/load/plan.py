@@ -1,0 +1,51 @@
+"""What the load benchmark runs, and where it keeps what it finds."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ssd_serve.bench.load.outcome import Burst
+from ssd_serve.bench.load.requests import Mix
+from ssd_serve.bench.load.setups import Devices
+from ssd_serve.bench.load.statistics import Limits
+from ssd_serve.bench.load.traffic import OpenLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. `launches` share the pairs out; every launch has its own warm-up and resume check.
+
+    `learning` bursts more warm up the modes that choose by measuring; a `fresh` launch remembers nothing of
+    the last and has no warm-up at all. `busy_core` is kept busy from when the servers are up. Without
+    `concurrencies` there is no closed loop, without shares of the capacity no open one.
+    """
+
+    modes: tuple[str, ...]
+    concurrencies: tuple[int, ...]
+    pairs: int
+    launches: int
+    learning: int
+    fresh: bool
+    busy_core: int | None
+    waves: int
+    mix: Mix
+    open_loop: OpenLoop
+    temperature: float
+    limits: Limits
+    ballast: bool
+    devices: Devices
+    resume: bool
+    trace: Path | None
+    time_scale: float
+    length_scale: float
+    trace_seconds: float
+
+
+@dataclass(slots=True)
+class Found:
+    """What was measured so far, of all launches."""
+
+    bursts: list[Burst] = field(default_factory=list[Burst])
+    capacities: dict[str, float] = field(default_factory=dict[str, float])
+    replays: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+    resumes: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+    notes: dict[str, object] = field(default_factory=dict[str, object])

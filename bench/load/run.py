@@ -1,0 +1,88 @@
+"""`ssd bench load`: plain, synchronous, SSD and auto as servers under load.
+
+Every way to run is a launched server. All of them are up at the same time and one at a time is measured, so
+that the measurements of a pair lie seconds apart; all are launched anew a few times, because a launch can be
+lucky with its memory. Knows what is started; what is sent is the session's.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from ssd_serve.bench.emulated import emulated_table
+from ssd_serve.bench.load.client import Endpoint, LoadClient
+from ssd_serve.bench.load.conditions import busy, empty_cache
+from ssd_serve.bench.load.groups import turn
+from ssd_serve.bench.load.outcome import pairs, ratios, results
+from ssd_serve.bench.load.plan import Found, Plan
+from ssd_serve.bench.load.requests import RequestMaker
+from ssd_serve.bench.load.servers import Server, served
+from ssd_serve.bench.load.session import Session
+from ssd_serve.bench.load.setups import setups
+from ssd_serve.bench.load.trace import read_trace
+from ssd_serve.bench.prompts import held_out_prompts
+from ssd_serve.bench.workload import ballast_pair
+from ssd_serve.devices import this_machine
+from ssd_serve.errors import UserError
+from ssd_serve.models.hub import find_model, resolve_model
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.settings import EMBEDDED, Settings
+
+
+def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
+    """`{"benchmark": "load", "plan", "results", "pairs", "ratios", "capacities", "trace", "resume", "notes"}`.
+
+    Raises `UserError` for a trace that cannot be read, `SsdError` for a server that does not start.
+    """
+    table = emulated_table(settings)
+    if plan.ballast and (settings.target != EMBEDDED or settings.draft_model != EMBEDDED or table):
+        raise UserError(
+            "--ballast enlarges the embedded pair: leave out --target, --draft and --model-wrapper"
+        )
+    trace = read_trace(plan.trace) if plan.trace is not None else []
+    target = find_model(settings, settings.target, "target")
+    maker = RequestMaker(held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target)))
+    setting = "emulated" if table else "ballast" if plan.ballast else "real"
+    found = Found()
+    with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
+        folder = Path(name)
+        own = settings.model_copy(
+            update={"prefix_cache": plan.mix.shared > 0, "generation_config": "none"}
+        )
+        if plan.ballast:
+            say("writing the ballast pair")
+            own = own.model_copy(update=ballast_pair(folder))
+        if plan.fresh:
+            own = own.model_copy(update={"cache_dir": folder / "cache"})
+        chosen = setups(own, plan.modes, plan.devices, this_machine())
+        found.notes.update(chosen.described())
+        found.notes["device_table"] = table
+        connect = _connector(plan.temperature, own.api_key)
+        session = Session(plan, maker, trace, chosen.client, connect, found, say)
+        for launch in range(plan.launches):
+            order = turn(list(chosen.servers), launch)
+            say(f"launch {launch + 1} of {plan.launches}: starting {', '.join(order)}")
+            if plan.fresh:
+                empty_cache(folder / "cache", settings.cache_dir)
+            with (
+                served({each: chosen.servers[each] for each in order}, folder) as servers,
+                busy(plan.busy_core),
+            ):
+                asyncio.run(session.run(launch, servers))
+    return {
+        "benchmark": "load",
+        "plan": {**asdict(plan), "trace": plan.trace is not None, "setting": setting},
+        "results": results(found.bursts, setting, plan.limits),
+        "pairs": pairs(found.bursts, setting),
+        "ratios": ratios(found.bursts, setting),
+        "capacities": found.capacities,
+        "trace": found.replays,
+        "resume": found.resumes,
+        "notes": found.notes,
+    }
+
+
+def _connector(temperature: float, api_key: str | None) -> Callable[[Server], LoadClient]:
+    return lambda server: LoadClient(Endpoint(server.url, temperature, api_key))
