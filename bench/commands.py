@@ -1,5 +1,5 @@
-"""The command line of the benchmarks: `ssd bench modes | load | serve | peers | kernels | conformance |
-lossless | quality | check | report`.
+"""The command line of the benchmarks: `ssd bench modes | load | serve | ssd-table | peers | kernels |
+conformance | lossless | quality | check | report`.
 
 Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
 """
@@ -20,6 +20,7 @@ from ssd_serve.bench.lossless.commands import add_lossless
 from ssd_serve.bench.peers.commands import add_peers
 from ssd_serve.bench.provenance import ENGINE
 from ssd_serve.bench.quality.commands import add_quality
+from ssd_serve.bench.ssd_table.commands import add_ssd_table
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import this_machine
@@ -35,6 +36,7 @@ def add_commands(bench: argparse.ArgumentParser) -> None:
     _add_modes(commands)
     add_load(commands)
     add_serve(commands)
+    add_ssd_table(commands)
     add_peers(commands)
     add_kernels(commands)
     add_lossless(commands)

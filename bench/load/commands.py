@@ -16,7 +16,7 @@ from ssd_serve.devices import this_machine
 from ssd_serve.errors import UserError
 from ssd_serve.settings import KEY_SETTINGS, Mode
 
-_OWN_SETTINGS = (
+SERVER_FLAGS = (
     *("mode", "host", "port", "run_dir", "prefix_cache", "served_model_name", "root_path", "cors_origins"),
     *("target_device_alone", "speculation_may_stop"),
     *("hf_token", "tls_certificate", "tls_key", *KEY_SETTINGS),
@@ -45,7 +45,7 @@ def add_load(commands: Commands) -> None:
     _add_open_loop(parser)
     _add_trace(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the closed loop")
-    add_settings_flags(parser, leave_out=_OWN_SETTINGS)
+    add_settings_flags(parser, leave_out=SERVER_FLAGS)
     add_experiment(parser, _run_load, ("bench/load", *SERVER))
 
 

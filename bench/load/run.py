@@ -32,7 +32,8 @@ from ssd_serve.settings import EMBEDDED, Settings
 
 
 def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
-    """`{"benchmark": "load", "plan", "results", "pairs", "ratios", "capacities", "trace", "resume", "notes"}`.
+    """`{"benchmark": "load", "plan", "results", "pairs", "ratios", "capacities", "trace", "resume",
+    "notes"}`.
 
     Raises `UserError` for a trace that cannot be read, `SsdError` for a server that does not start.
     """
