@@ -37,7 +37,10 @@ def check_pair(settings: Settings, tokenizer: Tokenizer) -> None:
     """Raises `PairMismatchError` where the draft cannot guess for a target with this tokenizer."""
     if settings.draft_model is None:
         raise PairMismatchError("nothing drafts for this target: give a draft model behind it")
-    draft = Tokenizer(find_model(settings, settings.draft_model, "draft"))
+    folder = find_model(settings, settings.draft_model, "draft")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return  # a head on the target, which shares its tokenizer
+    draft = Tokenizer(folder)
     if draft.vocabulary_hash() != tokenizer.vocabulary_hash():
         raise PairMismatchError(
             f"{draft.name} and {tokenizer.name} have different tokenizers: choose a draft model of the "

@@ -1,0 +1,63 @@
+"""The benchmarks that measure whole servers, on real ones."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssd_serve.cli.main import main
+from tests.end_to_end.tiny_pair import write_pair
+from tests.servers import free_port, running
+
+pytestmark = pytest.mark.slow
+
+
+def result_of(words: list[str], folder: Path) -> dict[str, Any]:
+    """The file that a benchmark writes."""
+    file = folder / "result.json"
+    assert main(["bench", *words, "--json", str(file)]) == 0
+    told: dict[str, Any] = json.loads(file.read_text())
+    return told
+
+
+def test_the_embedded_pair_is_loaded_as_any_endpoint_is(tmp_path: Path) -> None:
+    port = free_port()
+    environment = {
+        **os.environ,
+        "SSD_MODE": "sd",
+        "SSD_PORT": str(port),
+        "SSD_RUN_DIR": str(tmp_path / "run"),
+    }
+    environment |= {"SSD_SPECULATION_MAY_STOP": "false"}
+    with running([sys.executable, "-m", "ssd_serve", "serve"], environment, tmp_path, port) as (_, url, _log):
+        words = ["serve", "--base-url", url, "--num-prompts", "12", "--output-len", "24", "--ignore-eos"]
+        words += ["--request-rate", "20", "--input-len", "64", "300", "--temperature", "0.6"]
+        told = result_of([*words, "--goodput", "ttft:60000", "tpot:60000"], tmp_path)
+        file = tmp_path / "asked.jsonl"
+        file.write_text('{"question": "How many ducks?"}\n', encoding="utf-8")
+        chat = ["serve", "--base-url", f"{url}/v1", "--backend", "openai-chat", "--prompts", str(file)]
+        asked = result_of([*chat, "--num-prompts", "3", "--output-len", "8"], tmp_path)
+    assert (told["completed"], told["failed"]) == (12, 0)
+    assert told["total_output_tokens"] == 12 * 24
+    assert 12 * 64 <= told["total_input_tokens"] <= 12 * 330
+    assert told["request_goodput"] == told["request_throughput"]
+    assert told["spec_decode_draft_tokens"] > 0
+    assert told["mean_ttft_ms"] < told["mean_e2el_ms"]
+    assert (asked["completed"], asked["model_id"]) == (3, told["model_id"])
+
+
+def test_anybodys_pair_has_its_table_by_ranks(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path / "pair")
+    words = ["ssd-table", str(target), str(draft), "--ranks", "1", "2", "4", "--num-prompts", "2"]
+    words += ["--tokens", "48", "--ignore-eos", "--launches", "1", "--dtype", "fp32", "--kv-memory-mb", "64"]
+    told = result_of(words, tmp_path)
+    rows = {(row["ranks"], row["mode"]): row for row in told["results"]}
+    assert set(rows) == {(ranks, mode) for ranks in (1, 2) for mode in ("ar", "sd", "ssd")}
+    assert all(row["failed"] == 0 and row["requests"] == 2 for row in rows.values())
+    assert rows[1, "sd"]["tokens_per_round"] > 1
+    refused = {each["way"]: each["why"] for each in told["refused"]}
+    assert set(refused) == {"ar-tp4", "sd-tp4", "ssd-tp4"}
+    assert all("4 ranks cannot share 2 attention heads" in why for why in refused.values())
