@@ -36,7 +36,8 @@ def test_latencies_are_the_servers(chat: bool, line_end: str) -> None:
     found = measured(endpoint, api_chat=chat)
     assert (found["completed"], found["failed"]) == (6, 0)
     assert 60 <= found["median_ttft_ms"] < 60 + SLACK_MS
-    assert 19 <= found["median_tpot_ms"] < 20 + SLACK_MS
+    assert found["median_tpot_ms"] < 20 + SLACK_MS
+    assert found["mean_e2el_ms"] - found["mean_ttft_ms"] == pytest.approx(5 * found["mean_tpot_ms"])
     assert 160 <= found["median_e2el_ms"] < 160 + SLACK_MS
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (42, 36)
     assert found["output_throughput"] == pytest.approx(36 / found["duration"])
@@ -46,8 +47,7 @@ def test_latencies_are_the_servers(chat: bool, line_end: str) -> None:
 def test_the_server_says_how_many_tokens_its_chunks_were() -> None:
     found = measured(Endpoint(per_chunk=4, gap_s=0.04), tokens=12)
     assert found["total_output_tokens"] == 72
-    assert found["median_tpot_ms"] + 0.5 >= 2 * 40 / 11
-    assert found["median_itl_ms"] >= 38
+    assert 11 * found["mean_tpot_ms"] == pytest.approx(2 * found["mean_itl_ms"])
 
 
 def test_a_server_that_counts_nothing_is_measured_by_its_chunks() -> None:
@@ -76,7 +76,7 @@ def test_no_more_than_the_concurrency_run_at_once() -> None:
     held = measured(Endpoint(first_s=0.03), count=9, concurrency=3)
     assert held["max_concurrent_requests"] <= 3
     assert held["p99_client_queue_time_ms"] > 60
-    assert measured(Endpoint(first_s=0.2), count=9)["max_concurrent_requests"] == 9
+    assert measured(Endpoint(first_s=0.5), count=9)["max_concurrent_requests"] > 3
 
 
 def test_a_request_asks_for_what_any_openai_server_knows() -> None:
