@@ -31,7 +31,7 @@ def test_a_package_that_is_missing_is_told_with_its_extra() -> None:
     [
         ["report", "bench/results/modes.json"],
         ["report", "bench/results/load.json"],
-        ["peers", "--from", "bench/results/peers.json"],
+        ["report", "bench/results/peers.json"],
         ["lossless", "--help"],
     ],
     ids=" ".join,
