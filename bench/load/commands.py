@@ -19,7 +19,7 @@ from ssd_serve.settings import KEY_SETTINGS, Mode
 SERVER_FLAGS = (
     *("mode", "host", "port", "run_dir", "prefix_cache", "served_model_name", "root_path", "cors_origins"),
     *("target_device_alone", "speculation_may_stop"),
-    *("hf_token", "tls_certificate", "tls_key", *KEY_SETTINGS),
+    *("hf_token", "generation_config", "tls_certificate", "tls_key", *KEY_SETTINGS),
 )
 """What the benchmark chooses by itself, what would hide the servers from it, and secrets."""
 
@@ -181,8 +181,10 @@ def _run_load(args: argparse.Namespace) -> Report:
 
 def _launches(args: argparse.Namespace) -> int:
     """No more than there is something to do in: each launch has a part of the pairs and of the runs."""
-    closed = 0 if args.no_closed_loop else args.pairs
-    return max(1, min(args.launches, max(closed, args.open_runs if args.offered else 0)))
+    closed: int = 0 if args.no_closed_loop else args.pairs
+    open_runs: int = args.open_runs if args.offered else 0
+    wanted: int = args.launches
+    return max(1, min(wanted, max(closed, open_runs)))
 
 
 def _share(text: str) -> float:

@@ -49,9 +49,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
     found = Found()
     with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
         folder = Path(name)
-        own = settings.model_copy(
-            update={"prefix_cache": plan.mix.shared > 0, "generation_config": "none"}
-        )
+        own = settings.model_copy(update={"prefix_cache": plan.mix.shared > 0, "generation_config": "none"})
         if plan.ballast:
             say("writing the ballast pair")
             own = own.model_copy(update=ballast_pair(folder))

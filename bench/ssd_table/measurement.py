@@ -82,6 +82,7 @@ def ways_of(
                 "tensor_parallel": way.ranks,
                 "prefix_cache": False,
                 "speculation_may_stop": False,
+                "generation_config": "none",
             }
         )
         try:
