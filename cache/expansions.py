@@ -12,6 +12,7 @@ from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import Growth
@@ -19,7 +20,7 @@ from ssd_serve.seeds import mix
 
 MAX_CANDIDATES = 65_536
 """Of one message: a snapshot of the largest tree that a setting allows."""
-_FLOATS, _UNSIGNED = np.dtype("<f4"), np.dtype("<u4")
+_FLOATS, _SIGNED, _UNSIGNED = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u4")
 _SHARED_BYTES = 2048
 """An expansion that is kept keeps so much of its message, which costs less than a copy of its part."""
 ROOT_STEP = -1
@@ -63,18 +64,51 @@ def pack(
     request: int, epoch: int, sequence: int, expansions: Sequence[Expansion], source: str, snapshot: bool
 ) -> Growth:
     """Write expansions as one growth message."""
-    counts = [len(each.tokens) for each in expansions]
     tokens = [token for each in expansions for token in each.tokens]
     values = [value for each in expansions for value in each.log_probabilities]
+    return _message(
+        (request, epoch, sequence),
+        [(each.parent, each.step) for each in expansions],
+        np.array([len(each.tokens) for each in expansions], dtype="<u2"),
+        (np.array(tokens, dtype=_SIGNED), np.array(values, dtype=_FLOATS)),
+        (source, snapshot),
+    )
+
+
+def pack_together(
+    request: int,
+    epoch: int,
+    sequence: int,
+    places: Sequence[tuple[int, int]],
+    candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+    source: str,
+) -> Growth:
+    """Write expansions that have equally many candidates: parents and steps, and tokens and log-probabilities
+    [expansions, candidates]."""
+    tokens, values = candidates
+    counts = np.full(len(places), tokens.shape[1], dtype="<u2")
+    return _message((request, epoch, sequence), places, counts, (tokens, values), (source, False))
+
+
+def _message(
+    number: tuple[int, int, int],
+    places: Sequence[tuple[int, int]],
+    counts: npt.NDArray[np.uint16],
+    candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+    said: tuple[str, bool],
+) -> Growth:
+    request, epoch, sequence = number
+    tokens, values = candidates
+    source, snapshot = said
     return Growth(
         request=request,
         epoch=epoch,
         sequence=sequence,
-        parents=np.array([each.parent for each in expansions], dtype="<u8").tobytes(),
-        steps=np.array([each.step for each in expansions], dtype="<i4").tobytes(),
-        counts=np.array(counts, dtype="<u2").tobytes(),
-        tokens=np.array(tokens, dtype="<i4").tobytes(),
-        log_probabilities=np.array(values, dtype="<f4").tobytes(),
+        parents=np.array([parent for parent, _ in places], dtype="<u8").tobytes(),
+        steps=np.array([step for _, step in places], dtype="<i4").tobytes(),
+        counts=counts.tobytes(),
+        tokens=tokens.astype(_SIGNED, copy=False).tobytes(),
+        log_probabilities=values.astype(_FLOATS, copy=False).tobytes(),
         source=source,
         snapshot=snapshot,
     )

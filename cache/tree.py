@@ -179,6 +179,17 @@ class SpeculationTree:
         self._size += len(values)
         return True
 
+    def grow(self, node: Node, tokens: list[int], cumulatives: list[float]) -> bool:
+        """`expand` of a node that has no candidates yet, by whoever knows that these are different, and
+        ranked, and has added up their log-probabilities; the tree keeps both lists."""
+        if self._size + len(tokens) > self.limit:
+            return False
+        if node.depth >= self._deepest:
+            self._deepest = node.depth + 1
+        node.tokens, node.cumulatives = tokens, cumulatives
+        self._size += len(tokens)
+        return True
+
     def expanded(self) -> Iterator[Node]:
         """All expanded nodes, the root included, each after its parent."""
         for name in list(self._unread):

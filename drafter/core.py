@@ -12,20 +12,24 @@ import math
 import time
 from collections.abc import Collection, Sequence
 
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+import numpy as np
+
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_together
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Guesses, NodeRequest
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
+
+_NOTHING: tuple[Sequence[Candidates | None], int] = ((None,), 0)
 
 
 class _Drafted:
     """What the core remembers about one request."""
 
-    __slots__ = ("candidates", "epoch", "frontier", "parameters", "paused", "position", "sequence", "tree")
+    __slots__ = ("epoch", "frontier", "guesses", "parameters", "paused", "position", "sequence", "tree")
 
     def __init__(self, message: Open, limits: GrowthLimits, ends: frozenset[int], paused: bool) -> None:
         self.epoch = message.epoch
@@ -42,7 +46,13 @@ class _Drafted:
         deepest = min(left - 1, limits.context - self.position)
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
-        self.candidates: dict[int, Candidates] = {}
+        self.guesses: dict[int, tuple[Sequence[Candidates | None], int]] = {}
+        """The step in which each node was expanded, and its place there."""
+
+    def grew(self, node: Node, found: Sequence[Candidates | None], index: int) -> None:
+        """The tree has a node's candidates, those at `index` of what its step found."""
+        self.guesses[node.name] = found, index
+        self.frontier.offer(node)
 
     def reach(self) -> float:
         """Log reach of the next node to expand, or -inf. While it pauses, a root is still read."""
@@ -120,19 +130,12 @@ class DrafterCore:
         picked = self._pick()
         if not picked:
             return []
-        scales = [
-            self._calibration.scale(self._requests[request].parameters.temperature) for request, _ in picked
-        ]
-        found = self._source.expand(picked, scales)
-        grown: dict[int, list[Expansion]] = {}
-        for (request, node), candidates in zip(picked, found, strict=True):
-            if candidates is not None:  # else no memory now: considered again when the root moves
-                expanded = self._append(self._requests[request], node, candidates)
-                if expanded is not None:
-                    grown.setdefault(request, []).append(expanded)
+        scales = {request: self._scale(request) for request in {pick.request for pick in picked}}
+        found = self._source.expand(picked, [scales[pick.request] for pick in picked])
+        growth = self._grow(picked, found)
         if self._widths is not None and not self.captured_now:
             self._widths.observe(len(picked), time.perf_counter() - started)
-        return [self._growth(request, new) for request, new in grown.items()]
+        return growth
 
     def _pick(self) -> list[NodeRequest]:
         """The most probable nodes of all requests; of equal ones that of the earlier request first."""
@@ -146,23 +149,57 @@ class DrafterCore:
         ]
         heapq.heapify(heap)
         while heap and len(picked) < width:
-            _, order, request, drafted = heap[0]
-            picked.append(NodeRequest(request, drafted.frontier.pop()))
-            reach = drafted.reach()
-            if reach > -math.inf:
-                heapq.heapreplace(heap, (-reach, order, request, drafted))
-            else:
-                heapq.heappop(heap)
+            _, order, request, drafted = heapq.heappop(heap)
+            beyond, ties = (-heap[0][0], order < heap[0][1]) if heap else (-math.inf, True)
+            taken = drafted.frontier.take(width - len(picked), beyond, ties)
+            picked.extend([NodeRequest(request, node) for node in taken])
+            if len(picked) < width and (reach := drafted.reach()) > -math.inf:
+                heapq.heappush(heap, (-reach, order, request, drafted))
         return picked
 
-    def _append(self, drafted: _Drafted, node: Node, candidates: Candidates) -> Expansion | None:
-        tokens: list[int] = candidates.tokens.tolist()
-        values: list[float] = candidates.log_probabilities.tolist()
-        if not tokens or not drafted.tree.expand(node, tokens, values):
-            return None
-        drafted.candidates[node.name] = candidates
-        drafted.frontier.offer(node)
-        return _expanded(node, tokens, values)
+    def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Candidates | None]) -> list[Growth]:
+        """Append what was found to the trees; what there is to publish."""
+        if isinstance(found, Guesses):
+            return self._grow_together(picked, found)
+        grown: dict[int, list[Expansion]] = {}
+        for index, ((request, node), candidates) in enumerate(zip(picked, found, strict=True)):
+            if candidates is None:
+                continue  # no memory now: considered again when the root moves
+            drafted = self._requests[request]
+            tokens: list[int] = candidates.tokens.tolist()
+            values: list[float] = candidates.log_probabilities.tolist()
+            if tokens and drafted.tree.expand(node, tokens, values):
+                drafted.grew(node, found, index)
+                grown.setdefault(request, []).append(_expanded(node, tokens, values))
+        return [self._growth(request, new) for request, new in grown.items()]
+
+    def _grow_together(self, picked: Sequence[NodeRequest], found: Guesses) -> list[Growth]:
+        """The same by arrays: numbers are added and written for all nodes at once."""
+        tokens: list[list[int]] = found.tokens.tolist()
+        above = np.array([node.cumulative for _, node in picked])[:, None]
+        cumulatives: list[list[float]] = (np.minimum(found.log_probabilities, 0.0) + above).tolist()
+        grown: dict[int, list[int]] = {}
+        for index, (request, node) in enumerate(picked):
+            drafted = self._requests[request]
+            if drafted.tree.grow(node, tokens[index], cumulatives[index]):
+                drafted.grew(node, found, index)
+                grown.setdefault(request, []).append(index)
+        return [self._published(request, picked, found, rows) for request, rows in grown.items()]
+
+    def _published(
+        self, request: int, picked: Sequence[NodeRequest], found: Guesses, rows: list[int]
+    ) -> Growth:
+        drafted = self._requests[request]
+        tokens, values = found.tokens, found.log_probabilities
+        if len(rows) < len(picked):
+            tokens, values = tokens[rows], values[rows]
+        places = [_place(picked[row].at) for row in rows]
+        growth = pack_together(request, drafted.epoch, drafted.sequence, places, (tokens, values), self._name)
+        drafted.sequence += 1
+        return growth
+
+    def _scale(self, request: int) -> float:
+        return self._calibration.scale(self._requests[request].parameters.temperature)
 
     def _growth(self, request: int, expansions: Sequence[Expansion], snapshot: bool = False) -> Growth:
         drafted = self._requests[request]
@@ -202,14 +239,15 @@ class DrafterCore:
         drafted.frontier.rebuild()
         kept = [node.name for node in drafted.tree.expanded()]
         alive = set(kept)
-        drafted.candidates = {name: each for name, each in drafted.candidates.items() if name in alive}
+        drafted.guesses = {name: each for name, each in drafted.guesses.items() if name in alive}
         self._source.commit(message.request, message.tokens, [node.name for node in advance.path], kept)
         return []
 
     def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
         node: Node | None = drafted.tree.root
         for token in tokens:
-            candidates = None if node is None else drafted.candidates.get(node.name)
+            found, index = drafted.guesses.get(node.name, _NOTHING) if node is not None else _NOTHING
+            candidates = found[index]
             if node is None or candidates is None:
                 return
             self._calibration.observe(drafted.parameters.temperature, candidates, token)
@@ -227,6 +265,9 @@ class DrafterCore:
 
 
 def _expanded(node: Node, tokens: list[int], log_probabilities: list[float]) -> Expansion:
-    if node.parent is None:
-        return Expansion(node.name, ROOT_STEP, tokens, log_probabilities)
-    return Expansion(node.parent.name, node.token, tokens, log_probabilities)
+    return Expansion(*_place(node), tokens, log_probabilities)
+
+
+def _place(node: Node) -> tuple[int, int]:
+    """Where a node is found: its parent, and the token that leads to it."""
+    return (node.name, ROOT_STEP) if node.parent is None else (node.parent.name, node.token)

@@ -57,7 +57,7 @@ class Frontier:
     def offer(self, node: Node) -> None:
         """Consider the candidates of a node that has been expanded."""
         self._reach = None
-        self._push(node, 0)
+        self._push(node)
 
     def reach(self) -> float:
         """Log reach of the next node to expand, or -inf when nothing is worth it. An unexpanded root: 0."""
@@ -80,13 +80,27 @@ class Frontier:
 
     def pop(self) -> Node:
         """Take the next node; call only while `reach()` is finite."""
+        return self.take(1, -math.inf)[0]
+
+    def take(self, most: int, beyond: float, ties: bool = True) -> list[Node]:
+        """Take the next nodes, at most `most`, while their log reach is above `beyond`, or with `ties` equal
+        to it; call only while that is so of `reach()`."""
         self._reach = None
-        if not self._tree.root.tokens:
+        tree, heap, ends = self._tree, self._heap, self._ends
+        if not tree.root.tokens:
             self._root_taken = True
-            return self._tree.root
-        _, _, parent, rank = heapq.heappop(self._heap)
-        self._push(parent, rank + 1)
-        return self._tree.child_at(parent, rank)
+            return [tree.root]
+        least, above = self._least, tree.root.cumulative
+        taken: list[Node] = []
+        while heap and len(taken) < most:
+            negative, _, parent, rank = heap[0]
+            value = -negative - above
+            if value < least or value < beyond or (value == beyond and not ties):
+                break
+            token, child = self._pass()
+            if token not in ends and (child is None or not child.tokens):
+                taken.append(child or tree.child_at(parent, rank))
+        return taken
 
     def _skip(self) -> None:
         """Drop entries whose candidate is expanded already or ends the text."""
@@ -96,11 +110,24 @@ class Frontier:
             child = parent.children.get(token)
             if token not in self._ends and (child is None or not child.tokens):
                 return
-            heapq.heappop(self._heap)
-            self._push(parent, rank + 1)
+            self._pass()
 
-    def _push(self, node: Node, rank: int) -> None:
-        deep = node.depth + 1 - self._tree.root.depth >= self._limits.depth or node.depth + 1 >= self._deepest
-        if rank < len(node.tokens) and not deep:
+    def _pass(self) -> tuple[int, Node | None]:
+        """Go on to the next candidate of the best entry's node; returns the token that was passed, and its
+        node if it was looked at."""
+        heap = self._heap
+        _, _, parent, rank = heap[0]
+        tokens = parent.tokens
+        token, following = tokens[rank], rank + 1
+        if following < len(tokens):
             self._order += 1
-            heapq.heappush(self._heap, (-node.cumulatives[rank], self._order, node, rank))
+            heapq.heapreplace(heap, (-parent.cumulatives[following], self._order, parent, following))
+        else:
+            heapq.heappop(heap)
+        return token, parent.children.get(token)
+
+    def _push(self, node: Node) -> None:
+        deep = node.depth + 1 - self._tree.root.depth >= self._limits.depth or node.depth + 1 >= self._deepest
+        if not deep and node.tokens:
+            self._order += 1
+            heapq.heappush(self._heap, (-node.cumulatives[0], self._order, node, 0))

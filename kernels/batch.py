@@ -5,9 +5,9 @@ attends to its request's committed prefix, whole, and to those of the request's 
 in the row's ancestry. A batch knows nothing of requests' parameters, of models or of devices.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -84,26 +84,45 @@ class RequestRows(NamedTuple):
 
 def build_batch(parts: Sequence[RequestRows]) -> Batch:
     """Concatenate the parts of all requests into one batch."""
+    # Lists are joined first, and few arrays are made and cut: an array for each piece would cost more than
+    # its numbers.
     counts = [len(part.tokens) for part in parts]
-    starts = np.concatenate(([0], np.cumsum(counts)))
     trees = [part.write_slots if part.tree_slots is None else part.tree_slots for part in parts]
-    positions = [part.positions if part.tree_positions is None else part.tree_positions for part in parts]
-    words = max((len(tree) + 63) // 64 for tree in trees) if parts else 1
+    sizes = [len(tree) for tree in trees]
+    starts = [0, *accumulate(counts)]
+    rows, nodes, requests = starts[-1], sum(sizes), len(parts)
+    numbers: list[int] = []
+    for part in parts:
+        numbers += part.tokens
+    for part in parts:
+        numbers += part.positions
+    for part in parts:
+        numbers += part.write_slots
+    for tree in trees:
+        numbers += tree
+    for part in parts:
+        numbers += part.positions if part.tree_positions is None else part.tree_positions
+    for part, start in zip(parts, starts, strict=False):
+        numbers += [index + start for index in part.wanted]
+    whole = np.array(numbers, dtype=np.int64)
+    prefixes = [len(part.prefix_slots) for part in parts]
+    offsets = np.array([*starts, 0, *accumulate(prefixes), 0, *accumulate(sizes)], dtype=np.int32)
+    words = max((size + 63) // 64 for size in sizes) if sizes else 1
     masks = [mask for part, count in zip(parts, counts, strict=True) for mask in _masks(part, count)]
-    ancestry = np.frombuffer(b"".join(mask.to_bytes(8 * words, "little") for mask in masks), dtype="<u8")
-    wanted = [index + start for part, start in zip(parts, starts, strict=False) for index in part.wanted]
+    ancestry = np.frombuffer(b"".join([mask.to_bytes(8 * words, "little") for mask in masks]), dtype="<u8")
+    tree_at = 3 * rows
     return Batch(
-        tokens=_flat(part.tokens for part in parts),
-        positions=_flat(part.positions for part in parts),
-        write_slots=_flat(part.write_slots for part in parts),
-        request_offsets=starts.astype(np.int32),
+        tokens=whole[:rows],
+        positions=whole[rows : 2 * rows],
+        write_slots=whole[2 * rows : tree_at],
+        request_offsets=offsets[: requests + 1],
         prefix_slots=np.concatenate([part.prefix_slots for part in parts]).astype(np.int32, copy=False),
-        prefix_offsets=offsets_of([len(part.prefix_slots) for part in parts]),
-        tree_slots=_flat(trees).astype(np.int32),
-        tree_positions=_flat(positions),
-        tree_offsets=offsets_of([len(tree) for tree in trees]),
+        prefix_offsets=offsets[requests + 1 : 2 * requests + 2],
+        tree_slots=whole[tree_at : tree_at + nodes].astype(np.int32),
+        tree_positions=whole[tree_at + nodes : tree_at + 2 * nodes],
+        tree_offsets=offsets[2 * requests + 2 :],
         ancestry=ancestry.reshape(len(masks), words),
-        rows_wanted=np.asarray(wanted, dtype=np.int64),
+        rows_wanted=whole[tree_at + 2 * nodes :],
     )
 
 
@@ -132,11 +151,6 @@ def padded(batch: Batch, rows: int, slot: int) -> Batch:
 
 def _extended(values: npt.NDArray[IntegerT], more: int, value: int) -> npt.NDArray[IntegerT]:
     return np.concatenate((values, np.full(more, value, dtype=values.dtype)))
-
-
-def _flat(pieces: Iterable[Sequence[int]]) -> Int64Array:
-    # One array of all numbers: an array for each piece would cost more than its numbers.
-    return np.array(list(chain.from_iterable(pieces)), dtype=np.int64)
 
 
 def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:

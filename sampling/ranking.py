@@ -82,11 +82,13 @@ def rank_children(
     scales: Sequence[float],
     fan_out: int,
     native: NativeRanking | None = None,
+    lines: Sequence[int] | None = None,
 ) -> RankedChildren:
     """`ranked_children` of the `draft_scores` of float32 [rows, vocabulary] logits. `native`, where it is
-    given, ranks by the same scores, bit for bit."""
+    given, ranks by the same scores, bit for bit. `lines`: what `noise.lines_of` has just said of the keys."""
     seeds, positions, temperatures = keys
-    if native is not None and (lines := noise.lines_of(seeds, positions)) is not None:
+    lines = noise.lines_of(seeds, positions) if native is not None and lines is None else lines
+    if native is not None and lines is not None:
         return native.rank(logits, temperatures, noise.table, lines, scales, fan_out)
     if seeds.count(None) == len(seeds):
         scores = draft_scores(logits, 0.0, None)

@@ -162,7 +162,7 @@ class ScriptedSource:
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         self.committed[request].extend(tokens)
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         found: list[Candidates | None] = []
         for pick in picks:
             tokens = self.made[pick.node] = self.candidates or self.tokens_of(pick.node)

@@ -5,7 +5,7 @@ other requests' priorities. The tree belongs to the drafter's core, which names 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,43 @@ class Candidates(NamedTuple):
     scale."""
 
 
+class Guesses(Sequence[Candidates]):
+    """Candidates of all picks of a step, equally many of each, in arrays: nothing is done for each of them
+    that can be done for all."""
+
+    __slots__ = ("expected_scores", "log_probabilities", "scores", "tokens")
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        log_probabilities: npt.NDArray[np.float32],
+        scores: npt.NDArray[np.float32],
+        expected_scores: npt.NDArray[np.float32],
+    ) -> None:
+        """[picks, fan_out], but for the expected scores [picks]; see `Candidates`."""
+        self.tokens = tokens
+        self.log_probabilities = log_probabilities
+        self.scores = scores
+        self.expected_scores = expected_scores
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidates: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Candidates]: ...
+    def __getitem__(self, index: int | slice) -> Candidates | list[Candidates]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return Candidates(
+            self.tokens[index],
+            self.log_probabilities[index],
+            self.scores[index],
+            float(self.expected_scores[index]),
+        )
+
+
 class DraftSource(Protocol):
     """`open / commit / expand / close`; re-rooting is part of `commit`."""
 
@@ -74,8 +111,9 @@ class DraftSource(Protocol):
         prefix of the tokens); `kept` names the expanded nodes that stay in the tree; all others are gone."""
         ...
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
-        """One draft step: the children of every pick, or None for a pick that memory has no room for now.
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
+        """One draft step: the children of every pick, or None for a pick that memory has no room for now;
+        `Guesses` where all have equally many.
 
         Feeds missing committed tokens and ancestors first where a pick needs them.
         """

@@ -8,12 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.cache.tree import Node
-from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.messages import SamplingParameters
@@ -55,12 +56,16 @@ class _Group:
     """The positions that follow these picks."""
 
 
-class _Place(NamedTuple):
-    """A node: its row (-1: it has KV already), and the masks of the chain that ends with it."""
+class RowsToRank(NamedTuple):
+    """How the rows of a step are ranked, and where their noise lies, if all of it fits."""
 
-    row: int
-    own: int
-    earlier: int
+    keys: ChoiceKeys
+    lines: list[int] | None
+    scales: list[float]
+
+
+_Place = tuple[int, int, int]
+"""A node: its row (-1: it has KV already), and the masks of the chain that ends with it."""
 
 
 class _TreeRows:
@@ -82,7 +87,8 @@ class _TreeRows:
         self._known = held.nodes
         self._first = first
         self._masks = [((2 << index) - 1, 0) for index in range(self.fed)]
-        self._root = _Place(self.fed - 1, *(self._masks[-1] if fed else (0, 0)))
+        own, earlier = self._masks[-1] if fed else (0, 0)
+        self._root: _Place = self.fed - 1, own, earlier
         self._places: dict[int, _Place] = {}
 
     @property
@@ -102,24 +108,26 @@ class _TreeRows:
             place = self._root
         while chain:
             place = self._add(chain.pop(), place)
-        return place.row
+        return place[0]
 
     def _add(self, node: Node, above: _Place) -> _Place:
         """One more node below one that is here."""
-        name = node.name
+        name, position = node.name, self._first + node.depth
+        _, own, earlier = above
         slot = self._known.get(name)
         if slot is not None:
-            place = _Place(-1, above.own, above.earlier | 1 << len(self.earlier))
+            row = -1
+            earlier |= 1 << len(self.earlier)
             self.earlier.append(slot)
-            self.earlier_positions.append(self._first + node.depth)
+            self.earlier_positions.append(position)
         else:
             row = len(self.tokens)
-            place = _Place(row, above.own | 1 << row, above.earlier)
+            own |= 1 << row
             self.tokens.append(node.token)
-            self.positions.append(self._first + node.depth)
+            self.positions.append(position)
             self.missing.append(name)
-            self._masks.append((place.own, place.earlier))
-        self._places[name] = place
+            self._masks.append((own, earlier))
+        place = self._places[name] = row, own, earlier
         return place
 
 
@@ -173,7 +181,7 @@ class ModelSource:
         if held is not None:
             self._pool.free(held.all_slots())
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         """One forward over the missing rows of all picks."""
         order: dict[int, list[int]] = {}
         for index, pick in enumerate(picks):
@@ -185,28 +193,26 @@ class ModelSource:
             group = self._group(held, [picks[index].at for index in indices], order)
             if group is not None:
                 groups.append((held, group, [indices[place] for place in group.order]))
-        found: list[Candidates | None] = [None] * len(picks)
         self._captured_now = False
-        if groups:
-            wanted = [index for _, _, indices in groups for index in indices]
-            choices = ChoiceKeys([], [], [])
-            for held, group, indices in groups:
-                choices.seeds.extend([held.seed] * len(indices))
-                choices.positions.extend(group.after)
-                choices.temperatures.extend([held.temperature] * len(indices))
-            # Before the forward: on ROCm a copy to the device waits for what was started there.
-            self._noise.lines_of(choices.seeds, choices.positions)
-            ranked = self._ranked_or_none(groups, choices, [scales[index] for index in wanted])
-            if ranked is None:
-                release_memory()
-                return found
-            for index, candidates in zip(wanted, ranked, strict=True):
-                found[index] = candidates
-        return found
+        if not groups:
+            return [None] * len(picks)
+        wanted = [index for _, _, indices in groups for index in indices]
+        choices = ChoiceKeys([], [], [])
+        for held, group, indices in groups:
+            choices.seeds.extend([held.seed] * len(indices))
+            choices.positions.extend(group.after)
+            choices.temperatures.extend([held.temperature] * len(indices))
+        # Before the forward: on ROCm a copy to the device waits for what was started there.
+        lines = self._noise.lines_of(choices.seeds, choices.positions)
+        ranked = self._ranked_or_none(groups, RowsToRank(choices, lines, [scales[index] for index in wanted]))
+        if ranked is None:
+            release_memory()
+            return [None] * len(picks)
+        return _in_order(ranked, wanted, len(picks))
 
     def _ranked_or_none(
-        self, groups: Sequence[tuple[_Held, _Group, list[int]]], choices: ChoiceKeys, scales: Sequence[float]
-    ) -> list[Candidates] | None:
+        self, groups: Sequence[tuple[_Held, _Group, list[int]]], wish: RowsToRank
+    ) -> Sequence[Candidates] | None:
         """The candidates of all groups' picks; None where the device has too little memory for them."""
         batch = build_batch([group.rows for _, group, _ in groups])
         try:
@@ -219,7 +225,7 @@ class ModelSource:
         result.completion.wait()
         self._captured_now = result.captured_now
         try:
-            return within_memory(lambda: self._rank(result.logits, choices, scales))
+            return within_memory(lambda: self._rank(result.logits, wish))
         except DeviceMemoryError:
             return None
 
@@ -254,12 +260,13 @@ class ModelSource:
             held.slots.extend(group.fed)
             held.nodes.update(group.new_nodes)
 
-    def _rank(self, logits: torch.Tensor, choices: ChoiceKeys, scales: Sequence[float]) -> list[Candidates]:
+    def _rank(self, logits: torch.Tensor, wish: RowsToRank) -> Sequence[Candidates]:
         """Noisy scores and their best children."""
-        ranked = rank_children(logits, choices, self._noise, scales, self._fan_out, self._native)
-        expected: list[float] = ranked.expected_score.tolist()
-        columns = zip(ranked.tokens, ranked.log_probs, ranked.scores, expected, strict=True)
-        return list(map(Candidates._make, columns))
+        return Guesses(
+            *rank_children(
+                logits, wish.keys, self._noise, wish.scales, self._fan_out, self._native, wish.lines
+            )
+        )
 
     def _allocate(self, count: int, near: int | None, busy: Collection[int]) -> list[int] | None:
         """Slots, taken from the least recently expanded other requests when there are too few."""
@@ -284,3 +291,19 @@ def _root_of(node: Node) -> Node:
     while node.parent is not None:
         node = node.parent
     return node
+
+
+def _in_order(ranked: Sequence[Candidates], wanted: list[int], picks: int) -> Sequence[Candidates | None]:
+    """What was found for the picks `wanted`, in the order of all."""
+    if wanted == list(range(picks)):
+        return ranked
+    if isinstance(ranked, Guesses) and len(wanted) == picks:
+        rows = np.argsort(wanted)
+        return Guesses(
+            ranked.tokens[rows],
+            ranked.log_probabilities[rows],
+            ranked.scores[rows],
+            ranked.expected_scores[rows],
+        )
+    places = {index: row for row, index in enumerate(wanted)}
+    return [ranked[places[index]] if index in places else None for index in range(picks)]

@@ -100,10 +100,11 @@ static void rank(const float *x, const float *log_e, float temperature, float in
   *mean = (float)(weighted / total) / inverse;
 }
 
-/* All rows of logits [rows, vocabulary]. Line `lines[row]` of `table` [lines, vocabulary] is the row's log E; line 0: it
- * has none. Results are [rows, children], the mean scores [rows]. Returns 0 where memory is short. */
+/* All rows of logits [rows, vocabulary]; temperature 0 is as 1. Line `lines[row]` of `table` [lines, vocabulary] is the
+ * row's log E; line 0: it has none. Results are [rows, children], the mean scores [rows]. Returns 0 where memory is
+ * short. */
 int ssd_rank(const float *logits, long rows, long vocabulary, const float *temperatures, const float *table,
-             const int64_t *lines, const float *inverses, long children, int32_t *ids, float *log_probabilities,
+             const int64_t *lines, const float *scales, long children, int32_t *ids, float *log_probabilities,
              float *scores, float *means, int threads) {
   int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed) if (threads > 1 && rows > 1)
@@ -116,9 +117,10 @@ int ssd_rank(const float *logits, long rows, long vocabulary, const float *tempe
     for (long index = 0; index < rows; index++) {
       if (failed) continue;
       const float *log_e = lines[index] ? table + lines[index] * vocabulary : NULL;
+      float temperature = temperatures[index] > 0.0f ? temperatures[index] : 1.0f, inverse = 1.0f / scales[index];
       long at = index * children;
-      rank(logits + index * vocabulary, log_e, temperatures[index], inverses[index], vocabulary, children, row, best,
-           ids + at, log_probabilities + at, scores + at, means + index);
+      rank(logits + index * vocabulary, log_e, temperature, inverse, vocabulary, children, row, best, ids + at,
+           log_probabilities + at, scores + at, means + index);
     }
     free(row), free(best);
   }

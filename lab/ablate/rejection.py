@@ -15,13 +15,13 @@ import torch
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
-from ssd_serve.drafter.sources.draft_model import ModelSource
+from ssd_serve.drafter.sources.draft_model import ModelSource, RowsToRank
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import Clock, VirtualRounds
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.ranking import ChoiceKeys, draft_scores
+from ssd_serve.sampling.ranking import draft_scores
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.round import InFlight, RequestStep, Walk
 
@@ -85,7 +85,7 @@ class DrawingSource(ModelSource):
         self._drawn.distributions = {name: known[name] for name in kept if name in known}
         super().commit(request, tokens, path, kept)
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         self._latest.clear()
         found = super().expand(picks, scales)
         for pick, candidates in zip(picks, found, strict=True):
@@ -93,9 +93,9 @@ class DrawingSource(ModelSource):
                 self._drawn.distributions[pick.node] = self._latest[id(candidates)]
         return found
 
-    def _rank(self, logits: torch.Tensor, choices: ChoiceKeys, scales: Sequence[float]) -> list[Candidates]:
+    def _rank(self, logits: torch.Tensor, wish: RowsToRank) -> list[Candidates]:
         """Candidates in the order of testing. Their reach needs no scale."""
-        del scales
+        choices = wish.keys
         values = draft_scores(logits, torch.tensor(choices.temperatures), None)
         chances = torch.softmax(values.to(torch.float64), dim=1)  # [rows, vocabulary]
         race = values - self._own_noise.rows(choices.seeds, choices.positions)

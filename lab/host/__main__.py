@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiment; returns the exit code."""
     parser = experiment_parser("host", "what the host adds to a round and to a draft step")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], help="requests at once")
+    parser.add_argument("--drafter-only", action="store_true", help="only the parts of draft steps")
     add_settings_flags(parser)
     return run_experiment(parser, _run, MEASURES, argv)
 
@@ -28,7 +29,7 @@ def _run(args: argparse.Namespace) -> Report:
     restart_as_worker()  # this process plays the verifier
     from lab.host.experiment import run_host
 
-    return Report(run_host(settings_from(args), args.batches, say))
+    return Report(run_host(settings_from(args), [] if args.drafter_only else args.batches, say))
 
 
 if __name__ == "__main__":

@@ -16,18 +16,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from lab.host.drafting import measure_drafter
 from ssd_serve.bench.load.servers import served
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.bench.rig import Rig, Way, use_cores
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import SsdError
-from ssd_serve.kernels.batch import Batch
 from ssd_serve.memory import settle_memory
 from ssd_serve.messages import Committed, Open, Outcome, SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.seeds import mix
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 from ssd_serve.verifier.engine import Engine
@@ -36,7 +34,9 @@ NODES_EACH = 8
 _NEW_TOKENS = 192
 _CHAIN = 4
 _FAN_OUT = 16
-_DRAFT_WIDTH, _DRAFT_STEPS = 8, 400
+WIDTHS = (1, 12, 16, 64)
+_WIDE = 32
+"""Times the embedded pair's vocabulary: 131,072 tokens, about what large models have."""
 _IDLE_S = 12.0
 _SAMPLED = SamplingParameters(temperature=0.8, max_tokens=_NEW_TOKENS, ignore_eos=True)
 SAMPLINGS = {
@@ -56,14 +56,14 @@ class Rounds:
 
 
 def run_host(settings: Settings, batches: Sequence[int], say: Callable[[str], None]) -> dict[str, object]:
-    """Rows of every sampling and batch, the drafter's step, and what an idle server takes; milliseconds,
-    medians with quartiles."""
+    """Rows of every sampling and batch, the drafter's steps, and what an idle server takes; milliseconds,
+    medians with quartiles. Without batches only the drafter's."""
     use_cores("cpu:0")
     rig = Rig(settings)
     settle_memory()
     # Short ones, so that the longest batch fits the rig's slots.
     pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
-    prompts = sorted(pool, key=lambda prompt: len(prompt.tokens))[: max(batches)]
+    prompts = sorted(pool, key=lambda prompt: len(prompt.tokens))[: max(batches, default=1)]
     rows: list[dict[str, object]] = []
     for name, sampling in SAMPLINGS.items():
         for batch in batches:
@@ -71,7 +71,15 @@ def run_host(settings: Settings, batches: Sequence[int], say: Callable[[str], No
             row = {"sampling": name, "batch": batch, "nodes_a_request": round(rounds.nodes / batch, 1)}
             rows.append(row | _milliseconds(rounds.host_s))
             say(f"{name}, batch {batch}: {rows[-1]['host_ms']} ms")
-    drafter = [measure_drafter(rig, prompts[0], temperature) for temperature in (0.0, 0.8)]
+    say("draft steps")
+    drafter = [
+        measure_drafter(rig, prompts[0], temperature, width, times)
+        for times, temperatures in ((1, (0.0, 0.8)), (_WIDE, (0.8,)))
+        for temperature in temperatures
+        for width in WIDTHS
+    ]
+    if not batches:
+        return {"drafter": drafter}
     return {"verifier": rows, "drafter": drafter, "idle_core_share": _idle(settings)}
 
 
@@ -175,36 +183,3 @@ class Oracle:
         sequence = self._sequences.get(request, 0)
         self._sequences[request] = sequence + 1
         self._channel.send(pack(request, epoch, sequence, expansions, "oracle", snapshot=False))
-
-
-class _Timed(WrappedModel):
-    """A model that adds up the seconds of its forwards."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self.seconds = 0.0
-
-    def forward(self, batch: Batch) -> ForwardResult:
-        started = time.perf_counter()
-        result = self._model.forward(batch)
-        self.seconds += result.completion.wait() - started
-        return result
-
-
-def measure_drafter(rig: Rig, prompt: Prompt, temperature: float) -> dict[str, object]:
-    """Host time of draft steps of full width: everything between two messages but the forward."""
-    model = _Timed(rig.draft)
-    core = rig.core(Way("ssd", width=_DRAFT_WIDTH, fan_out=_FAN_OUT), model)
-    parameters = SamplingParameters(temperature=temperature, max_tokens=1000, ignore_eos=True)
-    core.handle(Open(1, 1, prompt.tokens, (), parameters, prompt.seed, root=1))
-    core.step()
-    host_s: list[float] = []
-    for epoch in range(2, 2 + _DRAFT_STEPS // 8):
-        for _ in range(8):
-            started, forward_s = time.perf_counter(), model.seconds
-            growth = core.step()
-            if growth and sum(len(each.steps) // 4 for each in growth) == _DRAFT_WIDTH:
-                host_s.append(time.perf_counter() - started - (model.seconds - forward_s))
-        core.handle(Open(1, epoch, prompt.tokens, (), parameters, prompt.seed, root=epoch))
-        core.step()
-    return {"temperature": temperature, "width": _DRAFT_WIDTH} | _milliseconds(host_s)

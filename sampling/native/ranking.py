@@ -23,14 +23,34 @@ class RankedChildren(NamedTuple):
     expected_score: Float32Array  # [rows], mean score under the calibrated distribution
 
 
+class _Room:
+    """Arrays of a call of at most `rows` rows, made once with their addresses: asking for those takes longer
+    than filling them."""
+
+    def __init__(self, rows: int, fan_out: int) -> None:
+        self.rows, self.fan_out = rows, fan_out
+        self.temperatures, self.scales = np.empty(rows, np.float32), np.empty(rows, np.float32)
+        self.lines = np.empty(rows, np.int64)
+        self.tokens = np.full((rows, fan_out), -1, np.int32)
+        self.log_probs, self.scores = (np.empty((rows, fan_out), np.float32) for _ in range(2))
+        self.means = np.empty(rows, np.float32)
+        inputs = self.lines, self.scales
+        results = self.tokens, self.log_probs, self.scores, self.means
+        self.temperatures_at = self.temperatures.ctypes.data
+        self.inputs_at = [each.ctypes.data for each in inputs]
+        self.results_at = [each.ctypes.data for each in results]
+
+
 class NativeRanking:
-    """Ranks rows of float32 logits on the CPU. Of equal scores the lowest token comes first."""
+    """Ranks rows of float32 logits on the CPU. Of equal scores the lowest token comes first. Not safe for use
+    by several threads."""
 
     def __init__(self, library: NativeLibrary) -> None:
         shape = POINTER, SIZE, SIZE
         self._rank = library.function(
             "ssd_rank", *shape, *(POINTER,) * 4, SIZE, *(POINTER,) * 4, INT, result=INT
         )
+        self._room = _Room(0, 0)
 
     def rank(
         self,
@@ -49,29 +69,27 @@ class NativeRanking:
         rows, vocabulary = logits.shape
         if not 0 < fan_out <= vocabulary or table.shape[1] != vocabulary:
             raise ValueError(f"cannot rank {fan_out} of {vocabulary} tokens with noise of {table.shape[1]}")
+        room = self._room
+        if rows > room.rows or fan_out != room.fan_out:
+            room = self._room = _Room(max(64, rows), fan_out)
         logits = logits.contiguous()
-        divisors = np.array([each or 1.0 for each in temperatures], np.float32)
-        inverses = np.float32(1.0) / np.array(scales, np.float32)
-        where = np.array(lines, np.int64)
-        # Log-probabilities and scores lie in one array: each costs time to make and to point at.
-        reals = np.empty((2, rows, fan_out), np.float32)
-        tokens, means = np.full((rows, fan_out), -1, np.int32), np.empty(rows, np.float32)
-        at = reals.ctypes.data
+        room.temperatures[:rows], room.scales[:rows], room.lines[:rows] = temperatures, scales, lines
         done = self._rank(
             logits.data_ptr(),
             rows,
             vocabulary,
-            divisors.ctypes.data,
+            room.temperatures_at,
             table.data_ptr(),
-            where.ctypes.data,
-            inverses.ctypes.data,
+            *room.inputs_at,
             fan_out,
-            tokens.ctypes.data,
-            at,
-            at + reals.nbytes // 2,
-            means.ctypes.data,
+            *room.results_at,
             torch.get_num_threads(),
         )
         if not done:
             raise MemoryError("there is no memory left to rank tokens; run fewer requests at once")
-        return RankedChildren(tokens, reals[0], reals[1], means)
+        return RankedChildren(
+            room.tokens[:rows].copy(),
+            room.log_probs[:rows].copy(),
+            room.scores[:rows].copy(),
+            room.means[:rows].copy(),
+        )

@@ -11,7 +11,7 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
@@ -79,7 +79,7 @@ class CoarseSource(ScriptedSource):
         super().__init__()
         self.picks: list[tuple[int, int]] = []
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Candidates | None]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         self.picks += [(pick.request, pick.node) for pick in picks]
         found: list[Candidates | None] = []
         for pick in picks:
@@ -127,6 +127,37 @@ def test_it_picks_what_looking_at_every_request_before_each_pick_gives(
             tell(Outcome(number, 1, positions[number], (token,), roots[number]))
             positions[number] += 1
     assert sources[0].picks
+
+
+class SourceOfArrays(CoarseSource):
+    """The same guesses in arrays."""
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
+        found = [each for each in super().expand(picks, scales) if each is not None]
+        columns = (np.array([getattr(each, name) for each in found]) for name in Candidates._fields)
+        return Guesses(*columns)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(1, 9), st.sampled_from([20, 35, 200]))
+@settings(max_examples=40, deadline=None)
+def test_guesses_in_arrays_grow_the_same_trees_and_messages(ranks: list[int], width: int, nodes: int) -> None:
+    """Trees may be full before all of a step is appended."""
+    limits = GrowthLimits(width=width, fan_out=3, depth=5, nodes=nodes)
+    cores = core_of(CoarseSource(), limits, ()), core_of(SourceOfArrays(), limits, ())
+    for core in cores:
+        for request in (1, 2):
+            core.handle(opening(request))
+    root, position = ROOT, 3
+    for rank in ranks:
+        for _ in range(3):
+            each, together = (core.step() for core in cores)
+            assert each == together
+        token = ScriptedSource.tokens_of(root)[rank]
+        root = mix(root, token)
+        for core in cores:
+            assert core.handle(Outcome(1, 1, position, (token,), root)) == []
+        position += 1
+    assert cores[0].handle(Resync(1, 1)) == cores[1].handle(Resync(1, 1))
 
 
 class Watched(LiveWidth):

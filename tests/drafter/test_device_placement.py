@@ -1,6 +1,6 @@
 """A draft model on a pretended GPU, put together from settings: its candidates are those of the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 1.3)])
 def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder: Path) -> None:
-    def candidates(device: str) -> list[Candidates | None]:
+    def candidates(device: str) -> Sequence[Candidates | None]:
         model = load_model(
             folder, ModelWish(device=device, dtype="fp32", slots=128, context=None, attention=SDPA)
         )

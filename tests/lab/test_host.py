@@ -2,7 +2,8 @@
 
 import pytest
 
-from lab.host.experiment import NODES_EACH, measure_drafter, measure_rounds
+from lab.host.drafting import PARTS, measure_drafter
+from lab.host.experiment import NODES_EACH, measure_rounds
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.rig import Rig
 from ssd_serve.messages import SamplingParameters
@@ -25,8 +26,11 @@ def test_rounds_of_a_crowd_are_full_and_each_takes_some_time(rig: Rig) -> None:
     assert all(0 < seconds < 1 for seconds in rounds.host_s)
 
 
-def test_the_drafters_step_is_measured_at_full_width(rig: Rig) -> None:
-    figures = measure_drafter(rig, Prompt("", tuple(range(10, 60)), 3), 0.8)
-    assert figures["width"] == 8
-    assert isinstance(figures["host_ms"], float)
-    assert figures["host_ms"] > 0
+@pytest.mark.parametrize(("width", "times"), [(1, 1), (8, 2)])
+def test_a_draft_step_is_measured_part_by_part_at_full_width(rig: Rig, width: int, times: int) -> None:
+    figures = measure_drafter(rig, Prompt("", tuple(range(10, 60)), 3), 0.8, width, times)
+    assert (figures["width"], figures["vocabulary"]) == (width, times * rig.real_draft.facts.vocabulary)
+    assert isinstance(figures["steps"], int)
+    assert figures["steps"] > 30
+    parts = [figures[f"{part}_ms"] for part in ("forward", *PARTS)]
+    assert all(isinstance(each, float) and each > 0 for each in parts)
