@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.bench import machine
 from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.bench.machine import copy_speed, usable_cores
 from ssd_serve.bench.provenance import DRAFTING, ENGINE, ROOT, SERVER, Start, code_of, told_arguments
@@ -21,6 +22,11 @@ def git(folder: Path, *words: str) -> str:
     """What git prints in this folder."""
     command = ["git", "-C", str(folder), *SIGNED, *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(autouse=True)
+def copies_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_COPIED_BYTES", 1 << 20)
 
 
 @pytest.fixture

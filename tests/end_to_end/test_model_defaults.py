@@ -68,9 +68,11 @@ def test_the_command_takes_them_for_flags_that_are_left_out(
     assert len(tokens("--max-tokens", "4", "--temperature", "1", "--seed", "2")) == 4
 
 
+@pytest.mark.slow
 def test_a_server_takes_them_for_fields_that_are_left_out(target: Path, tmp_path: Path) -> None:
     port = free_port()
-    environment = {**os.environ, "SSD_MODE": "ar", "SSD_DTYPE": "fp32", "SSD_RUN_DIR": str(tmp_path / "run")}
+    named = {name.upper(): str(value) for name, value in SETTINGS.items()}
+    environment = {**os.environ, **{f"SSD_{name}": value for name, value in named.items()}}
     command = [sys.executable, "-m", "ssd_serve", "serve", str(target), "--port", str(port)]
     with running(command, environment, tmp_path, port) as (_process, url, _log):
 
