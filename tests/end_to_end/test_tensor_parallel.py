@@ -141,11 +141,11 @@ def test_a_target_of_two_ranks_may_draft_for_itself(pair: Pair, tmp_path: Path, 
         ends_tidily(server, tmp_path)
 
 
-def test_eight_ranks_are_eight_processes_and_give_the_texts_of_one(tmp_path: Path) -> None:
+def test_four_ranks_are_four_processes_and_give_the_texts_of_one(tmp_path: Path) -> None:
     """Their heads share one key-value head."""
-    wide = write_pair(tmp_path / "pair", heads=8)
-    with serving(wide, tmp_path, "ssd", 8) as server:
-        names = {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 8))}
+    wide = write_pair(tmp_path / "pair", heads=4)
+    with serving(wide, tmp_path, "ssd", 4) as server:
+        names = {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 4))}
         assert set(children(server[0])) == names
         assert texts(server[1]) == texts_of_one_rank(wide[0])
         ends_tidily(server, tmp_path)

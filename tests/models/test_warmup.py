@@ -1,8 +1,8 @@
 """Step times are measured often where steps are short, and a start does not wait for many long ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Steps:
     slots: int = 2048
     now: float = 0.0
     forwards: int = 0
-    facts: ClassVar[Any] = SimpleNamespace(context=2048)
+    facts: Any = field(default_factory=lambda: SimpleNamespace(context=2048))
 
     def forward(self, batch: Batch) -> ForwardResult:
         return ForwardResult(torch.empty(0), completion=self)

@@ -170,17 +170,21 @@ async def test_a_stop_while_an_engine_is_awaited_ends_everything(house: House) -
     theirs.close()
 
 
-async def test_an_engine_that_works_and_falls_silent_is_reported_until_it_speaks() -> None:
+async def test_an_engine_that_works_and_falls_silent_is_reported_until_it_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.05)
     ours, theirs = channel_pair()
     silences: list[float] = []
-    client = EngineClient(ours, on_silence=silences.append, longest_silence_s=0.5)
+    client = EngineClient(ours, on_silence=silences.append, longest_silence_s=0.1)
     client.start()
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(0.3)
     assert silences == [], "one that loads says little"
     theirs.send(READY)
-    await asyncio.sleep(2.2)
-    assert len(silences) == 2
-    assert all(0.5 < silent_s < 3 for silent_s in silences)
+    while len(silences) < 2:
+        await asyncio.sleep(0.01)
+    assert silences == sorted(silences)
+    assert all(silent_s > 0.1 for silent_s in silences)
     client.stop()
     theirs.close()
 
