@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ssd_serve.bench.load.report import load_plot, load_tables
+from ssd_serve.bench.modes_result import modes_tables
 from ssd_serve.bench.peers.report import markdown
-from ssd_serve.bench.report import modes_tables
 from ssd_serve.errors import UserError
 
 

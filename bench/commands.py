@@ -27,6 +27,9 @@ from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError
 
 _SETTINGS = ("real", "emulated", "both")
+_MODES_FILES = ("modes", "mode_settings", "stage", "one_call", "rotation", "statistics")
+_MODES = (*(f"bench/{name}.py" for name in _MODES_FILES), *ENGINE)
+"""Paths of what `modes` measures."""
 _DEVICES = ("target_device", "target_device_alone", "draft_device")
 
 
@@ -47,45 +50,41 @@ def add_commands(bench: argparse.ArgumentParser) -> None:
 
 def _add_modes(commands: Commands) -> None:
     parser = commands.add_parser(
-        "modes", help="plain, synchronous chain, synchronous tree and SSD, interleaved"
+        "modes", help="plain, n-gram lookup, synchronous chain and tree, and SSD, interleaved"
     )
     parser.add_argument(
         "--setting", choices=_SETTINGS, help="real devices, emulated ones, or both (on GPUs real, else both)"
     )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--prompts", type=int, default=24, help="prompts of each mode")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts (held-out files of Python)")
+    parser.add_argument("--num-prompts", type=int, default=64, help="prompts of each way (64)")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table of the emulated setting")
-    parser.add_argument(
-        "--no-equal-devices", action="store_true", help="leave out the baselines on both cores"
-    )
     add_device_flags(parser)
     add_settings_flags(parser, leave_out=_DEVICES)
-    add_experiment(parser, _run_modes, ("bench/modes.py", "bench/mode_settings.py", *ENGINE))
+    add_experiment(parser, _run_modes, _MODES)
 
 
 def _run_modes(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
-    from ssd_serve.bench.mode_settings import run_both_settings
-    from ssd_serve.bench.modes import CORES
+    from ssd_serve.bench.mode_settings import Plan, run_settings
+    from ssd_serve.bench.stage import CORES
 
+    need("ssd bench modes", "scipy")
     settings = settings_from(args)
     devices = chosen_devices(args.device, args.draft_device, this_machine(), CORES)
     setting = args.setting or ("real" if devices.on_gpu else "both")
     if devices.on_gpu and setting != "real":
         raise SettingsError(f"--setting {setting}: devices are emulated on CPUs; use --setting real on a GPU")
-    result = run_both_settings(
-        settings,
-        which=("real", "emulated") if setting == "both" else (setting,),
-        temperatures=tuple(args.temperatures),
-        prompts=args.prompts,
-        tokens=args.tokens,
+    plan = Plan(
+        settings=("real", "emulated") if setting == "both" else (setting,),
+        temperatures=args.temperatures,
+        prompts=args.num_prompts,
         table=args.table,
-        equal_devices=not args.no_equal_devices,
-        say=say,
         devices=devices,
+        file=args.prompts,
     )
-    from ssd_serve.bench.report import modes_tables
+    result = run_settings(settings, plan, say)
+    from ssd_serve.bench.modes_result import modes_tables
 
     return Report(result, modes_tables if args.json else None)
 

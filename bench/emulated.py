@@ -73,24 +73,26 @@ class EmulatedModel(WrappedModel):
         self._told = told
         self._told_at = 0.0
         self._times = times
+        self._free_at = 0.0
         self.forwards = 0
         self.overruns = 0
         self.busy_s = 0.0
 
     def forward(self, batch: Batch) -> ForwardResult:
         """Forward; the result is ready when the table's time is over. The host is free meanwhile, as beside a
-        GPU."""
+        GPU. A forward that is asked for earlier begins when the one before is over."""
         started = self._clock()
-        end = started + self._times.seconds(forward_of(batch))
+        end = max(started, self._free_at) + self._times.seconds(forward_of(batch))
         result = self._model.forward(batch)
         self.forwards += 1
         now = self._clock()
         self.busy_s += now - started
         self.overruns += now > end
+        self._free_at = max(now, end)
         if self._told is not None and now - self._told_at > _TELL_S:
             self._told_at = now
             self._tell(self._told)
-        return replace(result, completion=Deadline(max(now, end), self._clock, self._sleep))
+        return replace(result, completion=Deadline(self._free_at, self._clock, self._sleep))
 
     def _tell(self, told: Path) -> None:
         written = told.with_suffix(".new")

@@ -2,56 +2,74 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.modes import CORES, Plan, run_modes
+from ssd_serve.bench.modes import run_modes
+from ssd_serve.bench.modes_result import Row
 from ssd_serve.bench.rig import Rig
+from ssd_serve.bench.stage import RigStage
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
 from ssd_serve.devices import pin
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
 _EMULATED_WIDTH = 12
+TUNING_PROMPTS = 8
 
 
-def run_both_settings(
-    settings: Settings,
-    *,
-    which: Sequence[str],
-    temperatures: tuple[float, ...],
-    prompts: int,
-    tokens: int,
-    table: str,
-    equal_devices: bool,
-    say: Callable[[str], None],
-    devices: Devices = CORES,
-) -> dict[str, object]:
-    """`{"results", "ratios", "notes", "devices"}` over all settings in `which`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run: `settings` are real, emulated or both; `file` has the prompts, None: held-out files."""
 
-    Prompts are chosen on the CPU, so that they are the same whatever is measured.
-    """
-    results: list[object] = []
-    ratios: list[object] = []
-    notes: dict[str, object] = {}
-    say("choosing prompts")
-    chosen = choose_prompts(temperatures, prompts, tokens, say)
+    settings: Sequence[str]
+    temperatures: Sequence[float]
+    prompts: int
+    table: str
+    devices: Devices
+    file: Path | None = None
+
+
+def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
+    """The fields of `modes_result.Result`."""
+    devices = plan.devices
+    where = devices.target if devices.on_gpu and settings.target != EMBEDDED else None
     if devices.target.kind == "cuda":
         pin(devices.target)  # kernels are tried while a model is loaded, on the current GPU
+    say("choosing prompts")
+    chosen = choose_prompts(
+        settings,
+        plan.temperatures,
+        plan.prompts,
+        say,
+        tuning=TUNING_PROMPTS,
+        file=plan.file,
+        device="cpu" if where is None else where.torch_name,
+    )
+    rows: list[Row] = []
+    notes: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
-        for setting in which:
+        for setting in plan.settings:
             own = settings.model_copy(update={"mode": Mode.SSD, "prefix_cache": False})
             if setting == "emulated":
                 # Wider steps of the embedded draft take this CPU longer than the table's device.
                 width = min(_EMULATED_WIDTH, own.draft_width)
-                wrapper = emulating(table, Path(folder))
+                wrapper = emulating(plan.table, Path(folder))
                 own = own.model_copy(update={"model_wrapper": wrapper, "draft_width": width})
             elif settings.target == EMBEDDED:
                 say("writing the ballast pair")
                 own = own.model_copy(update=ballast_pair(Path(folder)))
-            plan = Plan(setting, tokens, equal_devices and setting == "real", devices)
-            found = run_modes(Rig(own, devices.target.torch_name), plan, chosen, say)
-            results += found.results
-            ratios += found.ratios
-            notes[setting] = found.notes
-    return {"results": results, "ratios": ratios, "notes": notes, "devices": devices.names()}
+            stage = RigStage(Rig(own, devices.target.torch_name), setting, devices)
+            with stage.drafting():
+                rows += run_modes(stage, chosen, say)
+                left_out = {f"{temperature:g}": found.left_out for temperature, found in chosen.items()}
+                notes[setting] = {"left_out": left_out, **stage.overruns()}
+    return {
+        "benchmark": "modes",
+        "prompts": "places in held-out files" if plan.file is None else plan.file.name,
+        "results": msgspec.to_builtins(rows),
+        "notes": notes,
+    }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
 from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import make_run_dir
@@ -21,6 +22,7 @@ from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.sources.ngram import NgramSource
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.errors import SsdError
 from ssd_serve.hub_id import pinned
@@ -53,7 +55,10 @@ _JOIN_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay."""
+    """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay.
+
+    `sd-chain` and `ngram` draft all their steps in one call, so that no Python between them is measured.
+    """
 
     mode: str
     steps: int = 0
@@ -67,6 +72,11 @@ class Way:
             return self.mode
         shape = "" if self.mode == "sd-chain" else f" {self.width}x{self.fan_out}"
         return f"{self.mode}{shape} {self.steps or 'adaptive'}"
+
+    @property
+    def in_one_call(self) -> bool:
+        """Whether nothing is planned between its draft steps."""
+        return self.mode in ("sd-chain", "ngram")
 
 
 class _Free(CostTable):
@@ -124,7 +134,9 @@ class Rig:
         `verified`: as many nodes in every round, whatever they cost, and no waiting.
         """
         settings, target = self.settings, model or self.target
-        policy: GrowPolicy = FixedSteps(way.steps) if way.steps else WhenItPays(way.mode == "ssd")
+        policy: GrowPolicy = FixedSteps(1 if way.in_one_call else way.steps)
+        if not way.steps:
+            policy = WhenItPays(way.mode == "ssd")
         if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
             policy = Never()
         if verified is not None:
@@ -148,10 +160,16 @@ class Rig:
                 native=self.native,
             )
         )
-        if way.mode.startswith("sd-"):
-            engine.drafters.connect(InlineChannel(self.core(way), self.hello), synchronous=True)
+        if way.mode not in ("ar", "ssd"):
+            engine.drafters.connect(self._inline(way), synchronous=True)
             engine.drafters.drain({})
         return engine
+
+    def _inline(self, way: Way) -> InlineChannel:
+        if not way.in_one_call:
+            return InlineChannel(self.core(way), self.hello)
+        queued = QueuedModel(self.draft) if way.mode == "sd-chain" else None
+        return OneCallChannel(self.core(way, queued), self.hello, way.steps, queued)
 
     def _governing(self, policy: GrowPolicy, cost: CostTable) -> Governing | None:
         """As in serving, on a device of the target's own."""
@@ -169,9 +187,13 @@ class Rig:
         """A fresh drafter in this process."""
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
-        model = DraftModel(draft or self.draft, 2 * _SLOTS, self._draft_noise, self.native)
+        guesses: DraftModel | NgramSource = DraftModel(
+            draft or self.draft, 2 * _SLOTS, self._draft_noise, self.native
+        )
+        if way.mode == "ngram":
+            guesses = NgramSource(way.fan_out)
         ends = self.real.facts.eos_token_ids
-        return build_core(CoreParts(guesses=model, limits=limits, ends=ends, name="bench"))
+        return build_core(CoreParts(guesses=guesses, limits=limits, ends=ends, name="bench"))
 
 
 @contextlib.contextmanager

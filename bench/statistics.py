@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 import numpy as np
 
@@ -17,13 +17,17 @@ _LEVEL = 0.95
 _MANY, _DRAWS = 32, 10_000
 
 
-class Verdict(StrEnum):
+class Verdict(str, Enum):
     """What the interval of a ratio allows to say of the one above the line."""
 
     BETTER = "better"
     AS_GOOD = "as good"
     WORSE = "worse"
     NOT_SHOWN = "not shown"
+
+    def __str__(self) -> str:
+        """For tables."""
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """What the benchmarks have in common: the embedded pair at a larger cost, and prompts that do not loop."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from ssd_serve.bench.prompts import MAX_REPEATED, Chosen, Prompt, held_out_prompts, repeated_share
+from ssd_serve.bench.datasets import as_prompts, read_questions
+from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, choose, held_out_prompts
 from ssd_serve.bench.rig import Rig, Way
 from ssd_serve.bench.timed_request import Runner
 from ssd_serve.models.hub import resolve_model
@@ -11,7 +13,6 @@ from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
 BALLAST_HIDDEN, TARGET_LAYERS, DRAFT_LAYERS = 1024, 16, 2
-_AT_ONCE, _MAX_TRIED = 16, 240
 
 
 def ballast_pair(folder: Path) -> dict[str, str]:
@@ -23,28 +24,27 @@ def ballast_pair(folder: Path) -> dict[str, str]:
 
 
 def choose_prompts(
-    temperatures: Sequence[float], count: int, tokens: int, say: Callable[[str], None]
+    settings: Settings,
+    temperatures: Sequence[float],
+    count: int,
+    say: Callable[[str], None],
+    *,
+    tuning: int = 0,
+    tokens: int = NEW_TOKENS,
+    file: Path | None = None,
+    device: str = "cpu",
 ) -> dict[float, Chosen]:
-    """Prompts whose plain continuation by the embedded target is no loop; the ballast pair's is the same.
-
-    Where too few are found, the least repetitive ones fill up, and the result says how many.
-    """
-    rig = Rig(Settings(mode=Mode.AR, draft=EMBEDDED, log_level="warning"))
-    pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
+    """Prompts of held-out files, or of `file`, for each temperature. The target of these settings continues
+    them; the embedded one stands for its copies with ballast too."""
+    rig = Rig(settings.model_copy(update={"mode": Mode.AR, "log_level": "warning"}), device)
+    if file is None:
+        pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
+    else:
+        pool = as_prompts(read_questions(file), rig.tokenizer, rig.target.facts.context - tokens)
     engine, runner = rig.engine(Way("ar")), Runner(tokens)
     chosen: dict[float, Chosen] = {}
     for temperature in temperatures:
-        tried: list[tuple[float, Prompt]] = []
-        fine = 0
-        for start in range(0, min(len(pool), _MAX_TRIED), _AT_ONCE):
-            some = pool[start : start + _AT_ONCE]
-            texts = runner.run_together(engine, some, temperature)
-            tried += [(repeated_share(text), prompt) for text, prompt in zip(texts, some, strict=True)]
-            fine = sum(share <= MAX_REPEATED for share, _ in tried)
-            if fine >= count:
-                break
-        kept = sorted(tried, key=lambda item: max(item[0], MAX_REPEATED))[:count]
-        say(f"temperature {temperature:g}: {fine} of {len(tried)} continuations are no loops")
-        loops = sum(share > MAX_REPEATED for share, _ in kept)
-        chosen[temperature] = Chosen(tuple(prompt for _, prompt in kept), 1 - fine / len(tried), loops)
+        go_on = partial(runner.run_together, engine, temperature=temperature)
+        found = chosen[temperature] = choose(pool, count, tuning, go_on)
+        say(f"temperature {temperature:g}: {found.left_out:.0%} of the prompts left out, because they loop")
     return chosen

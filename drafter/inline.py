@@ -92,7 +92,7 @@ class InlineChannel(ChannelWithin):
         if self._inbox:
             return True
         started = self._clock()
-        growth: list[Growth] = self._core.step()
+        growth = self.draft()
         self._inbox.extend(growth)
         if growth:
             self.steps += 1
@@ -100,3 +100,7 @@ class InlineChannel(ChannelWithin):
                 self._step_time.observe(self._clock() - started)
             self._inbox.append(Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes))
         return bool(growth)
+
+    def draft(self) -> list[Growth]:
+        """What one wait is for: a draft step."""
+        return self._core.step()

@@ -9,6 +9,8 @@ Result = Mapping[str, Any]
 
 _GROWTHS = {
     "best-first": "best-first, live tree",
+    "best-first-synchronous": "best-first, in turns",
+    "chain": "chain, in turns",
     "uniform-tree": "uniform tree, thrown away",
     "uniform-table": "outcome table, uniform",
     "geometric-table": "outcome table, geometric",

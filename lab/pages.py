@@ -46,7 +46,7 @@ def _of_bench(name: str) -> Block:
 
 
 _LOSSLESS = tuple(f"bench/results/lossless{kind}.json" for kind in ("", "-torch", "-batch-invariant"))
-BLOCKS = (
+_BLOCKS = (
     _of_bench("modes"),
     _of_bench("peers"),
     _of_bench("load"),
@@ -62,6 +62,8 @@ BLOCKS = (
     Block("docs/benchmarks.md", "soak", ("lab/results/soak.json",), page_blocks.soak),
     Block("docs/speculation.md", "governor", ("lab/results/governor.json",), page_blocks.governor),
 )
+BLOCKS = tuple(each for each in _BLOCKS if all((ROOT / file).exists() for file in each.files))
+"""Those whose files are there: a result that is withdrawn until it is measured again is shown nowhere."""
 
 
 def main() -> int:

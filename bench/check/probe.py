@@ -19,19 +19,19 @@ def main(job: dict[str, Any]) -> None:
     os.environ.update(worker_environment())  # before torch is imported
 
     import ssd_serve
-    from ssd_serve.bench.modes import DRAFT_CORE, TARGET_CORE
     from ssd_serve.bench.prompts import Prompt
     from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
+    from ssd_serve.bench.stage import CORES
     from ssd_serve.bench.timed_request import Runner
     from ssd_serve.settings import Mode, Settings
 
-    use_cores(TARGET_CORE)
+    use_cores(str(CORES.target))
     settings = Settings(target=job["target"], draft=job["draft"], mode=Mode.SSD, prefix_cache=False)
     rig = Rig(settings)
     ar, ssd = rig.engine(Way("ar")), rig.engine(Way("ssd"))
     prompts = [Prompt("", tuple(each["tokens"]), each["seed"]) for each in job["prompts"]]
     runner, count = Runner(job["tokens"]), job["prompts_of_a_pass"]
-    with remote_drafter(rig, ssd, DRAFT_CORE):
+    with remote_drafter(rig, ssd, str(CORES.draft)):
         _answer({"source": ssd_serve.__file__})
         for line in sys.stdin:
             first = int(line) * count

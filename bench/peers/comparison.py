@@ -36,13 +36,15 @@ from ssd_serve.bench.peers.ways import (
     Way,
     gguf_of,
 )
+from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.rig import use_cores
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
 from ssd_serve.devices import Device
 from ssd_serve.errors import UserError
 from ssd_serve.recipes.checkpoint import read_checkpoint
+from ssd_serve.settings import EMBEDDED, Mode, Settings
 
-_TUNING_PROMPTS, _TUNING_TOKENS, _WARM_UP_TOKENS = 2, 64, 32
+_TUNING_PROMPTS, _TUNING_TOKENS, _WARM_UP_TOKENS = 8, 48, 32
 _READ_BYTES, _READ_REPEATS = 1 << 30, 9
 
 Say = Callable[[str], None]
@@ -66,6 +68,7 @@ class _Run:
     plan: Plan
     place: Place
     asks: Mapping[float, Sequence[Ask]]
+    tuning_asks: Mapping[float, Sequence[Ask]]
     say: Say
     launches: list[Launch] = field(default_factory=list)
     tuning: list[Launch] = field(default_factory=list)
@@ -87,12 +90,13 @@ def run_peers(
         place = Place(peers, pair, tuple(cores), folder)
         weights = read_weights(pair, read_speed(len(cores)))
         say("choosing prompts")
-        chosen = choose_prompts(plan.temperatures, plan.prompts, plan.tokens, say)
-        asks = {
-            temperature: [Ask(each.tokens, plan.tokens, temperature, each.seed) for each in some.prompts]
-            for temperature, some in chosen.items()
-        }
-        run = _Run(plan, place, asks, say)
+        settings = Settings(mode=Mode.AR, draft=EMBEDDED)
+        chosen = choose_prompts(
+            settings, plan.temperatures, plan.prompts, say, tuning=_TUNING_PROMPTS, tokens=plan.tokens
+        )
+        asks = {when: _asks(some.prompts, plan.tokens, when) for when, some in chosen.items()}
+        tuning = {when: _asks(some.tuning, _TUNING_TOKENS, when) for when, some in chosen.items()}
+        run = _Run(plan, place, asks, tuning, say)
         _interleave(run, _schedule(run))
         builds = peer_builds(place)
     return {
@@ -194,10 +198,6 @@ def _left_out(plan: Plan, peers: Peers) -> list[dict[str, str]]:
 
 def _tune(run: _Run, engine: str) -> dict[Way, tuple[float, ...]]:
     """The fastest speculative way of a peer, and the temperatures at which it is the fastest."""
-    few = {
-        temperature: [_shorter(ask, _TUNING_TOKENS) for ask in asks[:_TUNING_PROMPTS]]
-        for temperature, asks in run.asks.items()
-    }
     found: list[Launch] = []
     if engine == TRANSFORMERS:  # it can change its draft while it runs
         with (
@@ -206,11 +206,11 @@ def _tune(run: _Run, engine: str) -> dict[Way, tuple[float, ...]]:
         ):
             for way in CANDIDATES[engine]:
                 one.use(way)
-                found += _measure(run, one, way, few, 0)
+                found += _measure(run, one, way, run.tuning_asks, 0)
     else:
         for way in CANDIDATES[engine]:
             with _reporting(run, way, "tuning"), launched(way, run.place) as one:
-                found += _measure(run, one, way, few, 0)
+                found += _measure(run, one, way, run.tuning_asks, 0)
     run.tuning += found
     best: dict[Way, tuple[float, ...]] = {}
     for temperature in run.plan.temperatures:
@@ -259,6 +259,10 @@ def _reporting(run: _Run, way: Way, when: str) -> Generator[None]:
     except PeerError as error:
         run.say(f"  {way.label} failed: {error}")
         run.failures.append({"way": way.label, "when": when, "reason": str(error)})
+
+
+def _asks(prompts: Sequence[Prompt], tokens: int, temperature: float) -> list[Ask]:
+    return [Ask(each.tokens, tokens, temperature, each.seed) for each in prompts]
 
 
 def _shorter(ask: Ask, tokens: int) -> Ask:

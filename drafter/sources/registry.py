@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ANY_MODEL = "*"
 SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
+    "ngram": "ssd_serve.drafter.sources.ngram:load_ngram",
 }
 """What loads a source, as `module:function`, by what chooses it: the name that `SSD_DRAFT` gives, or an entry
 of `architectures` in the draft's `config.json`. All other drafts are whole models."""

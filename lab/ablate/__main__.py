@@ -9,9 +9,9 @@ from ssd_serve.bench.document import say
 from ssd_serve.bench.experiment import Report
 from ssd_serve.bench.provenance import DRAFTING
 
-_TEMPERATURES = (0.0, 0.7, 1.0)
+_TEMPERATURES = (0.0, 0.6, 1.0)
 
-MEASURES = ("lab/ablate", "lab/virtual", *DRAFTING)
+MEASURES = ("lab/ablate", "lab/virtual", "bench/rotation.py", *DRAFTING)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ablate", "ways of growing and of choosing at the same draft budget, in virtual time"
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=list(_TEMPERATURES))
-    parser.add_argument("--prompts", type=int, default=16, help="prompts of each way")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts of each way")
     parser.add_argument("--width", type=int, default=32, help="rows of a draft step")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
     return run_experiment(parser, _run, MEASURES, argv)
@@ -33,7 +32,7 @@ def _run(args: argparse.Namespace) -> Report:
     from lab.virtual.pair import embedded_pair
 
     pair, prompts = embedded_pair(args.table)
-    plan = Plan(tuple(args.temperatures), args.prompts, args.tokens, args.width)
+    plan = Plan(tuple(args.temperatures), args.prompts, width=args.width)
     result = run_ablation(pair, prompts, plan, say)
     return Report(result, ablation_table)
 

@@ -1,22 +1,28 @@
 """`python -m lab.ablate`: what each part of the design is worth, one run, the same draft budget.
 
-Growth: best-first live trees (the drafter itself) against uniform trees and SSD's outcome tables. Choice:
-shared noise against rejection sampling. The engine, its decisions and the models are real; time is virtual
-(see `lab.virtual`): forwards take what a device table says, and host work takes nothing. So this compares the
-algorithms, not their implementations, and is not a measurement of any device.
+Growth: best-first live trees (the drafter itself) against the same trees drafted while the verifier waits,
+chains, uniform trees and SSD's outcome tables. Choice: shared noise against rejection sampling. The engine,
+its decisions and the models are real; time is virtual (see `lab.virtual`): forwards take what a device table
+says, and host work takes nothing. So this compares the algorithms, not their implementations, and is not a
+measurement of any device.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 
 from lab.ablate.growth import TableCore, TableShape, UniformCore
 from lab.ablate.rejection import DrawingSource, Drawn, RejectionRounds
-from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, Pair, decode
-from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
+from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, InTurnChannel, Pair, decode
+from ssd_serve.bench.prompts import NEW_TOKENS, Continue, Prompt, choose, refuse_loops
+from ssd_serve.bench.rotation import next_to, rotate, tune
+from ssd_serve.bench.statistics import ratio_interval
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.messages import SamplingParameters
@@ -26,18 +32,18 @@ from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, Ou
 from ssd_serve.verifier.planning.ranking import RankedNode
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
-BEST_FIRST, UNIFORM_TREE, UNIFORM_TABLE, GEOMETRIC_TABLE = (
-    "best-first",
-    "uniform-tree",
-    "uniform-table",
-    "geometric-table",
-)
+BEST_FIRST, SYNCHRONOUS, CHAIN = "best-first", "best-first-synchronous", "chain"
+UNIFORM_TREE, UNIFORM_TABLE, GEOMETRIC_TABLE = "uniform-tree", "uniform-table", "geometric-table"
 SHARED, REJECTION = "shared-noise", "rejection"
+TABLES = (UNIFORM_TABLE, GEOMETRIC_TABLE)
+_FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16)
+_LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to speculate. `fan_out` and `levels` shape a uniform tree, `length` and `fallback` a table."""
+    """One way to speculate. `fan_out` and `levels` shape what is drafted while the verifier waits (0 levels:
+    as many as pay), `length` and `fallback` a table."""
 
     growth: str
     choice: str
@@ -48,30 +54,43 @@ class Way:
 
     @property
     def shape(self) -> str:
-        """For tables and result files; best-first has none."""
+        """For tables and result files; the live tree has none."""
         if self.growth == UNIFORM_TREE:
             return f"{self.fan_out} a node, {self.levels} levels"
-        if self.growth in (UNIFORM_TABLE, GEOMETRIC_TABLE):
+        if self.growth in (CHAIN, SYNCHRONOUS):
+            return f"{self.levels or 'adaptive'} steps"
+        if self.growth in TABLES:
             return f"chains of {self.length}, {self.fallback} after a miss"
         return ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the verifier waits for every draft step."""
+        return self.growth in (CHAIN, SYNCHRONOUS)
+
+    def neighbours(self) -> Iterator["Way"]:
+        """One step to either side in each direction of the shape."""
+        if self.fan_out:
+            yield from (replace(self, fan_out=each) for each in next_to(_FAN_OUTS, self.fan_out))
+        if self.levels:
+            yield from (replace(self, levels=each) for each in next_to(_LEVELS, self.levels))
+        if self.growth in TABLES:
+            yield from (replace(self, length=each) for each in next_to(_LEVELS, self.length))
+            yield from (replace(self, fallback=each) for each in next_to(_LEVELS, self.fallback))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. `width`: rows of a draft step, for all; `candidates`: best guesses of an expanded node."""
+    """What to run. `width`: rows of a draft step, for all; `candidates`: best guesses of an expanded node;
+    `tokens`: new ones of each prompt."""
 
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    prompts: int = 16
-    prompt_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+    prompts: int = 64
+    tuning_prompts: int = 8
+    tokens: int = NEW_TOKENS
     width: int = 32
     candidates: int = 16
     depth: int = 16
-    tuning_prompts: int = 4
-    tuning_tokens: int = 48
-    trees: tuple[tuple[int, int], ...] = ((2, 5), (4, 5), (4, 7))
-    """Fan-outs and levels of uniform trees to choose from."""
-    tables: tuple[tuple[int, int], ...] = ((4, 3), (8, 4), (10, 6))
-    """Chain lengths, and lengths after a miss, of tables to choose from."""
 
 
 class AfterMiss:
@@ -94,8 +113,23 @@ class AfterMiss:
         """Nothing to learn."""
 
 
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One continuation: `ready` has the depth of what was ready when each of its rounds began."""
+
+    decoded: Decoded
+    ready: tuple[int, ...]
+    draft_steps: int
+    draft_rows: int
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.decoded.decoded / self.decoded.seconds
+
+
 class Run:
-    """A fresh engine and drafter of one way; counts what was ready when rounds began."""
+    """A fresh engine and drafter of one way."""
 
     def __init__(self, pair: Pair, plan: Plan, way: Way, temperature: float) -> None:
         self._way, self._plan, self._temperature = way, plan, temperature
@@ -110,57 +144,51 @@ class Run:
             )
         self._engine, planner = pair.engine(self._clock, self._policy(), plan.width, rounds)
         planner.before = self._begin_round
-        if way.growth in (UNIFORM_TABLE, GEOMETRIC_TABLE):
+        if way.growth in TABLES:
             planner.pick = self._chain
         core = self._core(pair, drawn, facts.eos_token_ids)
-        self._engine.drafters.connect(VirtualChannel(self._clock, core, self._draft, pair.hello()))
+        channel: Channel = VirtualChannel(self._clock, core, self._draft, pair.hello())
+        if isinstance(core, DrafterCore) and way.waits:
+            channel = InTurnChannel(self._clock, core, self._draft, pair.hello())
+        self._engine.drafters.connect(channel, synchronous=way.waits)
         self._engine.drafters.drain({})
         self._number = 0
-        self.ready: list[int] = []
-        """Depth of what was ready, in the rounds since the last `text` began."""
+        self._ready: list[int] = []
 
-    def text(self, prompt: Prompt, tokens: int) -> Decoded:
+    def text(self, prompt: Prompt) -> Text:
         """The continuation of a prompt."""
         self._number += 1
-        self.ready = []
+        self._ready = []
         self._draft.forwards = self._draft.rows = 0
-        parameters = SamplingParameters(temperature=self._temperature, max_tokens=tokens, ignore_eos=True)
-        return decode(self._engine, self._clock, self._number, prompt, parameters)
-
-    @property
-    def draft_steps(self) -> int:
-        """Draft steps of the last text."""
-        return self._draft.forwards
-
-    @property
-    def draft_rows(self) -> int:
-        """Rows of those steps, its prompt included."""
-        return self._draft.rows
+        parameters = SamplingParameters(
+            temperature=self._temperature, max_tokens=self._plan.tokens, ignore_eos=True
+        )
+        decoded = decode(self._engine, self._clock, self._number, prompt, parameters)
+        rows = self._draft.rows - len(prompt.tokens)
+        return Text(decoded, tuple(self._ready), self._draft.forwards, rows)
 
     def _policy(self) -> GrowPolicy:
-        if self._way.growth == BEST_FIRST:
-            return WhenItPays(concurrent=True)
-        if self._way.growth == UNIFORM_TREE:
+        if self._way.growth in TABLES:
+            return AfterMiss(self._way.fallback)
+        if self._way.levels:
             return FixedSteps(self._way.levels)
-        return AfterMiss(self._way.fallback)
+        return WhenItPays(concurrent=not self._way.waits)
 
     def _core(self, pair: Pair, drawn: Drawn, ends: tuple[int, ...]) -> Core:
         plan, way, pool = self._plan, self._way, SlotPool(DRAFT_SLOTS)
-        tables = way.growth in (UNIFORM_TABLE, GEOMETRIC_TABLE)
+        candidates = 1 if way.growth == CHAIN else plan.candidates
+        source = ModelSource(self._draft, pool, pair.noise(), candidates)
         if way.choice == REJECTION:
-            draws = 1 if tables else plan.candidates
-            source: ModelSource = DrawingSource(
-                self._draft, pool, pair.noise(), plan.candidates, draws, drawn
-            )
-        else:
-            source = ModelSource(self._draft, pool, pair.noise(), plan.candidates)
-        if way.growth == BEST_FIRST:
-            limits = GrowthLimits(plan.width, plan.candidates, plan.depth, TREE_NODES)
-            return build_core(CoreParts(guesses=source, limits=limits, ends=ends, name=BEST_FIRST))
+            draws = 1 if way.growth in TABLES else candidates
+            source = DrawingSource(self._draft, pool, pair.noise(), candidates, draws, drawn)
         if way.growth == UNIFORM_TREE:
             return UniformCore(source, plan.width, way.fan_out, way.levels)
-        shape = TableShape(way.length, way.fallback, way.growth == GEOMETRIC_TABLE)
-        return TableCore(source, plan.width, plan.candidates, shape)
+        if way.growth in TABLES:
+            shape = TableShape(way.length, way.fallback, way.growth == GEOMETRIC_TABLE)
+            return TableCore(source, plan.width, plan.candidates, shape)
+        width = 1 if way.growth == CHAIN else plan.width
+        limits = GrowthLimits(width, candidates, plan.depth, TREE_NODES)
+        return build_core(CoreParts(guesses=source, limits=limits, ends=ends, name=way.growth))
 
     def _begin_round(self, parts: Sequence[ScheduledChunk]) -> None:
         """Note what has been drafted below the root when the round begins."""
@@ -169,7 +197,7 @@ class Run:
             if part.request.decoding and replica is not None:
                 if self._way.growth == UNIFORM_TREE:  # thrown away on both sides
                     replica.tree = SpeculationTree(replica.tree.root.name, TREE_NODES)
-                self.ready.append(replica.tree.ready_depth())
+                self._ready.append(replica.tree.ready_depth())
 
     def _chain(self, parts: Sequence[ScheduledChunk]) -> list[RankedNode]:
         """What a table verifies: the chain of first guesses."""
@@ -193,15 +221,14 @@ def run_ablation(
     """`{"benchmark", "plan", "results", ...}`: a row for each temperature, growth and choice."""
     rows: list[dict[str, object]] = []
     for temperature in plan.temperatures:
-        chosen, loops = _choose(pair, prompts, plan, temperature)
-        say(f"temperature {temperature:g}: {len(chosen)} prompts, {loops} of them loops")
-        for way in _ways(pair, chosen, plan, temperature, say):
-            row = measure(pair, plan, way, temperature, chosen)
-            rows.append(row | {"loops_kept": loops})
-            say(
-                f"  {way.growth}, {way.choice}: {row['tokens_per_round']} tokens a round, "
-                f"{row['tokens_per_s']} tokens/s"
-            )
+        chosen = choose(prompts, plan.prompts, plan.tuning_prompts, _plainly(pair, plan, temperature))
+        say(f"temperature {temperature:g}: {chosen.left_out:.0%} of the prompts left out, because they loop")
+        ways = _ways(pair, chosen.tuning, plan, temperature, say)
+        texts = _texts(pair, plan, ways, chosen.prompts, temperature)
+        for way, some in texts.items():
+            refuse_loops(way.growth, chosen.prompts, (text.decoded.tokens for text in some))
+            rows.append(_row(temperature, way, some, texts[ways[0]]))
+            say(f"  {way.growth}, {way.choice}, {way.shape}: {rows[-1]['tokens_per_s']} tokens/s")
     return {
         "benchmark": "ablate",
         "time": "virtual: forwards take what a device table says and host work nothing; "
@@ -213,96 +240,74 @@ def run_ablation(
     }
 
 
-def measure(
-    pair: Pair, plan: Plan, way: Way, temperature: float, prompts: Sequence[Prompt]
-) -> dict[str, object]:
-    """Figures of one way over these prompts, after one of them that is not counted."""
-    run = Run(pair, plan, way, temperature)
-    run.text(prompts[0], plan.prompt_tokens)
-    texts: list[Decoded] = []
-    ready: list[int] = []
-    steps = draft_rows = 0
-    for prompt in prompts:
-        texts.append(run.text(prompt, plan.prompt_tokens))
-        ready += run.ready
-        steps += run.draft_steps
-        draft_rows += run.draft_rows - len(prompt.tokens)
-    rounds = max(1, sum(text.figures.rounds for text in texts))
+def _texts(
+    pair: Pair, plan: Plan, ways: Sequence[Way], prompts: Sequence[Prompt], temperature: float
+) -> dict[Way, list[Text]]:
+    runs = {way: Run(pair, plan, way, temperature) for way in ways}
+    return rotate(ways, prompts, lambda way, prompt: runs[way].text(prompt))
+
+
+def _row(temperature: float, way: Way, texts: Sequence[Text], live: Sequence[Text]) -> dict[str, object]:
+    rounds = max(1, sum(text.decoded.figures.rounds for text in texts))
+    ready = [depth for text in texts for depth in text.ready]
+    steps, tokens = sum(text.draft_steps for text in texts), sum(text.decoded.decoded for text in texts)
+    ratio = ratio_interval([mine.speed / other.speed for mine, other in zip(live, texts, strict=True)])
     return {
         "temperature": temperature,
         "growth": way.growth,
         "choice": way.choice,
         "shape": way.shape,
         "prompts": len(texts),
-        "tokens": sum(text.decoded for text in texts),
+        "tokens": tokens,
         "rounds": rounds,
         "hit_rate": round(sum(depth > 0 for depth in ready) / max(1, len(ready)), 4),
         "ready_depth": round(statistics.mean(ready), 3) if ready else 0.0,
-        "tokens_per_round": round(sum(text.decoded for text in texts) / rounds, 3),
+        "tokens_per_round": round(tokens / rounds, 3),
         "tokens_per_s": round(_speed(texts), 2),
-        "verified_per_round": round(sum(text.figures.drafted for text in texts) / rounds, 2),
+        "live": asdict(ratio) if ratio is not None and texts is not live else None,
+        "verified_per_round": round(sum(text.decoded.figures.drafted for text in texts) / rounds, 2),
         "draft_steps_per_round": round(steps / rounds, 2),
-        "rows_per_draft_step": round(draft_rows / max(1, steps), 2),
+        "rows_per_draft_step": round(sum(text.draft_rows for text in texts) / max(1, steps), 2),
     }
 
 
-def _speed(texts: Sequence[Decoded]) -> float:
-    return sum(text.decoded for text in texts) / sum(text.seconds for text in texts)
+def _speed(texts: Sequence[Text]) -> float:
+    return sum(text.decoded.decoded for text in texts) / sum(text.decoded.seconds for text in texts)
 
 
-def _choose(
-    pair: Pair, prompts: Sequence[Prompt], plan: Plan, temperature: float
-) -> tuple[list[Prompt], int]:
-    """Prompts whose continuation is no loop, the least repetitive others where these are too few; how many of
-    those."""
-    clock = Clock()
+def _plainly(pair: Pair, plan: Plan, temperature: float) -> Continue:
+    clock, numbers = Clock(), count()
     plain, _ = pair.engine(clock, Never(), plan.width)
-    parameters = SamplingParameters(temperature=temperature, max_tokens=plan.prompt_tokens, ignore_eos=True)
-    tried: list[tuple[float, Prompt]] = []
-    fine = 0
-    for number, prompt in enumerate(prompts):
-        share = repeated_share(decode(plain, clock, number, prompt, parameters).tokens)
-        tried.append((share, prompt))
-        fine += share <= MAX_REPEATED
-        if fine >= plan.prompts:
-            break
-    kept = sorted(tried, key=lambda item: max(item[0], MAX_REPEATED))[: plan.prompts]
-    return [prompt for _, prompt in kept], sum(share > MAX_REPEATED for share, _ in kept)
+    parameters = SamplingParameters(temperature=temperature, max_tokens=plan.tokens, ignore_eos=True)
+    return lambda some: [decode(plain, clock, next(numbers), each, parameters).tokens for each in some]
+
+
+def shapes(growth: str, choice: str) -> list[Way]:
+    """Where the tuning of a way begins; the live tree has nothing to tune."""
+    way = Way(growth, choice)
+    if growth == UNIFORM_TREE:
+        return [replace(way, fan_out=fan, levels=levels) for fan, levels in ((2, 5), (4, 5), (4, 7))]
+    if growth in TABLES:
+        return [replace(way, length=length, fallback=after) for length, after in ((4, 3), (8, 4), (10, 6))]
+    levels = {CHAIN: (2, 4, 8), SYNCHRONOUS: (0, 2, 4)}.get(growth, (0,))
+    return [replace(way, levels=each) for each in levels]
 
 
 def _ways(
     pair: Pair, prompts: Sequence[Prompt], plan: Plan, temperature: float, say: Callable[[str], None]
 ) -> list[Way]:
-    """All ways of a temperature, those with a shape in their best one. At temperature 0 nothing is drawn, and
-    rejection sampling accepts what shared noise accepts."""
-    ways: list[Way] = []
+    """All ways of a temperature in their best shapes, the live tree first. At temperature 0 nothing is drawn,
+    and rejection sampling accepts what shared noise accepts."""
+
+    def speeds(ways: Sequence[Way], some: Sequence[Prompt]) -> dict[Way, float]:
+        return {way: _speed(texts) for way, texts in _texts(pair, plan, ways, some, temperature).items()}
+
+    found: list[Way] = []
     for choice in (SHARED, REJECTION) if temperature > 0 else (SHARED,):
-        shaped = [
-            [Way(UNIFORM_TREE, choice, fan_out=fan, levels=levels) for fan, levels in plan.trees],
-            *(
-                [Way(growth, choice, length=length, fallback=fallback) for length, fallback in plan.tables]
-                for growth in (UNIFORM_TABLE, GEOMETRIC_TABLE)
-            ),
-        ]
-        ways.append(Way(BEST_FIRST, choice))
-        ways += [_best(pair, prompts, plan, temperature, each, say) for each in shaped]
-    return ways
-
-
-def _best(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    plan: Plan,
-    temperature: float,
-    ways: Sequence[Way],
-    say: Callable[[str], None],
-) -> Way:
-    """The fastest of these on a few of the prompts."""
-    speeds: dict[Way, float] = {}
-    for way in ways:
-        run = Run(pair, plan, way, temperature)
-        speeds[way] = _speed(
-            [run.text(prompt, plan.tuning_tokens) for prompt in prompts[: plan.tuning_prompts]]
-        )
-    say("  " + ", ".join(f"{way.growth} {way.shape}: {speed:.1f}" for way, speed in speeds.items()))
-    return max(speeds, key=speeds.__getitem__)
+        for growth in (BEST_FIRST, SYNCHRONOUS, CHAIN, UNIFORM_TREE, *TABLES):
+            best, tried = tune(shapes(growth, choice), Way.neighbours, speeds, prompts)
+            found.append(best)
+            if tried:
+                told = ", ".join(f"{way.shape}: {speed:.1f}" for way, speed in tried.items())
+                say(f"  {growth}, {choice}: {told}")
+    return found

@@ -5,14 +5,17 @@ from collections.abc import Mapping
 import msgspec
 
 from ssd_serve.bench.document import read_as
+from ssd_serve.bench.statistics import Interval
 from ssd_serve.bench.tables import markdown_table
 
 _HEAD = (
     *("T", "growth", "choice", "hit rate", "ready depth", "tokens a round", "tokens/s (virtual)"),
-    *("verified nodes", "draft steps", "rows a step", "shape"),
+    *("the live tree is faster by", "that is", "verified nodes", "draft steps", "rows a step", "shape"),
 )
 _NAMES = {
     "best-first": "best-first, live tree",
+    "best-first-synchronous": "best-first, in turns",
+    "chain": "chain, in turns",
     "uniform-tree": "uniform tree, thrown away",
     "uniform-table": "outcome table, uniform",
     "geometric-table": "outcome table, geometric",
@@ -37,6 +40,8 @@ class Row(msgspec.Struct, frozen=True):
     verified_per_round: float
     draft_steps_per_round: float
     rows_per_draft_step: float
+    live: Interval | None = None
+    """Tokens/s of the live tree under shared noise over these, prompt by prompt."""
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -67,6 +72,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.ready_depth:.2f}",
         f"{row.tokens_per_round:.2f}",
         f"{row.tokens_per_s:.1f}",
+        *(("", "") if row.live is None else (str(row.live), row.live.verdict.value)),
         f"{row.verified_per_round:.1f}",
         f"{row.draft_steps_per_round:.1f}",
         f"{row.rows_per_draft_step:.1f}",

@@ -12,7 +12,7 @@ import numpy as np
 
 from lab.calibration.figures import Reliability, reliability
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, TimedModel, decode
-from ssd_serve.bench.prompts import MAX_REPEATED, Prompt, repeated_share
+from ssd_serve.bench.prompts import LOOP, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
@@ -185,7 +185,7 @@ def _temperature(
         if warm < plan.warm_up:
             warm += len(text)
             continue
-        if repeated_share(text) > MAX_REPEATED:
+        if repeated_share(text) > LOOP:
             loops += 1
             continue
         tokens, texts = tokens + len(text), texts + 1

@@ -14,7 +14,7 @@ from ssd_serve.devices import parse_device, this_machine
 
 _MODES = Path("bench/results/modes.json")
 
-MEASURES = ("lab/roofline", "kernels", "bench/results/modes.json")
+MEASURES = ("lab/roofline", "kernels")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,8 +15,10 @@ import msgspec
 
 from ssd_serve.bench.document import read_file
 from ssd_serve.bench.machine import hardware
+from ssd_serve.bench.modes_result import Row
 from ssd_serve.bench.tables import markdown_table
 from ssd_serve.bench.workload import BALLAST_HIDDEN, TARGET_LAYERS
+from ssd_serve.devices import parse_device
 from ssd_serve.errors import UserError
 from ssd_serve.models.architectures.registry import describe
 from ssd_serve.models.config import read_json
@@ -28,28 +30,12 @@ from ssd_serve.recipes.ballast import Sizes, enlarged, enlarged_config
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_REAL = ("real", "real-both-cores")
-
-
-class ModeRow(msgspec.Struct, frozen=True):
-    """What is read of one line of a result of `ssd bench modes`."""
-
-    setting: str
-    mode: str
-    shape: str
-    temperature: float
-    tokens_per_s: float
-    tokens_per_round: float
-    nodes_per_round: float
-    forward_share: float
-    wait_share: float
-    host_share: float
 
 
 class ModesResult(msgspec.Struct, frozen=True):
-    """What is read of the whole file."""
+    """What is read of a result of `ssd bench modes`."""
 
-    results: list[ModeRow]
+    results: list[Row]
     hardware: dict[str, object]
 
 
@@ -76,13 +62,16 @@ class Distance:
 
 
 def distances(
-    rows: Sequence[ModeRow], roofs: Mapping[str, Roof], weight_bytes: float, flops_per_row: float
+    rows: Sequence[Row], roofs: Sequence[Roof], weight_bytes: float, flops_per_row: float
 ) -> list[Distance]:
-    """Every row whose setting has a roof. One request: a round is its root and its nodes."""
+    """Every row of real devices whose number of cores has a roof; a GPU is 0 of them. One request: a round is
+    its root and its nodes."""
     found: list[Distance] = []
+    by_cores = {roof.cores: roof for roof in roofs}
     for row in rows:
-        roof = roofs.get(row.setting)
-        if roof is None:
+        device = parse_device(row.target)
+        roof = by_cores.get(len(device.indices) if device.kind == "cpu" else 0)
+        if roof is None or row.setting != "real":
             continue
         verified = 1 + row.nodes_per_round
         min_s = roof.seconds(weight_bytes, verified * flops_per_row)
@@ -136,8 +125,7 @@ def run_roofline(
         else:
             sizes = model_sizes(target, device=device, dtype=dtype)
             elements, weight_bytes = sizes.elements, sizes.matrix_bytes
-        by_setting = _roofs_by_setting(roofs, device)
-        rows = distances(found.results, by_setting, weight_bytes, 2.0 * elements)
+        rows = distances(found.results, roofs, weight_bytes, 2.0 * elements)
         result["target"] = {"weight_bytes": weight_bytes, "flops_per_row": 2 * elements}
         result["modes_file"] = modes.name
         result["distances"] = [asdict(row) for row in rows]
@@ -236,15 +224,6 @@ def _roof(roof: Roof) -> dict[str, object]:
             str(rows): round(1e-9 / seconds, 3) for rows, seconds in roof.seconds_per_byte.items()
         },
     }
-
-
-def _roofs_by_setting(roofs: Sequence[Roof], device: str) -> dict[str, Roof]:
-    """`real` gives the target one core, `real-both-cores` two; a GPU is one device in both."""
-    if device != "cpu":
-        return dict.fromkeys(_REAL, roofs[0])
-    by_cores = {roof.cores: roof for roof in roofs}
-    wanted = {"real": 1, "real-both-cores": 2}
-    return {setting: by_cores[count] for setting, count in wanted.items() if count in by_cores}
 
 
 def _same_machine(path: Path, theirs: Mapping[str, object]) -> None:

@@ -11,6 +11,8 @@ from typing import cast
 
 from ssd_serve.bench.device_tables import DeviceTable, StepTimes, forward_of
 from ssd_serve.bench.prompts import Prompt
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
@@ -20,6 +22,7 @@ from ssd_serve.messages import (
     Committed,
     Figures,
     Finished,
+    Growth,
     Hello,
     SamplingParameters,
     Submit,
@@ -27,7 +30,7 @@ from ssd_serve.messages import (
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.plan.forwards import Forward
-from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, VirtualRounds
+from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, Timed, VirtualRounds
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
@@ -71,6 +74,20 @@ class TimedModel(WrappedModel):
         """Seconds noted since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+class InTurnChannel(InlineChannel):
+    """The end of a channel to a drafter that works while the verifier waits, and only then."""
+
+    def __init__(self, clock: Clock, core: DrafterCore, timed: Timed, hello: Hello) -> None:
+        super().__init__(core, hello, clock)
+        self._virtual = clock
+        self._timed = timed
+
+    def draft(self) -> list[Growth]:
+        growth = super().draft()
+        self._virtual.advance(self._virtual.now + self._timed.take_seconds())
+        return growth
 
 
 class ObservedPlanner(RoundPlanner):

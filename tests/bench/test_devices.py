@@ -15,8 +15,8 @@ from ssd_serve.bench.lossless import rig as lossless_rig
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, Pair, run_case
-from ssd_serve.bench.modes import CORES
 from ssd_serve.bench.rig import Rig, Way
+from ssd_serve.bench.stage import CORES
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli.main import main
 from ssd_serve.devices import Device, Machine

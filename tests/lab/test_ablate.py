@@ -6,15 +6,16 @@ import pytest
 
 from lab.ablate.experiment import (
     BEST_FIRST,
+    CHAIN,
     GEOMETRIC_TABLE,
     REJECTION,
     SHARED,
+    SYNCHRONOUS,
     UNIFORM_TABLE,
     UNIFORM_TREE,
     Plan,
     Run,
     Way,
-    measure,
     run_ablation,
 )
 from lab.ablate.report import ablation_table
@@ -26,17 +27,16 @@ pytestmark = pytest.mark.slow
 PLAN = Plan(
     temperatures=(0.0, 1.0),
     prompts=2,
-    prompt_tokens=24,
+    tuning_prompts=2,
+    tokens=24,
     width=8,
     candidates=4,
     depth=6,
-    tuning_prompts=1,
-    tuning_tokens=8,
-    trees=((2, 3),),
-    tables=((3, 2),),
 )
 SHAPES: dict[str, dict[str, int]] = {
     BEST_FIRST: {},
+    SYNCHRONOUS: {},
+    CHAIN: {"levels": 3},
     UNIFORM_TREE: {"fan_out": 2, "levels": 3},
     UNIFORM_TABLE: {"length": 3, "fallback": 2},
     GEOMETRIC_TABLE: {"length": 3, "fallback": 2},
@@ -50,15 +50,16 @@ def way(growth: str, choice: str = SHARED) -> Way:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_under_shared_noise_the_text_does_not_depend_on_growth(temperature: float) -> None:
     pair, (prompt,) = fake_pair(), fake_prompts(1)
-    texts = {growth: Run(pair, PLAN, way(growth), temperature).text(prompt, 40).tokens for growth in SHAPES}
+    runs = {growth: Run(pair, PLAN, way(growth), temperature) for growth in SHAPES}
+    texts = {growth: run.text(prompt).decoded.tokens for growth, run in runs.items()}
     assert len(set(texts.values())) == 1
-    assert len(texts[BEST_FIRST]) == 40
+    assert len(texts[BEST_FIRST]) == PLAN.tokens
 
 
 def test_nothing_but_waits_is_added_to_the_forwards() -> None:
     pair, prompts = fake_pair(), fake_prompts(1)
     for growth in SHAPES:
-        text = Run(pair, PLAN, way(growth), 1.0).text(prompts[0], 40)
+        text = Run(pair, PLAN, way(growth), 1.0).text(prompts[0]).decoded
         forwards = text.figures.rounds * TARGET_S
         assert forwards <= text.seconds * 1.0001
         if growth == UNIFORM_TREE:  # every round waits for all its levels
@@ -67,34 +68,40 @@ def test_nothing_but_waits_is_added_to_the_forwards() -> None:
 
 @pytest.mark.parametrize("choice", [SHARED, REJECTION])
 @pytest.mark.parametrize("growth", list(SHAPES))
-def test_every_way_has_figures_and_repeats_them(growth: str, choice: str) -> None:
-    first, second = (measure(fake_pair(), PLAN, way(growth, choice), 1.0, fake_prompts(2)) for _ in range(2))
+def test_every_way_drafts_and_repeats_itself(growth: str, choice: str) -> None:
+    runs = [Run(fake_pair(), PLAN, way(growth, choice), 1.0) for _ in range(2)]
+    first, second = ([run.text(prompt) for prompt in fake_prompts(2)] for run in runs)
     assert first == second
-    assert cast(float, first["tokens_per_round"]) > 1.2
-    assert cast(float, first["rows_per_draft_step"]) <= PLAN.width + 4  # and what is fed again
-    if growth == UNIFORM_TREE:
-        assert first["hit_rate"] == first["ready_depth"] == 0
-    else:
-        assert 0 < cast(float, first["hit_rate"]) < 1
+    rounds = sum(text.decoded.figures.rounds for text in first)
+    assert sum(text.decoded.decoded for text in first) > 1.2 * rounds
+    rows = 1 if growth == CHAIN else PLAN.width
+    assert all(text.draft_rows <= (rows + 4) * text.draft_steps for text in first)  # and what is fed again
+    ready = [depth > 0 for text in first for depth in text.ready]
+    if growth in (UNIFORM_TREE, CHAIN):
+        assert not any(ready)
+    elif growth != SYNCHRONOUS:
+        assert 0 < sum(ready) < len(ready)
 
 
 def test_a_table_verifies_one_chain() -> None:
-    run = Run(fake_pair(), PLAN, way(GEOMETRIC_TABLE), 1.0)
-    text = run.text(fake_prompts(1)[0], 40)
+    text = Run(fake_pair(), PLAN, way(GEOMETRIC_TABLE), 1.0).text(fake_prompts(1)[0]).decoded
     assert 0 < text.figures.drafted <= 3 * text.figures.rounds
 
 
 def test_a_run_compares_all_ways_and_says_that_time_is_virtual() -> None:
     said: list[str] = []
-    result = run_ablation(fake_pair(), fake_prompts(6), PLAN, said.append)
+    result = run_ablation(fake_pair(), fake_prompts(40), PLAN, said.append)
     rows = cast(list[dict[str, Any]], result["results"])
     ways = [(row["temperature"], row["growth"], row["choice"]) for row in rows]
     assert ways == [(0.0, growth, SHARED) for growth in SHAPES] + [
         (1.0, growth, choice) for choice in (SHARED, REJECTION) for growth in SHAPES
     ]
+    assert all(
+        (row["live"] is None) == (row["growth"] == BEST_FIRST and row["choice"] == SHARED) for row in rows
+    )
     table = ablation_table(result)
     assert "virtual" in table
-    assert table.count("rejection sampling |") == 4
+    assert table.count("rejection sampling |") == 6
     assert result["plain_tokens_per_s"] == 50.0
     assert said
 

@@ -3,17 +3,20 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from lab.roofline import experiment
 from lab.roofline.__main__ import main
-from lab.roofline.experiment import ModeRow, distances, page, run_roofline
+from lab.roofline.experiment import distances, page, run_roofline
 from ssd_serve.bench.machine import hardware
+from ssd_serve.bench.modes_result import Row
 from ssd_serve.errors import UserError
 from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.weights import linear
 from ssd_serve.plan.roof import Effort, Roof, measure_roof
+from tests.bench.modes_rows import modes_row
 from tests.models.fp8_checkpoints import FORMS, write
 
 WEIGHTS = 400e6
@@ -22,8 +25,18 @@ ONE_CORE = Roof(1, "bfloat16", {1: 1 / 40e9, 8: 1 / 20e9}, 100e9)
 """Weights are read in 10 ms; a row computes for 4 ms."""
 
 
-def row(mode: str, tokens_per_s: float, tokens: float, nodes: float, forward: float = 0.9) -> ModeRow:
-    return ModeRow("real", mode, mode, 0.0, tokens_per_s, tokens, nodes, forward, 0.0, 1 - forward)
+def row(
+    mode: str, tokens_per_s: float, tokens: float, nodes: float, setting: str = "real", target: str = "cpu:0"
+) -> Row:
+    return modes_row(
+        mode,
+        tokens_per_s,
+        setting=setting,
+        target=target,
+        tokens_per_round=tokens,
+        nodes_per_round=nodes,
+        forward_share=0.9,
+    )
 
 
 def test_a_roof_is_the_longer_of_reading_and_computing() -> None:
@@ -34,7 +47,7 @@ def test_a_roof_is_the_longer_of_reading_and_computing() -> None:
 
 def test_plain_decoding_is_measured_against_reading_the_weights_once() -> None:
     """80 tokens/s where 100 are possible; the forward, nine tenths of 12.5 ms, could take 10 ms."""
-    (found,) = distances([row("ar", 80.0, 1.0, 0.0)], {"real": ONE_CORE}, WEIGHTS, FLOPS)
+    (found,) = distances([row("ar", 80.0, 1.0, 0.0)], [ONE_CORE], WEIGHTS, FLOPS)
     assert found.roof_tokens_per_s == pytest.approx(100.0)
     assert found.reached == pytest.approx(0.8)
     assert found.forward_reached == pytest.approx(0.8 / 0.9)
@@ -42,21 +55,21 @@ def test_plain_decoding_is_measured_against_reading_the_weights_once() -> None:
 
 
 def test_a_round_of_several_tokens_has_a_roof_as_many_times_higher() -> None:
-    (found,) = distances([row("ssd", 150.0, 3.0, 1.0)], {"real": ONE_CORE}, WEIGHTS, FLOPS)
+    (found,) = distances([row("ssd", 150.0, 3.0, 1.0)], [ONE_CORE], WEIGHTS, FLOPS)
     assert found.rows_per_round == 2.0
     assert found.roof_tokens_per_s == pytest.approx(300.0)
     assert found.reached == pytest.approx(0.5)
 
 
 def test_many_nodes_are_bound_by_computing() -> None:
-    (found,) = distances([row("ssd", 100.0, 4.0, 9.0)], {"real": ONE_CORE}, WEIGHTS, FLOPS)
+    (found,) = distances([row("ssd", 100.0, 4.0, 9.0)], [ONE_CORE], WEIGHTS, FLOPS)
     assert found.bound_by == "computing"
     assert found.roof_tokens_per_s == pytest.approx(4.0 / 0.040)
 
 
-def test_settings_without_a_roof_are_left_out() -> None:
-    emulated = ModeRow("emulated", "ar", "ar", 0.0, 50.0, 1.0, 0.0, 0.9, 0.0, 0.1)
-    assert distances([emulated], {"real": ONE_CORE}, WEIGHTS, FLOPS) == []
+def test_rows_without_a_roof_are_left_out() -> None:
+    emulated, wider = row("ar", 50.0, 1.0, 0.0, "emulated"), row("ar", 50.0, 1.0, 0.0, target="cpu:0-1")
+    assert distances([emulated, wider], [ONE_CORE], WEIGHTS, FLOPS) == []
 
 
 def test_a_roof_is_measured_and_threads_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +88,9 @@ def test_a_roof_is_measured_and_threads_stay_as_they_were(monkeypatch: pytest.Mo
 
 def result_file(folder: Path, **changes: object) -> Path:
     """A small result of `ssd bench modes`, measured here unless `changes` say otherwise."""
-    line = {
-        "mode": "ar",
-        "shape": "ar",
-        "temperature": 0.0,
-        "tokens_per_s": 60.0,
-        "tokens_per_round": 1.0,
-        "nodes_per_round": 0.0,
-        "forward_share": 0.96,
-        "wait_share": 0.0,
-        "host_share": 0.04,
-    }
-    settings = ("real", "real-both-cores", "emulated")
-    content = {"results": [line | {"setting": each} for each in settings], "hardware": hardware() | changes}
+    where = (("real", "cpu:0"), ("real", "cpu:0-1"), ("emulated", "cpu:0"))
+    rows = [msgspec.to_builtins(row("ar", 60.0, 1.0, 0.0, *each)) for each in where]
+    content = {"results": rows, "hardware": hardware() | changes}
     path = folder / "modes.json"
     path.write_text(json.dumps(content))
     return path
@@ -104,7 +107,7 @@ def test_the_page_compares_real_settings_with_the_roof_of_their_cores(
     result = run_roofline(result_file(tmp_path), None, "cpu", "bf16", (0, 1))
     found = result["distances"]
     assert isinstance(found, list)
-    assert [(each["setting"], each["cores"]) for each in found] == [("real", 1), ("real-both-cores", 2)]
+    assert [each["cores"] for each in found] == [1, 2]
     assert found[1]["roof_tokens_per_s"] == pytest.approx(2 * found[0]["roof_tokens_per_s"])
     text = page(json.loads(json.dumps(result | {"hardware": {}, "versions": {}})))
     assert f"| {found[0]['roof_tokens_per_s']:.1f} | {found[0]['reached']:.2f} |" in text

@@ -1,0 +1,122 @@
+"""The modes on a stage whose truth is known: the right way wins, ties are not shown, loops end it."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from ssd_serve.bench.modes import PLAIN, SSD, Entry, Share, neighbours, run_modes, shapes
+from ssd_serve.bench.modes_result import Row
+from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, Prompt
+from ssd_serve.bench.rig import Way
+from ssd_serve.bench.statistics import Verdict
+from ssd_serve.bench.timed_request import Sample
+from ssd_serve.errors import SsdError
+from ssd_serve.messages import Figures
+
+PROMPTS = tuple(Prompt(f"file {number}", (number,), number) for number in range(72))
+CHOSEN = Chosen(PROMPTS[8:], PROMPTS[:8], 0.1)
+BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 10}
+SPEEDS = {"ar": 50.0, "ngram": 70.0, "sd-chain": 80.0, "sd-tree": 100.0, "ssd": 150.0}
+
+
+class FakeStage:
+    """A way gives its speed, less where its shape is not the best one; two cores give as much more as
+    `wider`. Prompts are of different worth to all, the machine drifts, and each run has its noise."""
+
+    setting, fan_out = "real", 16
+    beside = Share("cpu:0", "cpu:1", 2)
+    alone: Sequence[Share] = (Share("cpu:0", "", 1), Share("cpu:0-1", "", 2))
+
+    def __init__(self, wider: float = 1.2, noise: float = 0.05, loops: str = "") -> None:
+        self._wider, self._noise, self._loops = wider, noise, loops
+        self._chance = random.Random(11)
+        self._drift = 1.0
+        self.runs: list[tuple[Entry, Prompt]] = []
+
+    def run(self, entry: Entry, prompt: Prompt, temperature: float) -> Sample:
+        self.runs.append((entry, prompt))
+        way = entry.way
+        self._drift *= 0.9995
+        speed = SPEEDS[way.mode] * self._drift * (1 + prompt.seed % 7 / 10)
+        speed *= math.exp(self._chance.gauss(0, self._noise))
+        if way.mode in BEST_STEPS and way.steps:
+            speed *= 1 - 0.1 * abs(math.log(way.steps / BEST_STEPS[way.mode]))
+        elif way.mode in BEST_STEPS:
+            speed *= 0.8
+        if entry.share.target == "cpu:0-1":
+            speed *= self._wider
+        tokens = [1] * NEW_TOKENS if way.mode == self._loops else list(range(NEW_TOKENS))
+        seconds = NEW_TOKENS / speed
+        figures = Figures(tokens=NEW_TOKENS, rounds=16, drafted=64, accepted=32, hits=12, misses=4)
+        return Sample(
+            tuple(tokens), NEW_TOKENS, seconds, 0.9 * seconds, 0.05 * seconds, 0.05 * seconds, figures
+        )
+
+
+def run(stage: FakeStage) -> list[Row]:
+    return run_modes(stage, {0.6: CHOSEN}, lambda _text: None)
+
+
+def test_all_ways_on_all_shares_run_every_prompt_once_and_tuning_has_its_own() -> None:
+    stage = FakeStage()
+    rows = run(stage)
+    modes = ["ar", "ngram", "sd-chain", "sd-tree"]
+    expected = (
+        [("cpu:0", mode) for mode in modes] + [("cpu:0-1", mode) for mode in modes] + [("cpu:0", "ssd")]
+    )
+    assert [(row.target, row.mode) for row in rows] == expected
+    assert {row.requests for row in rows} == {64}
+    counted = Counter(stage.runs[-9 * 64 :])
+    assert set(counted.values()) == {1}
+    assert {prompt for _, prompt in counted} == set(CHOSEN.prompts)
+    assert {prompt for _, prompt in stage.runs[: -9 * 65]} == set(CHOSEN.tuning)
+
+
+def test_the_best_shape_is_found_beyond_where_the_tuning_began() -> None:
+    for row in run(FakeStage(noise=0.01)):
+        best = BEST_STEPS.get(row.mode)
+        if best is not None:
+            steps = int(row.shape.split()[-1])
+            assert abs(math.log(steps / best)) < 0.25
+            assert row.shape in row.tuned
+
+
+def test_ratios_are_true_whatever_prompts_drift_and_noise_do() -> None:
+    for row in run(FakeStage()):
+        if row.mode == "ssd":
+            assert row.ssd is None
+            continue
+        assert row.ssd is not None
+        truth = SPEEDS["ssd"] / SPEEDS[row.mode] / (1.2 if row.devices == 2 else 1)
+        assert row.ssd.low * 0.97 < truth < row.ssd.high * 1.03
+        assert row.ssd.verdict is Verdict.BETTER
+
+
+def test_a_tie_is_as_good_and_with_much_noise_it_is_not_shown() -> None:
+    def against_the_wide_tree(stage: FakeStage) -> Verdict:
+        (row,) = (row for row in run(stage) if row.mode == "sd-tree" and row.devices == 2)
+        assert row.ssd is not None
+        return row.ssd.verdict
+
+    assert against_the_wide_tree(FakeStage(wider=1.5, noise=0.03)) in (Verdict.AS_GOOD, Verdict.BETTER)
+    assert against_the_wide_tree(FakeStage(wider=1.5, noise=0.8)) is Verdict.NOT_SHOWN
+    assert against_the_wide_tree(FakeStage(wider=2.0)) is Verdict.WORSE
+
+
+def test_a_text_that_loops_is_an_error() -> None:
+    with pytest.raises(SsdError, match="is a loop"):
+        run(FakeStage(loops="ssd"))
+
+
+@pytest.mark.parametrize("mode", ["ngram", "sd-chain", "sd-tree"])
+def test_shapes_have_neighbours_in_every_direction(mode: str) -> None:
+    for way in shapes(mode, 16):
+        around = list(neighbours(way))
+        assert way not in around
+        assert {each.mode for each in around} == {mode}
+        assert bool({each.steps for each in around} - {way.steps}) == bool(way.steps)
+    assert list(neighbours(Way("sd-chain", 1))) == [Way("sd-chain", 2)]
+    assert list(neighbours(PLAIN)) == list(neighbours(SSD)) == []

@@ -1,0 +1,107 @@
+"""Rotation and tuning on a machine whose truth is known: speeds of a shape, drift, and noise."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.bench.rotation import next_to, rotate, tune, turn
+
+LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
+
+
+@given(st.integers(1, 9))
+def test_everybody_is_once_in_every_turn_and_as_often_at_every_place(count: int) -> None:
+    names = list(range(count))
+    places = Counter(
+        (name, place) for index in range(2 * count) for place, name in enumerate(turn(names, index))
+    )
+    assert set(places.values()) == {2}
+    assert len(places) == count * count
+
+
+@given(st.integers(1, 9), st.integers(0, 30))
+def test_over_two_turns_nobody_is_earlier_than_another(count: int, start: int) -> None:
+    first, second = turn(list(range(count)), 2 * start), turn(list(range(count)), 2 * start + 1)
+    assert {first.index(name) + second.index(name) for name in first} == {count - 1}
+
+
+def test_every_item_runs_on_every_entry_after_a_run_that_is_not_counted() -> None:
+    log: list[tuple[str, int]] = []
+
+    def run(entry: str, item: int) -> int:
+        log.append((entry, item))
+        return len(log)
+
+    found = rotate(["a", "b", "c", "a"], [7, 8], run)
+    assert log[:3] == [("a", 7), ("b", 7), ("c", 7)]
+    assert log[3:] == [("a", 7), ("b", 7), ("c", 7), ("c", 8), ("b", 8), ("a", 8)]
+    assert found == {"a": [4, 9], "b": [5, 8], "c": [6, 7]}
+
+
+def test_a_machine_that_slows_down_steadily_slows_all_alike() -> None:
+    clock = 0.0
+
+    def run(entry: str, item: int) -> float:
+        nonlocal clock
+        clock += 1.0
+        return 100.0 - clock
+
+    found = rotate(["a", "b", "c"], list(range(6)), run)
+    assert len({sum(speeds) for speeds in found.values()}) == 1
+
+
+def around(value: int) -> list[int]:
+    return next_to(LADDER, value)
+
+
+def speeds_by(truth: Callable[[int], float], noise: float = 0.0) -> Callable[..., dict[int, float]]:
+    chance = random.Random(5)
+
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        return {
+            value: sum(truth(value) * math.exp(chance.gauss(0, noise)) for _ in items) / len(items)
+            for value in values
+        }
+
+    return speeds
+
+
+@pytest.mark.parametrize("best", LADDER)
+def test_the_best_is_found_wherever_it_is_and_its_neighbours_were_tried(best: int) -> None:
+    """The grid goes on beyond where it began, until the best has been beaten on both sides."""
+    found, tried = tune((2, 4), around, speeds_by(lambda value: -abs(math.log(value / best))), range(8))
+    assert found == best
+    assert {best, *around(best)} <= set(tried)
+
+
+def test_halving_gives_the_better_half_twice_the_items() -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        asked.append((sorted(values), len(items)))
+        return {value: -abs(value - 6.0) for value in values}
+
+    assert tune((1, 2, 4, 8), around, speeds, range(8))[0] == 6
+    first, second, *climb = asked
+    assert (first, second) == (([1, 2, 4, 8], 4), ([4, 8], 8))
+    assert {items for _, items in climb} == {8}
+
+
+def test_noise_costs_little_speed_and_never_goes_on_for_ever() -> None:
+    def truth(value: int) -> float:
+        return 100 - 2 * abs(LADDER.index(value) - 6)
+
+    worst = min(truth(tune((2, 4, 8), around, speeds_by(truth, 0.05), range(8))[0]) for _ in range(50))
+    assert worst >= 94
+
+
+def test_what_has_no_neighbours_needs_no_measuring() -> None:
+    def nothing(_value: str) -> Iterator[str]:
+        return iter(())
+
+    assert tune(["only"], nothing, lambda _values, _items: {}, [1]) == ("only", {})
