@@ -19,8 +19,9 @@ from ssd_serve.settings_sources import flag_name, origins, resolve
 ROOT = Path(__file__).resolve().parents[1]
 """Of a clone; in an installed package, the package itself."""
 _GUESSING = ("cache", "drafter", "sampling", "verifier", "models")
-DRAFTING = (*_GUESSING, "recipes/ballast.py", "bench/prompts.py", "bench/workload.py")
-"""Paths of what decides how many guesses are right, and the texts on which that is measured."""
+_TIMES = ("bench/device_tables.py", "src/ssd_serve/plan/device_tables.py")
+DRAFTING = (*_GUESSING, *_TIMES, "recipes/ballast.py", "bench/prompts.py", "bench/workload.py")
+"""Paths of what decides how many guesses are right in the time that there is, and on which texts."""
 ENGINE = (
     *DRAFTING,
     *("kernels", "cluster", "bench/rig.py", "bench/emulated.py", "bench/device_tables.py"),
