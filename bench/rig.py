@@ -44,7 +44,7 @@ from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.planner import Governing
+from ssd_serve.verifier.planning.placing import Governing
 from ssd_serve.verifier.planning.startup_benchmark import measure_cost
 from ssd_serve.verifier.scheduler import SchedulerLimits
 

@@ -40,7 +40,7 @@ from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
 from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.planner import Governing
+from ssd_serve.verifier.planning.placing import Governing
 from ssd_serve.verifier.planning.startup_benchmark import identity, remembered_timings
 from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
 from ssd_serve.verifier.ranks import LeadingRank
@@ -238,6 +238,7 @@ def _governing(
         cores,
         {layout: tables[device] for layout, device in devices.items()},
         {layout: _policy(settings, layout) for layout in layouts},
+        CostTable(measured.timings_on(devices[Layout.ASYNC])) if Layout.ASYNC in devices else None,
     )
 
 

@@ -19,7 +19,8 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.cost import CostTable, HostCost
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never
-from ssd_serve.verifier.planning.planner import DraftBounds, Governing, RoundPlanner
+from ssd_serve.verifier.planning.placing import Governing
+from ssd_serve.verifier.planning.planner import DraftBounds, RoundPlanner
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 

@@ -20,7 +20,7 @@ def engine_status(engine: Engine) -> Status:
     """The status of an engine, copied."""
     scheduler, clocked = engine.scheduler, engine.clocked
     prefix = scheduler.prefix
-    layout, gains = engine.planner.layout, engine.planner.layout_gains()
+    layout, gains = engine.planner.placing.layout, engine.planner.layout_gains()
     return Status(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),

@@ -1,11 +1,13 @@
 """What finding out which layout is best costs the governor: `python -m lab.governor`.
 
 Loads have layouts of known gains. A round's is that of its layout at its level of load, with noise on tokens
-and on time; the first rounds after a change give less, since drafters must catch up. Beside the governor
-stands a chooser that tries each layout once at each level and keeps what gave most. Knows choosers by what
-they are asked and shown; no engine, no models and no trees.
+and on time; the first rounds after a change give less, since drafters must catch up. The governor is told
+once at each level what every layout should give, with errors, and not when it changes. Beside it
+stands a chooser that tries each layout once at each level and keeps what gave most. Knows
+choosers by what they are asked and shown; no engine, no models and no trees.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ Gains = Mapping[str, float]
 PLAIN_S = 0.02
 NOISE = 0.2
 SETTLING_ROUNDS, SETTLING_GAIN = 4, 0.6
+FRESH_ROUNDS = 400
+FORECAST_ERROR = 0.15
 
 
 class Chooser(Protocol):
@@ -32,6 +36,13 @@ class Chooser(Protocol):
     def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
         """The round that was last chosen for took `seconds`."""
         ...
+
+
+class Foreseeing(Governor[str]):
+    """A governor that is told at the start, and not again, about what each layout gives."""
+
+    def __init__(self) -> None:
+        super().__init__(WAYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +58,17 @@ class Cost:
 def run(chooser: Chooser, load: Iterator[tuple[int, Gains]], seed: int) -> Cost:
     """Show a chooser the rounds of a load (requests, gains) of which it chooses the layouts."""
     noise = random.Random(seed)
+    forecasts: dict[int, Gains] = {}
+    if isinstance(chooser, Foreseeing):
+        chooser.forecast = lambda load: _nearest(forecasts, load)
     spent = best_spent = 0.0
     rounds = elsewhere = changes = 0
     since, last = 0, WAYS[0]
     for requests, gains in load:
+        if requests not in forecasts:
+            forecasts[requests] = {
+                way: gain * noise.gauss(1.0, FORECAST_ERROR) for way, gain in gains.items()
+            }
         way = chooser.choose(requests)
         changes, since = (changes, since + 1) if way == last else (changes + 1, 0)
         last, best = way, max(gains.values())
@@ -67,6 +85,10 @@ def run(chooser: Chooser, load: Iterator[tuple[int, Gains]], seed: int) -> Cost:
         elsewhere += gains[way] < best
         rounds += 1
     return Cost(spent / best_spent - 1, elsewhere / rounds, 1000 * changes / rounds)
+
+
+def _nearest(forecasts: Mapping[int, Gains], load: int) -> Gains:
+    return forecasts[min(forecasts, key=lambda known: abs(math.log(known / load)))]
 
 
 def _drawn(source: random.Random, low: float = 0.5, high: float = 2.2) -> Gains:
@@ -107,7 +129,43 @@ def coming(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
         yield requests, levels[requests]
 
 
-LOADS: Mapping[str, Callable[[random.Random, int], Iterator[tuple[int, Gains]]]] = {
+QUIET: Gains = {"async": 1.9, "sync": 1.6, "off": 1.0}
+CORE_LOST: Gains = {"async": 1.6, "sync": 0.5, "off": 0.4}
+"""Layouts on two cores while another process has one of them: threads wait for the slower core."""
+OTHER_CORE_LOST: Gains = {"async": 0.7, "sync": 0.5, "off": 0.4}
+NEIGHBOURS_ASLEEP: Gains = {"async": 1.5, "sync": 2.0, "off": 1.0}
+NEIGHBOURS_AWAKE: Gains = {"async": 1.5, "sync": 1.2, "off": 0.9}
+
+
+def fresh(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """One request of a new process, in which the first layout is best or not."""
+    gains = source.choice((QUIET, CORE_LOST, NEIGHBOURS_ASLEEP, NEIGHBOURS_AWAKE))
+    return ((1, gains) for _ in range(rounds))
+
+
+def losing(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """One request; another process takes a core and leaves it, some hundred rounds each."""
+    gains = QUIET
+    for _ in range(rounds):
+        if source.random() < 1 / 2000:
+            gains = source.choice((CORE_LOST, OTHER_CORE_LOST)) if gains is QUIET else QUIET
+        yield 1, gains
+
+
+def waking(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """Four requests; neighbours that share the memory bus sleep and wake."""
+    gains = NEIGHBOURS_ASLEEP
+    for _ in range(rounds):
+        if source.random() < 1 / 2000:
+            gains = NEIGHBOURS_AWAKE if gains is NEIGHBOURS_ASLEEP else NEIGHBOURS_ASLEEP
+        yield 4, gains
+
+
+Load = Callable[[random.Random, int], Iterator[tuple[int, Gains]]]
+LOADS: Mapping[str, Load] = {
+    "fresh": fresh,
+    "a core lost": losing,
+    "neighbours": waking,
     "steady": steady,
     "close": close,
     "changing": changing,
@@ -141,7 +199,10 @@ class Once:
             self._seen[self._requests][self._way] = gained + gained_s, spent + seconds, rounds + 1
 
 
-CHOOSERS: Mapping[str, Callable[[], Chooser]] = {"governor": lambda: Governor(WAYS), "once": Once}
+CHOOSERS: Mapping[str, Callable[[], Chooser]] = {
+    "governor": Foreseeing,
+    "once": Once,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +217,13 @@ class Row:
     changes: float
 
 
-def compare(seeds: int, rounds: int) -> list[Row]:
+def compare(seeds: int, rounds: int, loads: Mapping[str, Load] = LOADS) -> list[Row]:
     """Every chooser under every load."""
     rows: list[Row] = []
-    for name, load in LOADS.items():
+    for name, load in loads.items():
+        length = min(rounds, FRESH_ROUNDS) if load is fresh else rounds
         for chooser, make in CHOOSERS.items():
-            costs = [run(make(), load(random.Random(seed), rounds), seed) for seed in range(seeds)]
+            costs = [run(make(), load(random.Random(seed), length), seed) for seed in range(seeds)]
             regrets = [cost.regret for cost in costs]
             elsewhere, changes = mean(cost.elsewhere for cost in costs), mean(cost.changes for cost in costs)
             rows.append(Row(name, chooser, mean(regrets), max(regrets), elsewhere, changes))

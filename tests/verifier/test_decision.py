@@ -19,7 +19,8 @@ from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never
 from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.planner import Governing, Round, RoundPlanner
+from ssd_serve.verifier.planning.placing import Governing
+from ssd_serve.verifier.planning.planner import Round, RoundPlanner
 from ssd_serve.verifier.scheduler import SchedulerLimits
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests
 
@@ -91,7 +92,7 @@ def governing_by(governor: Governor[Layout]) -> Governing:
 
 def governed(governor: Governor[Layout]) -> Engine:
     engine = inline(engine_of())
-    engine.planner.governing = governing_by(governor)
+    engine.planner.placing.governing = governing_by(governor)
     return engine
 
 
@@ -253,7 +254,7 @@ def test_what_is_told_is_what_was_launched(
     case = Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3)
     engine, model = make_engine(case)
     governor = Restless(ways)
-    engine.planner.governing = governing_by(governor)
+    engine.planner.placing.governing = governing_by(governor)
     inline(engine)
     for each in mixed_requests(3, max_tokens=20):
         engine.submit(each)

@@ -11,11 +11,11 @@ from ssd_serve.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.messages import Close, Open, Outcome, Pause, Resync
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.cost import CostTable
+from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import FixedSteps
 from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.planner import Governing
+from ssd_serve.verifier.planning.placing import Governing, Placing
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
 
 WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
@@ -38,7 +38,18 @@ class Restless(Governor[Layout]):
         return self._layout
 
 
-def restless(seed: int) -> tuple[Engine, Restless]:
+class Places(Cores):
+    """Says that all cores are more than a few, keeps where it was told to compute, and moves no thread."""
+
+    def __init__(self) -> None:
+        super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
+        self.entered: list[tuple[Layout, bool]] = []
+
+    def enter(self, layout: Layout, wide: bool = True) -> None:
+        self.entered.append((layout, wide))
+
+
+def restless(seed: int) -> tuple[Engine, Restless, Places]:
     """An engine with a drafter inline and one at the other end of a channel, under a restless governor."""
     case = Case(policy=lambda: FixedSteps(2), slots=4096)
     engine, _ = make_engine(case)
@@ -58,24 +69,29 @@ def restless(seed: int) -> tuple[Engine, Restless]:
     mine.on_wait = work
     engine.drafters.connect(mine)
     governor = Restless(seed)
-    engine.planner.governing = Governing(
+    places = Places()
+    slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
+    governing = Governing(
         governor,
-        Cores(Device("cpu"), None),
-        dict.fromkeys(WAYS, CostTable()),
+        places,
+        {way: slow if way is Layout.ASYNC else fast for way in WAYS},
         {way: FixedSteps(0 if way is Layout.OFF else 2) for way in WAYS},
+        slow,
     )
-    return engine, governor
+    engine.planner.placing = Placing(engine.drafters, slow, FixedSteps(2), governing, lambda: 0.0)
+    return engine, governor, places
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_text_is_the_same_whoever_drafts(seed: int) -> None:
     expected = run(make_engine(Case(drafter="none", slots=4096))[0], mixed_requests(6))
-    engine, governor = restless(seed)
+    engine, governor, places = restless(seed)
     outputs = run(engine, mixed_requests(6))
     assert {number: output.tokens for number, output in outputs.items()} == {
         number: output.tokens for number, output in expected.items()
     }
     assert governor.changes > 3
+    assert places.entered[0] == (Layout.OFF, True)  # a first prompt is read on all cores
     assert sum(output.figures.accepted for output in outputs.values()) > 0
     assert engine.scheduler.prefix is not None
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size

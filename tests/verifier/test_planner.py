@@ -14,7 +14,8 @@ from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timin
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import Never
 from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.planner import DraftBounds, Governing, Round, RoundPlanner, cheapest_chunk
+from ssd_serve.verifier.planning.placing import Governing
+from ssd_serve.verifier.planning.planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
 from tests.fakes import HELLO
 
 

@@ -8,7 +8,7 @@ how drafts are made, and no tensors.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.polling import poll
@@ -127,8 +127,12 @@ class Drafters:
     @property
     def step_s(self) -> float:
         """Seconds of the fastest working drafter's step; 0 when unknown."""
-        steps = (link.liveness.step_s for link in self._links if link.working)
-        return min((step for step in steps if step > 0), default=0.0)
+        return _fastest(link for link in self._links if link.working)
+
+    def step_of(self, layout: Layout) -> float:
+        """The same of those that work in a layout, whether they pause or not."""
+        synchronous = layout is Layout.SYNC
+        return _fastest(link for link in self._links if link.here and link.synchronous is synchronous)
 
     def admit(self, channel: Channel, peer: str, stranger: bool) -> None:
         """Somebody from this address has connected, a stranger where drafters of other places do. It may try
@@ -219,3 +223,8 @@ class Drafters:
         """Let it work or pause, as the layout asks."""
         wanted = Layout.SYNC if link.synchronous else Layout.ASYNC
         self._links.attempt(link, link.pause, self._layout is not None and self._layout is not wanted)
+
+
+def _fastest(links: Iterable[Link]) -> float:
+    steps = (link.liveness.step_s for link in links)
+    return min((step for step in steps if step > 0), default=0.0)

@@ -2,14 +2,15 @@
 
 The budget prices nodes; it does not see what a drafter costs by being there: messages, waits, a memory bus
 that two devices share, a core that the target could have. So the ways are the arms of a bandit with a prior
-(discounted upper confidence bounds): the one runs of which most may be hoped, which is what it gave and a
-bonus that grows while it does not run. `python -m lab.governor` measures what finding out costs. Plain
+(discounted upper confidence bounds), which is what step times forecast: the one runs of which most may be
+hoped, which is what it gave and a bonus that grows while it does not run. When rounds suddenly take longer or
+less long, all that was found is doubted. `python -m lab.governor` measures what finding out costs. Plain
 Python; knows no drafters and no trees.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Way = TypeVar("Way")
@@ -19,18 +20,26 @@ _MEMORY, _OWN_MEMORY = 1 - 1 / 1536, 1 - 1 / 256
 _BONUS = 0.6
 """What may be hoped beyond what a way gave in one round; less with the root of their number."""
 _PRIOR_GAIN = 1.2
-"""Of a way to draft that was never measured; weighs one round."""
+"""Of a way to draft of which nothing is known; weighs one round."""
+_FORECAST = 16.0
+"""Rounds that a forecast weighs: a way that is forecast clearly below the best is not tried."""
 _PLAIN_PRIOR = 64.0
 """Rounds that weighs, for ever, what the cost model says of plain decoding: who leads clearly over it is not
 disturbed to look at it."""
 _RECALLED = 6.0
 """Rounds that weighs what an earlier process has found."""
-_CHECK = 16
+_CHECK, _FORESEE = 8, 64
 _SETTLING = 6
 """Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
 _STICK = 1.02
 """By this factor more must be hoped of another way: a change costs drafters their trees."""
 _LOAD_BLEND = 1 / 16
+_FAST, _SLOW = 1 / 16, 1 / 256
+_CHANGED = 0.25
+"""By so much, in logarithms, rounds take longer or less long than they did: something has changed about the
+machine, and what was found before is known less surely."""
+_DOUBTED, _CONTINUED = 4.0, 16.0
+"""Rounds that what was found of the other ways weighs then, and of the running one."""
 _EDGE = 0.15
 """How far past the edge of a level, as a share of it, the load must be."""
 
@@ -55,10 +64,40 @@ class _Sum:
         self.spent = _OWN_MEMORY * self.spent + spent
         self.rounds += 1
 
+    def doubt(self, rounds: float, slower: float = 1.0) -> None:
+        """Let it weigh no more than so many rounds, which would take `slower` times as long."""
+        share = min(1.0, rounds / self.rounds) if self.rounds else 0.0
+        self.plain *= share
+        self.spent *= share * slower
+        self.rounds *= share
+
     @property
     def gain(self) -> float:
         """As a multiple of plain decoding; 0: unknown."""
         return self.plain / self.spent if self.spent else 0.0
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What the running way's rounds take lately, and what they took, in logarithms of plain rounds."""
+
+    lately: float = 0.0
+    before: float = 0.0
+    rounds: int = 0
+
+    def observe(self, seconds: float) -> float:
+        """By what rounds take longer than before if that has changed; 0: it has not."""
+        self.rounds += 1
+        taken = math.log(seconds)
+        if self.rounds > 1:
+            taken = min(max(taken, self.before - 1.0), self.before + 1.0)  # one round is no change
+        self.lately += max(_FAST, 1 / self.rounds) * (taken - self.lately)
+        self.before += max(_SLOW, 1 / self.rounds) * (taken - self.before)
+        change = self.lately - self.before
+        if self.rounds < 2 / _FAST or abs(change) < _CHANGED:
+            return 0.0
+        self.before, self.rounds = self.lately, int(1 / _FAST)
+        return change
 
 
 @dataclass(slots=True)
@@ -74,6 +113,8 @@ class _Level(Generic[Way]):
     decoding_s: float = 0.0
     prompts_s: float = 0.0
     """What plain decoding should take for recent rounds of each kind, whichever way ran."""
+    forecast: dict[Way, float] = field(default_factory=dict)
+    pace: "_Pace" = field(default_factory=lambda: _Pace())
 
 
 class Governor(Generic[Way]):
@@ -81,6 +122,8 @@ class Governor(Generic[Way]):
     lie about powers of two of requests, those whose prompt is read included."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
+        self.forecast: Callable[[int], Mapping[Way, float]] | None = None
+        """What ways should give with so many requests, as far as that is known without trying them."""
         self._ways = tuple(ways)
         self._plain = self._ways[-1]
         self._levels: dict[int, _Level[Way]] = {}
@@ -158,10 +201,28 @@ class Governor(Generic[Way]):
             rounds.fade()
         if settled:
             level.decoding[level.running].add(gained_s / plain_s, seconds / plain_s)
+            change = level.pace.observe(seconds / plain_s)
+            if change:
+                self._doubt(level, math.exp(change))
         if level.rounds % _CHECK == 0:
+            self._forecast(level)
             way = max(self._ways, key=lambda way: self._hope(level, way))
             if self._hope(level, way) > _STICK * self._hope(level, level.running):
-                level.running, level.rounds = way, 0
+                level.running, level.rounds, level.pace = way, 0, _Pace()
+
+    def _doubt(self, changed: _Level[Way], slower: float) -> None:
+        """Rounds take `slower` times as long as before: all that was found is older than that."""
+        for level in self._levels.values():
+            level.prior = min(level.prior, _DOUBTED / _FORECAST)
+            for way, rounds in level.decoding.items():
+                if level is changed and way == level.running:
+                    rounds.doubt(_CONTINUED, slower)
+                else:
+                    rounds.doubt(_DOUBTED, math.sqrt(slower))  # it may be slower too
+
+    def _forecast(self, level: _Level[Way]) -> None:
+        if self.forecast is not None and (not level.forecast or level.rounds % _FORESEE == 0):
+            level.forecast = dict(self.forecast(1 << self._exponent))
 
     def _at(self, exponent: int) -> _Level[Way]:
         """The level; a new one begins with what is best at the nearest that is known."""
@@ -180,9 +241,14 @@ class Governor(Generic[Way]):
 
     def _hope(self, level: _Level[Way], way: Way) -> float:
         """What the way may be worth: more than it gave, the less it was measured lately."""
-        rounds = level.decoding[way].rounds + (_PLAIN_PRIOR if way == self._plain else level.prior)
-        bonus = _BONUS / math.sqrt(max(rounds, 1e-6))
+        bonus = _BONUS / math.sqrt(max(level.decoding[way].rounds + self._prior(level, way)[1], 1e-6))
         return self._gain(level, way) * (1 + bonus / self._decoding(level, way))
+
+    def _prior(self, level: _Level[Way], way: Way) -> tuple[float, float]:
+        """What the way should give without having been tried, and how many rounds that weighs."""
+        if way in level.forecast:
+            return level.forecast[way], _FORECAST * level.prior
+        return (1.0, _PLAIN_PRIOR) if way == self._plain else (_PRIOR_GAIN, level.prior)
 
     def _gain(self, level: _Level[Way], way: Way) -> float:
         """What the way is worth at this level's shares of decoding and of prompts. Prompts that are not
@@ -197,8 +263,11 @@ class Governor(Generic[Way]):
         return 1 / ((1 - share) / decoding + share * slowness)
 
     def _decoding(self, level: _Level[Way], way: Way) -> float:
-        """Its gain in decoding, or what the prior says."""
-        return level.decoding[way].gain or (1.0 if way == self._plain else _PRIOR_GAIN)
+        """Its gain in decoding: what it gave and, as far as it was hardly tried, what it should give."""
+        seen, (prior, weight) = level.decoding[way], self._prior(level, way)
+        if way not in level.forecast:
+            return seen.gain or prior
+        return (seen.gain * seen.rounds + prior * weight) / max(seen.rounds + weight, 1e-9)
 
 
 def _exponent(requests: float) -> int:

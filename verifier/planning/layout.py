@@ -22,23 +22,29 @@ class Layout(Enum):
 
 
 class Cores:
-    """The target's cores by layout: `beside` a drafter, and `alone`. Other devices than CPUs stay as they
-    are."""
+    """The target's cores: `beside` a drafter, and `alone`. Other devices than CPUs stay as they are."""
 
     def __init__(self, beside: Device, alone: Device | None) -> None:
         self._beside = beside
         self._alone = alone or beside
 
+    @property
+    def differ(self) -> bool:
+        """Whether the target has other cores alone than beside a drafter."""
+        return self._beside != self._alone
+
     def of(self, layout: Layout) -> Device:
         """The cores of a layout."""
         return self._beside if layout is Layout.ASYNC else self._alone
 
-    def enter(self, layout: Layout) -> None:
-        """Compute on the cores of this layout from now on, with as many threads."""
+    def enter(self, layout: Layout, wide: bool = True) -> None:
+        """Compute on the cores of this layout from now on, with as many threads; without `wide` with no more
+        than beside a drafter, wherever a core is free."""
         device = self.of(layout)
-        if device.kind != "cpu" or not device.indices or self._beside == self._alone:
+        if device.kind != "cpu" or not device.indices or not self.differ:
             return
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):  # a session may be replayed on a machine that has fewer cores
                 os.sched_setaffinity(0, device.indices)
-        torch.set_num_threads(len(device.indices))
+        few = len(self._beside.indices) or len(device.indices)
+        torch.set_num_threads(len(device.indices) if wide else min(few, len(device.indices)))

@@ -7,7 +7,7 @@ request.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,10 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.budget import Rate, choose
 from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.forecast import DraftStep, Rightness, forecast
 from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
-from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.planning.placing import Governing, Placing
 from ssd_serve.verifier.planning.ranking import RankedNode, Ranking, rank
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
@@ -32,17 +33,6 @@ _AS_CHEAP = 1.03
 _CANDIDATES, _CANDIDATES_EACH = 64, 8
 """Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
 chooses among them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Governing:
-    """What may change while the engine runs, by layout: the cores, what forwards cost there, and how long a
-    round waits for drafts."""
-
-    governor: Governor[Layout]
-    cores: Cores
-    costs: Mapping[Layout, CostTable]
-    policies: Mapping[Layout, GrowPolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +99,30 @@ class RoundPlanner:
         governing: Governing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.cost = cost
+        self.placing = Placing(drafters, cost, policy, governing, clock)
         self.host = host or HostCost()
-        self.governing = governing
-        self.layout: Layout | None = None
         self._drafters = drafters
-        self._policy = policy
         self._bounds = bounds
         self._rate = Rate()
         self._clock = clock
+        self._right = Rightness()
+        if governing is not None:
+            governing.governor.forecast = self._forecast
+
+    @property
+    def cost(self) -> CostTable:
+        """What forwards cost where the next round computes."""
+        return self.placing.cost
 
     def choose(
         self, parts: Sequence[ScheduledChunk], drain: Callable[[], object]
     ) -> tuple[list[RankedNode], Decision]:
         """The nodes of a round, best first, and why they are these; `drain` takes what came."""
         requests = sum(part.request.decoding for part in parts)
-        self._lay_out(len(parts), decoding=requests > 0)
+        rows = sum(len(part.slots) for part in parts)
+        self.placing.place(len(parts), requests > 0, rows, _reading(parts))
+        if self.placing.reading:
+            return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
         if not self._drafters.working or self._bounds.budget == 0:
             return [], self._undrafted(requests)
         waited_s, answers = 0.0, True
@@ -132,7 +130,7 @@ class RoundPlanner:
         while (
             requests
             and (answers := self._drafters.worth_waiting())
-            and self._policy.wants(outlook := prospect.outlook)
+            and self.placing.policy.wants(outlook := prospect.outlook)
         ):
             started = self._clock()
             self._drafters.wait(2 * max(outlook.step_s, 1e-3))
@@ -140,7 +138,7 @@ class RoundPlanner:
             spent_s = self._clock() - started
             waited_s += spent_s
             prospect = self._prospect(parts, requests, outlook.steps + 1)
-            self._policy.learn(outlook, prospect.outlook, spent_s)
+            self.placing.policy.learn(outlook, prospect.outlook, spent_s)
         nodes = prospect.ranking.nodes[: prospect.outlook.choice.nodes]
         return nodes, self._drafted(prospect, waited_s, answers)
 
@@ -159,7 +157,8 @@ class RoundPlanner:
 
     def layout_gains(self) -> dict[int, dict[str, float]]:
         """What each layout gave, plain decoding being 1, by the middle number of requests of each level."""
-        gains = self.governing.governor.gains() if self.governing is not None else {}
+        governing = self.placing.governing
+        gains = governing.governor.gains() if governing is not None else {}
         return {
             requests: {layout.value: gain for layout, gain in each.items()}
             for requests, each in gains.items()
@@ -167,13 +166,17 @@ class RoundPlanner:
 
     def learn(self, round_: Round) -> None:
         """Take a round's times into account; those that read prompts do not tell what decoding takes."""
-        self.cost.observe(round_.rows, round_.forward_s, round_.reading)
-        if self.governing is not None and self._drafters.alive:
-            self._govern(round_, self.governing)
+        nodes = round_.rows - round_.requests - round_.prompt_rows
+        self.placing.observe(round_.rows, nodes, round_.reading, round_.forward_s)
+        governing = self.placing.governing
+        if governing is not None and self._drafters.alive and not self.placing.reading:
+            self._govern(round_, governing)
         if round_.prompts:
             return
         self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
+        if nodes >= round_.requests > 0:
+            self._right.observe(round_.tokens / round_.requests)
 
     def _govern(self, round_: Round, governing: Governing) -> None:
         """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
@@ -191,20 +194,20 @@ class RoundPlanner:
                 gained_s += more * cost.first_seconds(round_.requests, Reading())
         governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
 
-    def _lay_out(self, requests: int, decoding: bool) -> None:
-        """Draft in the way that the governor chooses."""
-        if self.governing is None or not requests:
-            return
-        layout = self.governing.governor.choose(requests, decoding)
-        if layout is not self.layout:
-            self.layout = layout
-            self.cost, self._policy = self.governing.costs[layout], self.governing.policies[layout]
-            self.governing.cores.enter(layout)
-            self._drafters.use(layout)
+    def _forecast(self, requests: int) -> dict[Layout, float]:
+        """What each layout should give with so many requests."""
+        governing = self.placing.governing
+        if governing is None:
+            return {}
+        width, drafters = self._bounds.width, self._drafters
+        steps = {layout: DraftStep(drafters.step_of(layout), width) for layout in governing.costs}
+        unit_s = governing.costs[Layout.OFF].first_seconds(requests, Reading())
+        return forecast(requests, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
 
     def _undrafted(self, requests: int) -> Decision:
         """A round for which nobody drafts."""
-        governor = self.governing.governor if self.governing is not None else None
+        governing = self.placing.governing
+        governor = governing.governor if governing is not None else None
         layout, other_s = self._drafters.layout, 0.0
         if self._bounds.budget == 0:
             why = Why.OFF
@@ -224,7 +227,7 @@ class RoundPlanner:
         choice = prospect.outlook.choice
         if not choice.nodes:
             why = _why_none(prospect, answers)
-        elif self.governing is not None and self.governing.governor.trying:
+        elif (governing := self.placing.governing) is not None and governing.governor.trying:
             why = Why.TRYING
         else:
             why = Why.PAYS

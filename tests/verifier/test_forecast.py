@@ -1,0 +1,84 @@
+"""What layouts should give, from measured tables: orders that arithmetic knows."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
+from ssd_serve.verifier.planning.forecast import DraftStep, Rightness, forecast
+from ssd_serve.verifier.planning.layout import Layout
+
+ROWS = (1, 8, 64)
+
+
+def table(step_s: float, row_s: float) -> CostTable:
+    return CostTable([Timing(rows, 0, step_s + row_s * rows) for rows in ROWS])
+
+
+def gains(
+    requests: int = 1,
+    one: float = 0.020,
+    two: float = 0.012,
+    row_s: float = 2e-4,
+    draft_s: float = 0.002,
+    right: float = 0.7,
+) -> dict[Layout, float]:
+    """One core beside a drafter, or two; a row takes half of its time on two."""
+    alone = table(two, row_s / 2)
+    costs = {Layout.ASYNC: table(one, row_s), Layout.SYNC: alone, Layout.OFF: alone}
+    steps = {layout: DraftStep(draft_s, 16) for layout in (Layout.ASYNC, Layout.SYNC)}
+    unit_s = alone.seconds(requests)
+    return forecast(requests, unit_s, costs, steps, HostCost(0.0), right)
+
+
+def test_plain_decoding_is_the_unit() -> None:
+    assert gains()[Layout.OFF] == pytest.approx(1.0)
+
+
+def test_guesses_that_are_never_right_are_forecast_below_plain_decoding() -> None:
+    found = gains(right=0.01)
+    assert max(found[Layout.ASYNC], found[Layout.SYNC]) < 1.0
+
+
+def test_a_drafter_of_its_own_is_forecast_best_where_its_core_gains_the_target_little() -> None:
+    found = gains(two=0.019)
+    assert found[Layout.ASYNC] > found[Layout.SYNC] > found[Layout.OFF]
+
+
+def test_an_inline_draft_is_forecast_best_where_two_cores_are_twice_as_fast() -> None:
+    found = gains(two=0.010, draft_s=0.0005)
+    assert found[Layout.SYNC] > found[Layout.ASYNC]
+
+
+def test_a_crowd_whose_rows_cost_is_forecast_to_decode_plainly() -> None:
+    found = gains(requests=32, row_s=2e-3)
+    assert found[Layout.OFF] == max(found.values())
+
+
+def test_a_layout_whose_draft_step_is_not_known_is_not_forecast() -> None:
+    assert set(gains(draft_s=0.0)) == {Layout.OFF}
+
+
+@given(
+    st.integers(1, 64),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-5, 0.1),
+    st.floats(0.01, 0.95),
+)
+@settings(max_examples=50)
+def test_more_guesses_that_are_right_never_lower_a_forecast(
+    requests: int, one: float, two: float, draft_s: float, right: float
+) -> None:
+    low = gains(requests, one, two, draft_s=draft_s, right=right)
+    high = gains(requests, one, two, draft_s=draft_s, right=min(0.99, right + 0.04))
+    assert all(0 < low[layout] <= high[layout] * (1 + 1e-9) for layout in low)
+
+
+def test_how_often_guesses_are_right_follows_the_rounds() -> None:
+    right = Rightness()
+    start = right.share
+    for _ in range(2000):
+        right.observe(1.25)
+    assert right.share == pytest.approx(0.2, abs=0.01)
+    assert start > 0.5

@@ -1,0 +1,79 @@
+"""Where rounds compute: prompts on all cores, and decoding where the governor drafts."""
+
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.devices import Device
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import Never
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.placing import Governing, Placing
+from tests.fakes import HELLO
+
+WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
+
+
+class NoCores(Cores):
+    """Keeps where it was told to compute, and moves no thread."""
+
+    def __init__(self) -> None:
+        super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
+        self.entered: list[tuple[Layout, bool]] = []
+
+    def enter(self, layout: Layout, wide: bool = True) -> None:
+        self.entered.append((layout, wide))
+
+
+class Place:
+    """A target that two cores make `faster`, with a drafter at the other end of a channel."""
+
+    def __init__(self, faster: float, forecast: dict[Layout, float]) -> None:
+        self.drafters = Drafters(HELLO)
+        mine, its = memory_pair()
+        self.drafters.connect(mine)
+        its.send(HELLO)
+        self.drafters.drain({})
+        self.few = CostTable([Timing(1, 0, 0.01), Timing(64, 0, 0.1)])
+        self.whole = CostTable([Timing(1, 0, 0.01 / faster), Timing(64, 0, 0.1 / faster)])
+        governor = Governor(WAYS)
+        governor.recall({1: forecast})
+        self.cores = NoCores()
+        costs = {way: self.few if way is Layout.ASYNC else self.whole for way in WAYS}
+        governing = Governing(governor, self.cores, costs, {way: Never() for way in WAYS}, self.few)
+        self.placing = Placing(self.drafters, self.few, Never(), governing, lambda: 0.0)
+
+    def round(self, decoding: bool, rows: int) -> tuple[Layout, bool]:
+        self.placing.place(1, decoding, rows, Reading())
+        return self.cores.entered[-1]
+
+
+BESIDE_IS_BEST = {Layout.ASYNC: 2.0, Layout.SYNC: 1.0, Layout.OFF: 1.0}
+
+
+def test_a_prompt_is_read_on_all_cores_and_the_drafter_works_when_it_is_read() -> None:
+    place = Place(1.8, BESIDE_IS_BEST)
+    assert place.round(decoding=True, rows=1) == (Layout.ASYNC, True)
+    assert place.drafters.working
+    assert place.round(decoding=False, rows=64) == (Layout.OFF, True)
+    assert place.placing.reading
+    assert place.placing.cost is place.whole
+    assert not place.drafters.working
+    assert place.round(decoding=True, rows=1) == (Layout.ASYNC, True)
+    assert not place.placing.reading
+    assert place.placing.cost is place.few
+    assert place.drafters.working
+
+
+def test_a_prompt_that_gains_nothing_by_all_cores_is_read_where_the_next_token_is_made() -> None:
+    place = Place(1.05, BESIDE_IS_BEST)
+    assert place.round(decoding=False, rows=64) == (Layout.ASYNC, True)
+    assert not place.placing.reading
+
+
+def test_plain_decoding_takes_only_the_cores_that_it_gains_by() -> None:
+    plain = {Layout.ASYNC: 0.5, Layout.SYNC: 0.5, Layout.OFF: 1.0}
+    slow, fast = Place(1.05, plain), Place(1.8, plain)
+    assert slow.round(decoding=True, rows=1) == (Layout.OFF, False)
+    assert slow.placing.cost is not slow.whole
+    assert fast.round(decoding=True, rows=1) == (Layout.OFF, True)
+    assert fast.placing.cost is fast.whole
