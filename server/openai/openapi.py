@@ -7,6 +7,7 @@ vocabulary, its context) are told in words, with the answer 400.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -210,8 +211,9 @@ def build_document(title: str, version: str, doors: Doors) -> Schema:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
+@cache
 def _schemas() -> tuple[Schema, dict[type, Schema]]:
-    """The schemas of all models, and how each is referred to."""
+    """The schemas of all models, and how each is referred to: always the same, and long to make."""
     bodies = [each.body for each in OPERATIONS.values() if each.body is not None]
     told: list[type] = [answers.Error]
     for each in OPERATIONS.values():
