@@ -14,8 +14,7 @@ from lab.prediction.published import CHAIN, TABLE, Mode, published
 from lab.prediction.report import prediction_tables
 from lab.prediction.speculation import acceptance_of, chain, chain_tokens, hit_rate, table
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "lab/results/prediction.json"
+RESULT = Path(__file__).parents[2] / "lab/results/prediction.json"
 NOTES, AMD = readings()
 ERRORS = {NOTES.name: NOTES, AMD.name: AMD}
 
@@ -101,14 +100,6 @@ def test_the_committed_figures_are_those_of_this_code() -> None:
             devices = figure["devices"] - (figure["mode"] == "table")
             found = predicted(reading, published(figure["device"], figure["mode"], devices))
             assert found.tokens_per_s == pytest.approx(figure["computed"], abs=0.01)
-
-
-def test_the_page_shows_the_committed_figures() -> None:
-    block = prediction_tables(json.loads(RESULT.read_text()))
-    assert (
-        f"<!-- prediction:begin -->\n\n{block}\n\n<!-- prediction:end -->"
-        in (ROOT / "docs/planning.md").read_text()
-    )
 
 
 def test_the_engine_is_simulated_beside_the_table_and_every_way_says_its_devices() -> None:
