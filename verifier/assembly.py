@@ -139,6 +139,9 @@ def assemble_verifier(
     inline = _inline(settings, hello, native, say) if wanted else None
     if inline is not None:
         engine.drafters.connect(inline, synchronous=True)
+    sampling = model_defaults(path) if settings.generation_config == "auto" else {}
+    if sampling:
+        log.info("requests take from generation_config.json what they leave out", **sampling)
     return AssembledVerifier(
         engine,
         model.facts,
@@ -148,7 +151,7 @@ def assemble_verifier(
         inline,
         gains,
         differences,
-        model_defaults(path) if settings.generation_config == "auto" else {},
+        sampling,
     )
 
 

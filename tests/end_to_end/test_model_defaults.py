@@ -74,7 +74,8 @@ def test_a_server_takes_them_for_fields_that_are_left_out(target: Path, tmp_path
     named = {name.upper(): str(value) for name, value in SETTINGS.items()}
     environment = {**os.environ, **{f"SSD_{name}": value for name, value in named.items()}}
     command = [sys.executable, "-m", "ssd_serve", "serve", str(target), "--port", str(port)]
-    with running(command, environment, tmp_path, port) as (_process, url, _log):
+    with running(command, environment, tmp_path, port) as (_process, url, log):
+        assert "from generation_config.json what they leave out" in log.read_text(encoding="utf-8")
 
         def answer(**fields: object) -> dict[str, Any]:
             body = {"prompt": "def f(", "return_token_ids": True, **fields}
