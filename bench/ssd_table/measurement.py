@@ -18,7 +18,9 @@ from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.statistics import percentile, ratio_interval
 from ssd_serve.cluster.placement import Placement, place
 from ssd_serve.devices import Machine
-from ssd_serve.errors import SettingsError, SsdError, UserError
+from ssd_serve.errors import SsdError, UserError
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.sizes import model_sizes
 from ssd_serve.settings import Mode, Settings
 
 MODES = (Mode.AR, Mode.SD, Mode.SSD)
@@ -72,7 +74,8 @@ class Found:
 def ways_of(
     settings: Settings, ranks: Sequence[int], machine: Machine
 ) -> tuple[dict[Way, Settings], dict[Way, str]]:
-    """Settings of each server, and the ways that this machine cannot run with the reason."""
+    """Settings of each server, and the ways that this machine or the target cannot have with the reason."""
+    target = find_model(settings, settings.target, "target")
     ways: dict[Way, Settings] = {}
     refused: dict[Way, str] = {}
     for way in (Way(mode, number) for number in ranks for mode in MODES):
@@ -87,7 +90,8 @@ def ways_of(
         )
         try:
             place(own, machine)
-        except SettingsError as error:
+            model_sizes(target, device="cpu", dtype="auto", ranks=way.ranks, allow_pickle=own.allow_pickle)
+        except UserError as error:
             refused[way] = str(error)
         else:
             ways[way] = own

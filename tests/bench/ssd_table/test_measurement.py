@@ -1,6 +1,7 @@
 """Which servers the table starts, and what it makes of known answers, beside what others published."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Machine
 from ssd_serve.errors import UserError
 from ssd_serve.settings import Mode, Settings
+from tests.end_to_end.tiny_pair import write_pair
 
 PLAIN, SYNC, SSD = (Way(mode, 1) for mode in (Mode.AR, Mode.SD, Mode.SSD))
 PLAN = {"prompts": 3, "tokens": 512, "temperature": 0.0, "launches": 2, "exact": False}
@@ -51,6 +53,13 @@ def test_ranks_that_the_machine_has_no_gpus_for_are_named_and_the_rest_is_measur
     assert {way.ranks for way in ways} == {1}
     assert {way.ranks for way in refused} == {4}
     assert all("4 GPUs" in why for why in refused.values())
+
+
+def test_ranks_that_cannot_share_the_target_are_named(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path)
+    ways, refused = ways_of(Settings(target=str(target), draft=str(draft)), (2, 4), Machine((0, 1), 0))
+    assert {way.ranks for way in ways} == {2}
+    assert all("4 ranks cannot share 2 attention heads" in why for why in refused.values())
 
 
 def test_a_machine_that_can_run_nothing_is_refused() -> None:
