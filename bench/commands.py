@@ -17,14 +17,16 @@ from ssd_serve.bench.kernels.commands import add_kernels
 from ssd_serve.bench.load.commands import add_load
 from ssd_serve.bench.load.serve_commands import add_serve
 from ssd_serve.bench.lossless.commands import add_lossless
+from ssd_serve.bench.pair_flags import add_pair, add_prompts, pair_settings
 from ssd_serve.bench.peers.commands import add_peers
 from ssd_serve.bench.provenance import ENGINE
 from ssd_serve.bench.quality.commands import add_quality
 from ssd_serve.bench.ssd_table.commands import add_ssd_table
-from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
+from ssd_serve.cli.flags import Commands, add_settings_flags
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError
+from ssd_serve.settings import EMBEDDED
 
 _SETTINGS = ("real", "emulated", "both")
 _MODES_FILES = ("modes", "mode_settings", "stage", "one_call", "rotation", "statistics")
@@ -53,26 +55,32 @@ def _add_modes(commands: Commands) -> None:
         "modes", help="plain, n-gram lookup, synchronous chain and tree, and SSD, interleaved"
     )
     parser.add_argument(
-        "--setting", choices=_SETTINGS, help="real devices, emulated ones, or both (on GPUs real, else both)"
+        "--setting",
+        choices=_SETTINGS,
+        help="real devices, emulated ones, or both (real; of the embedded pair on cores both)",
     )
+    add_pair(parser)
+    add_prompts(parser)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts (held-out files of Python)")
     parser.add_argument("--num-prompts", type=int, default=64, help="prompts of each way (64)")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table of the emulated setting")
     add_device_flags(parser)
-    add_settings_flags(parser, leave_out=_DEVICES)
+    add_settings_flags(parser, leave_out=(*_DEVICES, "target", "draft"))
     add_experiment(parser, _run_modes, _MODES)
 
 
 def _run_modes(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
     from ssd_serve.bench.mode_settings import Plan, run_settings
+    from ssd_serve.bench.own_pair import check_in_process
     from ssd_serve.bench.stage import CORES
 
     need("ssd bench modes", "scipy")
-    settings = settings_from(args)
+    settings = pair_settings(args)
+    check_in_process(settings)
     devices = chosen_devices(args.device, args.draft_device, this_machine(), CORES)
-    setting = args.setting or ("real" if devices.on_gpu else "both")
+    embedded = settings.target == EMBEDDED
+    setting = args.setting or ("both" if embedded and not devices.on_gpu else "real")
     if devices.on_gpu and setting != "real":
         raise SettingsError(f"--setting {setting}: devices are emulated on CPUs; use --setting real on a GPU")
     plan = Plan(
@@ -82,6 +90,7 @@ def _run_modes(args: argparse.Namespace) -> Report:
         table=args.table,
         devices=devices,
         file=args.prompts,
+        chat=args.chat,
     )
     result = run_settings(settings, plan, say)
     from ssd_serve.bench.modes_result import modes_tables

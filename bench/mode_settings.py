@@ -23,7 +23,8 @@ TUNING_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run: `settings` are real, emulated or both; `file` has the prompts, None: held-out files."""
+    """What to run: `settings` are real, emulated or both; `file` has the prompts, None: held-out files;
+    `chat` asks them by the model's template, None: where they are questions."""
 
     settings: Sequence[str]
     temperatures: Sequence[float]
@@ -31,6 +32,7 @@ class Plan:
     table: str
     devices: Devices
     file: Path | None = None
+    chat: bool | None = None
 
 
 def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
@@ -47,6 +49,7 @@ def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
         say,
         tuning=TUNING_PROMPTS,
         file=plan.file,
+        chat=plan.chat,
         device="cpu" if where is None else where.torch_name,
     )
     rows: list[Row] = []

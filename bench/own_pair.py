@@ -33,6 +33,17 @@ def prompts_of(
     return [replace(prompt, tokens=prompt.tokens[-longest:]) for prompt in pool[:count]]
 
 
+def check_in_process(settings: Settings) -> None:
+    """Raises `UserError` for a pair that cannot be compared in one process: models that do not fit together,
+    and a target on several ranks."""
+    if settings.tensor_parallel > 1:
+        raise UserError(
+            "`ssd bench modes` computes the target in its own process, on one device: "
+            "`ssd bench ssd-table` measures ranks, on real servers"
+        )
+    check_pair(settings, Tokenizer(find_model(settings, settings.target, "target")))
+
+
 def check_pair(settings: Settings, tokenizer: Tokenizer) -> None:
     """Raises `PairMismatchError` where the draft cannot guess for a target with this tokenizer."""
     if settings.draft_model is None:

@@ -32,6 +32,7 @@ def choose_prompts(
     tuning: int = 0,
     tokens: int = NEW_TOKENS,
     file: Path | None = None,
+    chat: bool | None = None,
     device: str = "cpu",
 ) -> dict[float, Chosen]:
     """Prompts of held-out files, or of `file`, for each temperature. The target of these settings continues
@@ -40,7 +41,7 @@ def choose_prompts(
     if file is None:
         pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
     else:
-        pool = as_prompts(read_questions(file), rig.tokenizer, rig.target.facts.context - tokens)
+        pool = as_prompts(read_questions(file), rig.tokenizer, rig.target.facts.context - tokens, chat)
     engine, runner = rig.engine(Way("ar")), Runner(tokens)
     chosen: dict[float, Chosen] = {}
     for temperature in temperatures:

@@ -35,7 +35,7 @@ def held_out_texts(name: str, count: int, mix: Mix) -> list[str]:
     """Prompts as texts, for servers with any tokenizer; lengths are in the embedded pair's tokens."""
     folder = resolve_model(EMBEDDED, "target")
     tokenizer = Tokenizer(folder)
-    maker = RequestMaker(held_out_prompts(folder, tokenizer))
+    maker = RequestMaker(held_out_prompts(folder, tokenizer, mix.longest))
     return [tokenizer.decode(maker.prompt(f"{name}:{index}", index, mix)) for index in range(count)]
 
 

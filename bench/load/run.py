@@ -44,7 +44,8 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         )
     trace = read_trace(plan.trace) if plan.trace is not None else []
     target = find_model(settings, settings.target, "target")
-    maker = RequestMaker(held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target)))
+    pool = held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target), plan.mix.longest)
+    maker = RequestMaker(pool)
     setting = "emulated" if table else "ballast" if plan.ballast else "real"
     found = Found()
     with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.own_pair import prompts_of
+from ssd_serve.bench.own_pair import check_in_process, prompts_of
 from ssd_serve.bench.pair_flags import add_pair, pair_settings
 from ssd_serve.errors import PairMismatchError, UserError
 from ssd_serve.models.text.tokenizer import Tokenizer
@@ -60,6 +60,14 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(
 def test_a_target_without_a_draft_is_refused(pair: Pair) -> None:
     with pytest.raises(PairMismatchError, match="nothing drafts for this target"):
         prompts_of(Settings(target=str(pair[0]), mode="ar"), None, count=1, tokens=1)  # type: ignore[arg-type]
+
+
+def test_ranks_are_measured_on_servers(pair: Pair) -> None:
+    check_in_process(settings(*pair))
+    with pytest.raises(UserError, match="`ssd bench ssd-table` measures ranks, on real servers"):
+        check_in_process(settings(*pair).model_copy(update={"tensor_parallel": 2}))
+    with pytest.raises(PairMismatchError, match="have different tokenizers"):
+        check_in_process(settings(pair[0], EMBEDDED))
 
 
 def test_a_pair_is_two_words_or_none() -> None:
