@@ -24,10 +24,8 @@ def turn(entries: Sequence[Entry], index: int) -> list[Entry]:
 def rotate(
     entries: Iterable[Entry], items: Sequence[Item], run: Callable[[Entry, Item], Got]
 ) -> dict[Entry, list[Got]]:
-    """Every item on every entry; what comes first is run once more before, and not counted."""
+    """Every item on every entry, in turn."""
     order = list(dict.fromkeys(entries))
-    for entry in order:  # rates, calibration and noise settle
-        run(entry, items[0])
     found: dict[Entry, list[Got]] = {entry: [] for entry in order}
     for index, item in enumerate(items):
         for entry in turn(order, index):

@@ -32,6 +32,7 @@ class RigStage:
         self._rig = rig
         self._runner = Runner(NEW_TOKENS)
         self._engines: dict[Entry, Engine] = {}
+        self._settled: set[Entry] = set()
         self._temperature = 0.0
         target, draft = devices.target, devices.draft
         table = emulated_table(rig.settings)
@@ -51,7 +52,8 @@ class RigStage:
     @contextmanager
     def drafting(self) -> Generator[None]:
         """SSD's drafter runs on its device."""
-        engine = self._engines[Entry(SSD, self.beside)] = self._rig.engine(SSD)
+        engine = self._rig.engine(SSD, self._costs[self.beside.target])
+        self._engines[Entry(SSD, self.beside)] = engine
         with remote_drafter(self._rig, engine, self.beside.draft):
             yield
 
@@ -60,9 +62,13 @@ class RigStage:
         if temperature != self._temperature:  # the baselines of another one are over
             self._engines = {known: engine for known, engine in self._engines.items() if known.way == SSD}
             self._temperature = temperature
+            self._settled.clear()
         pin(parse_device(entry.share.target))
         if entry not in self._engines:
             self._engines[entry] = self._rig.engine(entry.way, self._costs[entry.share.target])
+        if entry not in self._settled:  # rates, calibration and noise settle in a run that is not counted
+            self._settled.add(entry)
+            self._runner.run(self._engines[entry], prompt, temperature)
         return self._runner.run(self._engines[entry], prompt, temperature)
 
     def overruns(self) -> dict[str, float]:

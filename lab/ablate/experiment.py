@@ -244,6 +244,8 @@ def _texts(
     pair: Pair, plan: Plan, ways: Sequence[Way], prompts: Sequence[Prompt], temperature: float
 ) -> dict[Way, list[Text]]:
     runs = {way: Run(pair, plan, way, temperature) for way in ways}
+    for run in runs.values():  # calibration settles
+        run.text(prompts[0])
     return rotate(ways, prompts, lambda way, prompt: runs[way].text(prompt))
 
 

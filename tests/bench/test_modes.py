@@ -22,6 +22,13 @@ BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 10}
 SPEEDS = {"ar": 50.0, "ngram": 70.0, "sd-chain": 80.0, "sd-tree": 100.0, "ssd": 150.0}
 
 
+def worth(mode: str, steps: int) -> float:
+    """What a shape gives of its way's speed."""
+    if mode not in BEST_STEPS:
+        return 1.0
+    return 1 - 0.1 * abs(math.log(steps / BEST_STEPS[mode])) if steps else 0.8
+
+
 class FakeStage:
     """A way gives its speed, less where its shape is not the best one; two cores give as much more as
     `wider`. Prompts are of different worth to all, the machine drifts, and each run has its noise."""
@@ -42,10 +49,7 @@ class FakeStage:
         self._drift *= 0.9995
         speed = SPEEDS[way.mode] * self._drift * (1 + prompt.seed % 7 / 10)
         speed *= math.exp(self._chance.gauss(0, self._noise))
-        if way.mode in BEST_STEPS and way.steps:
-            speed *= 1 - 0.1 * abs(math.log(way.steps / BEST_STEPS[way.mode]))
-        elif way.mode in BEST_STEPS:
-            speed *= 0.8
+        speed *= worth(way.mode, way.steps)
         if entry.share.target == "cpu:0-1":
             speed *= self._wider
         tokens = [1] * NEW_TOKENS if way.mode == self._loops else list(range(NEW_TOKENS))
@@ -72,7 +76,7 @@ def test_all_ways_on_all_shares_run_every_prompt_once_and_tuning_has_its_own() -
     counted = Counter(stage.runs[-9 * 64 :])
     assert set(counted.values()) == {1}
     assert {prompt for _, prompt in counted} == set(CHOSEN.prompts)
-    assert {prompt for _, prompt in stage.runs[: -9 * 65]} == set(CHOSEN.tuning)
+    assert {prompt for _, prompt in stage.runs[: -9 * 64]} == set(CHOSEN.tuning)
 
 
 def test_the_best_shape_is_found_beyond_where_the_tuning_began() -> None:
@@ -90,8 +94,10 @@ def test_ratios_are_true_whatever_prompts_drift_and_noise_do() -> None:
             assert row.ssd is None
             continue
         assert row.ssd is not None
-        truth = SPEEDS["ssd"] / SPEEDS[row.mode] / (1.2 if row.devices == 2 else 1)
-        assert row.ssd.low * 0.97 < truth < row.ssd.high * 1.03
+        found = row.shape.split()[-1]
+        theirs = SPEEDS[row.mode] * worth(row.mode, int(found) if found.isdigit() else 0)
+        truth = SPEEDS["ssd"] / theirs / (1.2 if row.devices == 2 else 1)
+        assert row.ssd.low * 0.98 < truth < row.ssd.high * 1.02
         assert row.ssd.verdict is Verdict.BETTER
 
 
