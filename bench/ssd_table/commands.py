@@ -15,6 +15,8 @@ from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import Commands, add_settings_flags
 from ssd_serve.devices import this_machine
 
+_MEASURES = ("bench/ssd_table", "bench/load/client.py", "bench/load/servers.py", *SERVER)
+
 
 def add_ssd_table(commands: Commands) -> None:
     """Add the parser `ssd-table`."""
@@ -32,7 +34,7 @@ def add_ssd_table(commands: Commands) -> None:
     parser.add_argument("--temperature", type=positive_or_zero, default=0.0, help="(0, as published)")
     parser.add_argument("--launches", type=count, default=2, help="starts of every server (2)")
     add_settings_flags(parser, leave_out=(*SERVER_FLAGS, "tensor_parallel", "target", "draft"))
-    add_experiment(parser, _run, ("bench/ssd_table", *SERVER))
+    add_experiment(parser, _run, _MEASURES)
 
 
 def _run(args: argparse.Namespace) -> Report:
