@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 
+from lab.ablate import experiment
 from lab.ablate.experiment import (
     BEST_FIRST,
     CHAIN,
@@ -88,7 +89,10 @@ def test_a_table_verifies_one_chain() -> None:
     assert 0 < text.figures.drafted <= 3 * text.figures.rounds
 
 
-def test_a_run_compares_all_ways_and_says_that_time_is_virtual() -> None:
+def test_a_run_compares_all_ways_and_says_that_time_is_virtual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way in one shape: tuning is tested where it lives."""
+    monkeypatch.setattr(experiment, "shapes", lambda growth, choice: [way(growth, choice)])
+    monkeypatch.setattr(Way, "neighbours", lambda _way: iter(()))
     said: list[str] = []
     result = run_ablation(fake_pair(), fake_prompts(40), PLAN, said.append)
     rows = cast(list[dict[str, Any]], result["results"])
@@ -109,3 +113,11 @@ def test_a_run_compares_all_ways_and_says_that_time_is_virtual() -> None:
 def test_other_results_are_refused() -> None:
     with pytest.raises(UserError, match="not a result"):
         ablation_table({"results": [{"mode": "ar"}], "time": "real", "plain_tokens_per_s": 1.0})
+
+
+@pytest.mark.parametrize("growth", list(SHAPES))
+def test_every_shape_that_is_tuned_has_neighbours_and_the_live_tree_has_none(growth: str) -> None:
+    for each in experiment.shapes(growth, SHARED):
+        around = list(each.neighbours())
+        assert each not in around
+        assert bool(around) == (each.shape not in ("", "adaptive steps"))
