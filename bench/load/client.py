@@ -237,19 +237,21 @@ def open_client(
 def read(recording: Recording, exact: bool = True) -> Answer:
     """The recorded stream as an answer; one that is not whole has an error."""
     error, events = recording.error, Events()
-    speculation, usage, with_ids = Speculation(), Usage(), False
-    arrivals: list[tuple[float, int]] = []
+    speculation, usage = Speculation(), Usage()
+    said: list[tuple[float, int]] = []
     for at, data in recording.reads:
         for chunk in events.feed(data):
             if any(choice.says for choice in chunk.choices):
-                arrivals.append((at, len(chunk.token_ids) or 1))
-                with_ids = with_ids or bool(chunk.token_ids)
+                said.append((at, len(chunk.token_ids)))
             if chunk.metrics is not None:
                 speculation = chunk.metrics.speculative_decoding or speculation
             usage = chunk.usage or usage
             error = error or chunk.trouble
+    # Where ids are told, text without any was held back; where none are, a chunk is a token or more.
+    with_ids = any(count for _, count in said)
+    arrivals = tuple((at, count or 1) for at, count in said if count or not with_ids)
     answer = Answer(
-        *(recording.due_s, recording.sent_s, recording.ended_s, tuple(arrivals), speculation, error),
+        *(recording.due_s, recording.sent_s, recording.ended_s, arrivals, speculation, error),
         counted=None if with_ids else usage.completion_tokens or None,
         prompt_tokens=usage.prompt_tokens or None,
     )

@@ -108,6 +108,15 @@ def test_chunks_count_when_their_end_arrives(cut: int) -> None:
     assert answer.arrivals == ((3.0 if cut < len(first) else 2.0, 1), (4.0, 2))
 
 
+def test_text_that_was_held_back_is_no_further_token() -> None:
+    recording = Recording(Wanted((1,), 2, 0), 1.0, 1.0, 5.0)
+    events = [{"text": "a", "token_ids": [1]}, {"text": "", "token_ids": [2]}, {"text": "rest"}]
+    recording.reads = [(2.0 + at, event({"choices": [one]})) for at, one in enumerate(events)]
+    recording.reads.append((5.0, b"data: [DONE]\n\n"))
+    answer = read(recording)
+    assert (answer.error, answer.arrivals) == ("", ((2.0, 1), (3.0, 1)))
+
+
 def test_an_error_event_makes_an_answer_an_error() -> None:
     recording = Recording(Wanted((1,), 1, 0))
     recording.reads = [(1.0, event({"choices": [{"token_ids": [1]}]}))]
