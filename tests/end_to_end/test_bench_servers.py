@@ -57,7 +57,6 @@ def test_anybodys_pair_has_its_table_by_ranks(tmp_path: Path) -> None:
     rows = {(row["ranks"], row["mode"]): row for row in told["results"]}
     assert set(rows) == {(1, mode) for mode in ("ar", "sd", "ssd")}
     assert all(row["failed"] == 0 and row["requests"] == 2 for row in rows.values())
-    assert rows[1, "sd"]["tokens_per_round"] > 1
     refused = {each["way"]: each["why"] for each in told["refused"]}
     assert set(refused) == {"ar-tp4", "sd-tp4", "ssd-tp4"}
     assert all("4 ranks cannot share 2 attention heads" in why for why in refused.values())
