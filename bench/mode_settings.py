@@ -54,9 +54,11 @@ def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
     )
     rows: list[Row] = []
     notes: dict[str, object] = {}
+    pairs: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         for setting in plan.settings:
             own = settings.model_copy(update={"mode": Mode.SSD, "prefix_cache": False})
+            pairs[setting] = _pair(settings)
             if setting == "emulated":
                 # Wider steps of the embedded draft take this CPU longer than the table's device.
                 width = min(_EMULATED_WIDTH, own.draft_width)
@@ -65,6 +67,7 @@ def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
             elif settings.target == EMBEDDED:
                 say("writing the ballast pair")
                 own = own.model_copy(update=ballast_pair(Path(folder)))
+                pairs[setting] += " with ballast (the same function at a larger cost)"
             stage = RigStage(Rig(own, devices.target.torch_name), setting, devices)
             with stage.drafting():
                 rows += run_modes(stage, chosen, say)
@@ -74,5 +77,13 @@ def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
         "benchmark": "modes",
         "prompts": "places in held-out files" if plan.file is None else plan.file.name,
         "results": msgspec.to_builtins(rows),
+        "pairs": pairs,
         "notes": notes,
     }
+
+
+def _pair(settings: Settings) -> str:
+    """For people: names without the folders they are in."""
+    if settings.target == EMBEDDED:
+        return "the embedded pair"
+    return " with ".join(Path(name).name for name in (settings.target, *settings.draft_models))

@@ -12,10 +12,10 @@ from ssd_serve.bench.statistics import Interval
 from ssd_serve.bench.tables import markdown_table
 
 _MEANING = {
-    "real": "**Real devices**: the embedded pair with ballast (the same function at a larger cost).",
-    "emulated": "**Emulated devices**: the embedded pair; engine, processes and messages are real, but each "
-    "forward is stretched by sleeping to the step time of a device table (70B/1B on MI300X). Not a "
-    "measurement of those devices.",
+    "real": "**Real devices**: {pair}.",
+    "emulated": "**Emulated devices**: {pair}; engine, processes and messages are real, but each forward is "
+    "stretched by sleeping to the step time of a device table (70B/1B on MI300X). Not a measurement of those "
+    "devices.",
 }
 _MODES = {
     "ar": "plain (ar)",
@@ -70,9 +70,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a result file; whatever else it holds is left alone. `notes` are by setting."""
+    """What is read of a result file; whatever else it holds is left alone. `pairs` says by setting what
+    was measured, as `notes` are by setting."""
 
     results: list[Row]
+    pairs: dict[str, str]
     prompts: str
     notes: dict[str, dict[str, object]]
     hardware: dict[str, object]
@@ -86,7 +88,7 @@ def modes_tables(result: Mapping[str, object]) -> str:
     for setting in dict.fromkeys(row.setting for row in found.results):
         rows = [row for row in found.results if row.setting == setting]
         ours = {row.temperature: row for row in rows if row.mode == "ssd"}
-        parts.append(_MEANING.get(setting, setting))
+        parts.append(_MEANING.get(setting, setting).format(pair=found.pairs.get(setting, "")))
         parts.append(markdown_table(_HEAD, (_cells(row, ours[row.temperature]) for row in rows)))
         told = [_equal_hardware(row, rows) for row in ours.values()]
         notes = found.notes.get(setting, {})
@@ -122,17 +124,21 @@ def _judged(interval: Interval | None) -> tuple[str, str]:
 
 
 def _equal_hardware(ours: Row, rows: Sequence[Row]) -> str:
-    """SSD against whoever is the fastest with as many devices; where nobody has so many, by device."""
+    """SSD against whoever is the fastest with as many devices or fewer, for they may leave some idle; where
+    nobody was measured with so many, by device."""
     others = [row for row in rows if row.temperature == ours.temperature and row.ssd is not None]
-    equal = [row for row in others if row.devices == ours.devices]
-    judged = {row.shape: (_by_device(row, ours), row) for row in equal or others}
-    interval, best = min(judged.values(), key=lambda item: item[0].mean if item[0] else 0.0)
+    equal = any(row.devices == ours.devices for row in others)
+    if equal:
+        others = [row for row in others if row.devices <= ours.devices]
+    judged = [(row.ssd if equal else _by_device(row, ours), row) for row in others]
+    interval, best = min(judged, key=lambda item: item[0].mean if item[0] else 0.0)
     way = f"with {ours.devices} devices each" if equal else "by device"
     if interval is None:
         return f"temperature {ours.temperature:g}, {way}: one prompt shows nothing"
+    fewer = f" on {best.target}" if equal and best.devices < ours.devices else ""
     return (
-        f"**temperature {ours.temperature:g}, {way}**: SSD gives {interval} of {best.name}, the best of the "
-        f"others: {interval.verdict}"
+        f"**temperature {ours.temperature:g}, {way}**: SSD gives {interval} of {best.name}{fewer}, the best "
+        f"of the others: {interval.verdict}"
     )
 
 

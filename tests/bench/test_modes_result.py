@@ -30,6 +30,7 @@ ROWS = [
 def result(rows: list[Row], **fields: object) -> dict[str, Any]:
     return {
         "results": msgspec.to_builtins(rows),
+        "pairs": {rows[0].setting: "a target with a draft"},
         "prompts": "places in held-out files",
         "notes": {rows[0].setting: {"left_out": {"0": 0.125}, "target_overrun_share": 0.0}},
         "hardware": {"cpu": "A processor", "cores": 2, "memory_gib": 23.4},
@@ -64,6 +65,13 @@ def test_equal_hardware_is_told_in_words_against_the_best_of_them() -> None:
     assert f"- **temperature 0, {words}" in text
 
 
+def test_who_is_faster_with_fewer_devices_may_leave_some_idle() -> None:
+    """Two cores can be slower than one."""
+    alone = row("ar", 150.0, ssd=faster(0.8))
+    words = "with 2 devices each**: SSD gives 0.80x (0.75 to 0.85) of plain (ar) on cpu:0, the best of the"
+    assert words in modes_tables(result([alone, *ROWS[1:]]))
+
+
 def test_where_nobody_has_as_many_devices_the_words_are_by_device() -> None:
     rows = [
         row("ar", 50.0, devices=4, setting="emulated", ssd=faster(4.0)),
@@ -79,7 +87,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file.write_text(json.dumps(result(ROWS)))
     readme.write_text("<!-- modes:begin -->\n<!-- modes:end -->\n")
     assert main(["bench", "report", str(file)]) == 0
-    assert capsys.readouterr().out.startswith("**Real devices**")
+    assert capsys.readouterr().out.startswith("**Real devices**: a target with a draft.")
     assert main(["bench", "report", str(file), "--readme", str(readme)]) == 0
     assert "| SSD (ssd) | 0 |" in readme.read_text()
 
