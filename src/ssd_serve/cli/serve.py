@@ -128,7 +128,7 @@ def run_serve(settings: Settings) -> int:
     """Serve until a signal says stop, or the engine dies. Answers from the start: 503 while it loads."""
     setproctitle.setproctitle("ssd: server")
     for number in heeded_signals():
-        if number != signal.SIGINT:
+        if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
             signal.signal(number, _leave_tidily)
     log = get_logger("server", settings.log_level, settings.log_format)
     carry_library_logs(log)
@@ -216,11 +216,12 @@ def address(sock: socket.socket, encrypted: bool = False) -> str:
 
 def _leave_tidily(number: int, _frame: FrameType | None) -> NoReturn:
     """A signal while everything is loaded: leave through every `finally`, so that workers and sockets go too.
-    It may come twice, from a group and from a parent in it: only the first one means something."""
+    It may come twice, from a group and from a parent in it: only the first one means something. Ctrl-C may be
+    repeated. Python drops what a handler raises in a destructor, hence the last resort."""
     for other in heeded_signals():
-        if other != signal.SIGINT:
-            signal.signal(other, signal.SIG_IGN)
+        if signal.getsignal(other) is _leave_tidily:
+            signal.signal(other, signal.default_int_handler if other == signal.SIGINT else signal.SIG_IGN)
     last_resort = threading.Timer(_LEAVES_WITHIN_S, os._exit, (128 + number,))
     last_resort.daemon = True
     last_resort.start()
-    raise SystemExit(128 + number)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -29,7 +29,7 @@ from ssd_serve.messages import (
 from ssd_serve.settings import Mode, Settings
 
 _LOOK_EVERY_S = 0.2
-_LONGEST_END_S = 10.0
+_LONGEST_END_S = 60.0
 
 Report = Committed | Finished | Refused
 
