@@ -113,7 +113,7 @@ def test_a_size_that_raises_is_left_out() -> None:
     assert size == 64
     assert "left out" in log
     assert "no kernel for pages of 16" in log
-    assert "16:" not in log.splitlines()[-1]
+    assert "16: " not in log.splitlines()[-1]
     size, log, _ = measured({})
     assert size == 1
     assert log.count("left out") == len(PAGE_SIZES)
