@@ -66,7 +66,7 @@ def test_the_verifiers_death_is_reported_with_its_reason() -> None:
         settings, QUIET, machine=MACHINE, command=command, on_failure=reported.append
     ) as engine:
         os.kill(engine.pids()["verifier"], signal.SIGKILL)
-        until(lambda: engine.failure is not None)
+        until(lambda: bool(reported))
         assert [str(error) for error in reported] == [str(engine.failure)]
     assert "SIGKILL" in str(reported[0])
     assert reported[0].exit_code == 70
