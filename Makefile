@@ -26,7 +26,7 @@ MEASURING := $(VENV)/.stamp-measuring
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
-	@echo "make test      the specification: tests that together take some four minutes on two cores"
+	@echo "make test      the specification: tests that together take some three minutes on two cores"
 	@echo "make test-all  every test, and a skip that nobody knows of is a failure"
 	@echo "make check     lint, format check, types"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"

@@ -3,18 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lab.ablate.report import GROWTHS
 from ssd_serve.bench.tables import markdown_table
 
 Result = Mapping[str, Any]
 
-_GROWTHS = {
-    "best-first": "best-first, live tree",
-    "best-first-synchronous": "best-first, in turns",
-    "chain": "chain, in turns",
-    "uniform-tree": "uniform tree, thrown away",
-    "uniform-table": "outcome table, uniform",
-    "geometric-table": "outcome table, geometric",
-}
 _REJECTION = "rejection"
 
 
@@ -27,7 +20,7 @@ def ablate(result: Result) -> str:
     }
     head = ("growth", *(f"{'rejection, ' if rejection else ''}T {t:g}" for rejection, t in columns))
     lines = [
-        (_GROWTHS.get(growth, growth), *(_number(speeds.get((growth, *column))) for column in columns))
+        (GROWTHS.get(growth, growth), *(_number(speeds.get((growth, *column))) for column in columns))
         for growth in dict.fromkeys(row["growth"] for row in rows)
     ]
     prompts = max(row["prompts"] for row in rows)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ssd_serve.recipes.checkpoint import replaced_folder, write_decoder, write_json
 from ssd_serve.recipes.decoder import Decoder, Shape
 from ssd_serve.recipes.functions import NEW_TOKENS
 from ssd_serve.recipes.tokenizer import save_tokenizer
+from ssd_serve.recipes.training import read_state
 from ssd_serve.recipes.workspace import LIBRARY_TIMES, Workspace
 
 
@@ -31,7 +30,7 @@ class Trained:
 
 def read_trained(checkpoint: Path) -> Trained:
     """Read a model and its counters from a training checkpoint."""
-    state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
+    state = read_state(checkpoint)
     decoder = Decoder(Shape(**state["shape"]))
     decoder.load_state_dict(state["decoder"])
     return Trained(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from ssd_serve.errors import UserError
+
 END_OF_TEXT = "<|endoftext|>"
 """Begins every document, and therefore also ends the one before: both bos and eos."""
 
@@ -74,4 +76,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer saved in `folder`."""
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no other type
+        raise UserError(f"{path} is not a tokenizer: {error}") from error

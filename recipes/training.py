@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ssd_serve.errors import UserError
 from ssd_serve.recipes.data import Ids, Sampler
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise
 from ssd_serve.recipes.optimiser import Optimiser, Rates, Schedule
@@ -126,12 +127,21 @@ class Training:
 
     def load(self) -> None:
         """Continue from the checkpoint; the number of tokens stays the one given to this training."""
-        state = torch.load(self.checkpoint, weights_only=True)
+        state = read_state(self.checkpoint)
         self.decoder.load_state_dict(state["decoder"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.sampler.taken = state["taken"]
         self.step, self.tokens, self.worked = state["step"], state["tokens"], state["worked"]
         self.history = state["history"]
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What `Training.save` wrote."""
+    try:
+        state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
+    except Exception as error:  # torch raises whatever its parser stumbles over
+        raise UserError(f"{checkpoint} is no checkpoint; remove it to begin anew: {error}") from error
+    return state
 
 
 def text_loss(model: Decoder, inputs: Tensor, wanted: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from ssd_serve.errors import UserError
 from ssd_serve.recipes.corpus import SourceFile, added_files, read_sources, split_corpus
 from ssd_serve.recipes.data import Document, encode, save_stream
 from ssd_serve.recipes.packages import Package
@@ -50,9 +51,16 @@ class Workspace:
     ) -> None:
         """Read, split and tokenise, unless that was done before. A new tokenizer learns from the library."""
         if self.summary_file.exists():
+            if tokenizer is not None and self.tokenizer().to_str() != tokenizer.to_str():
+                raise UserError(
+                    f"{self.folder} was made with another tokenizer than that of the pair to start from: "
+                    "choose another folder."
+                )
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         corpus = split_corpus(read_sources(library), held_out_share)
+        if not corpus.train or not corpus.held_out:
+            raise UserError(f"{library} has too few Python sources to train on some and hold out others.")
+        self.folder.mkdir(parents=True, exist_ok=True)
         added = added_files(corpus, (file for package in packages for file in package.files))
         tokenizer = tokenizer or train_tokenizer((file.text for file in corpus.train), entries)
         save_tokenizer(tokenizer, self.folder, context)

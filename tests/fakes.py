@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
+from ssd_serve.devices import Device
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -32,6 +33,7 @@ from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import GrowPolicy, WhenItPays
+from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.scheduler import SchedulerLimits
 
 VOCABULARY = 40
@@ -264,3 +266,14 @@ def mixed_requests(count: int, max_tokens: int = 40) -> list[Submit]:
         prompt = tuple(int(t) for t in source.integers(1, VOCABULARY, size=3 + 7 * (number % 6)))
         submits.append(Submit(number, prompt, parameters, 1000 + number))
     return submits
+
+
+class StillCores(Cores):
+    """Says that all cores are more than a few, keeps where it was told to compute, and moves no thread."""
+
+    def __init__(self) -> None:
+        super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
+        self.entered: list[tuple[Layout, bool]] = []
+
+    def enter(self, layout: Layout, wide: bool = True) -> None:
+        self.entered.append((layout, wide))

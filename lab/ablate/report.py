@@ -12,16 +12,16 @@ _HEAD = (
     *("T", "growth", "choice", "hit rate", "ready depth", "tokens a round", "tokens/s (virtual)"),
     *("the live tree is faster by", "that is", "verified nodes", "draft steps", "rows a step", "shape"),
 )
-_NAMES = {
+GROWTHS = {
     "best-first": "best-first, live tree",
     "best-first-synchronous": "best-first, in turns",
     "chain": "chain, in turns",
     "uniform-tree": "uniform tree, thrown away",
     "uniform-table": "outcome table, uniform",
     "geometric-table": "outcome table, geometric",
-    "shared-noise": "shared noise",
-    "rejection": "rejection sampling",
 }
+"""Ways to grow, for people."""
+_NAMES = {**GROWTHS, "shared-noise": "shared noise", "rejection": "rejection sampling"}
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows
 from ssd_serve.recipes.export import export_pair, read_trained
 from ssd_serve.recipes.optimiser import Schedule, orthogonalise
 from ssd_serve.recipes.pair import PairRecipe, train_pair
+from ssd_serve.recipes.tokenizer import load_tokenizer, train_tokenizer
 from ssd_serve.recipes.training import Phase, Recipe
 from ssd_serve.recipes.workspace import Workspace
 
@@ -167,3 +168,20 @@ def test_decoder_counts_its_parameters() -> None:
     initialise(decoder, 0)
     assert sum(parameter.numel() for parameter in decoder.parameters()) == shape.parameters
     assert dataclasses.replace(shape, vocabulary=600).body_parameters == shape.body_parameters
+
+
+def test_what_cannot_be_trained_on_or_gone_on_with_is_named(
+    workspace: Workspace, library: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="too few Python sources"):
+        Workspace(tmp_path / "new").prepare(tmp_path, 300, 256)
+    assert not (tmp_path / "new").exists()
+    other = train_tokenizer(["something else entirely"], 280)
+    with pytest.raises(UserError, match="another tokenizer"):
+        workspace.prepare(library, 300, 256, tokenizer=other)
+    workspace.prepare(library, 300, 256, tokenizer=workspace.tokenizer())
+    workspace.checkpoint("target").write_bytes(b"half a checkpoint")
+    with pytest.raises(UserError, match="remove it to begin anew"):
+        told(workspace, PAIR)

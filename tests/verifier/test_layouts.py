@@ -16,7 +16,7 @@ from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import FixedSteps
 from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
-from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
+from tests.fakes import HELLO, Case, StillCores, make_core, make_engine, mixed_requests, run
 
 WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
 
@@ -38,18 +38,7 @@ class Restless(Governor[Layout]):
         return self._layout
 
 
-class Places(Cores):
-    """Says that all cores are more than a few, keeps where it was told to compute, and moves no thread."""
-
-    def __init__(self) -> None:
-        super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
-        self.entered: list[tuple[Layout, bool]] = []
-
-    def enter(self, layout: Layout, wide: bool = True) -> None:
-        self.entered.append((layout, wide))
-
-
-def restless(seed: int) -> tuple[Engine, Restless, Places]:
+def restless(seed: int) -> tuple[Engine, Restless, StillCores]:
     """An engine with a drafter inline and one at the other end of a channel, under a restless governor."""
     case = Case(policy=lambda: FixedSteps(2), slots=4096)
     engine, _ = make_engine(case)
@@ -69,7 +58,7 @@ def restless(seed: int) -> tuple[Engine, Restless, Places]:
     mine.on_wait = work
     engine.drafters.connect(mine)
     governor = Restless(seed)
-    places = Places()
+    places = StillCores()
     slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
     governing = Governing(
         governor,

@@ -1,27 +1,15 @@
 """Where rounds compute: prompts on all cores, and decoding where the governor drafts."""
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.devices import Device
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import Never
-from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
-from tests.fakes import HELLO
+from tests.fakes import HELLO, StillCores
 
 WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
-
-
-class NoCores(Cores):
-    """Keeps where it was told to compute, and moves no thread."""
-
-    def __init__(self) -> None:
-        super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
-        self.entered: list[tuple[Layout, bool]] = []
-
-    def enter(self, layout: Layout, wide: bool = True) -> None:
-        self.entered.append((layout, wide))
 
 
 class Place:
@@ -37,7 +25,7 @@ class Place:
         self.whole = CostTable([Timing(1, 0, 0.01 / faster), Timing(64, 0, 0.1 / faster)])
         governor = Governor(WAYS)
         governor.recall({1: forecast})
-        self.cores = NoCores()
+        self.cores = StillCores()
         costs = {way: self.few if way is Layout.ASYNC else self.whole for way in WAYS}
         governing = Governing(governor, self.cores, costs, {way: Never() for way in WAYS}, self.few)
         self.placing = Placing(self.drafters, self.few, Never(), governing, lambda: 0.0)
