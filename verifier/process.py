@@ -127,7 +127,10 @@ class VerifierLoop:
         self._accept()
         if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
             self._observer.asked(Turn.STEP)
-            self._unsent.extend(self._engine.step())
+            reports = self._engine.step()
+            if not self._engine.busy:  # before the last tokens: whoever has them may read the counters
+                self._unsent.append(self._status())
+            self._unsent.extend(reports)
         else:
             self._sleep(_STATUS_S / 2)
             self._drain()

@@ -122,3 +122,28 @@ def test_an_observer_is_told_of_everything_that_the_engine_is_made_to_do() -> No
 
 def test_an_observer_knows_when_nothing_is_to_be_done() -> None:
     assert one_turn([]) == ["rests", Turn.DRAIN, Turn.BEAT, "rests"]
+
+
+def test_whoever_has_the_last_tokens_may_read_the_counters() -> None:
+    engine, _ = make_engine(Case(drafter="none"))
+    mine, its = memory_pair()
+    its.send(Submit(1, PROMPT, SamplingParameters(max_tokens=9, ignore_eos=True), 7))
+    told: list[object] = []
+
+    class Leaving(Observer):
+        """The server, which leaves when it has the last tokens."""
+
+        def asked(self, what: ServerMessage | Turn) -> None:
+            told.extend(its.receive())
+
+        def rests(self) -> None:
+            told.extend(its.receive())
+            if any(isinstance(message, Finished) for message in told):
+                its.close()
+
+    engine.observer = Leaving()
+    quiet = Logger("verifier", "error")
+    VerifierLoop(mine, [], engine, lambda: engine_status(engine), lambda: None, quiet).run()
+    before_the_end = told[: [isinstance(message, Finished) for message in told].index(True)]
+    counted = [message for message in before_the_end if isinstance(message, Status)]
+    assert counted[-1].totals.tokens == 9
