@@ -77,7 +77,7 @@ def shapes(mode: str, fan_out: int) -> list[Way]:
     if mode == "sd-chain":
         return [Way(mode, steps) for steps in (1, 2, 4, 8)]
     if mode == "ngram":
-        return [Way(mode, steps, fan, fan) for steps in (2, 4, 8) for fan in (1, 4)]
+        return [Way(mode, fan_out=fan_out) for fan_out in (1, 4)]
     return [Way(mode, steps, width, fan_out) for steps in (0, 2, 4) for width in (4, 16)]
 
 
@@ -86,7 +86,7 @@ def neighbours(way: Way) -> Iterator[Way]:
     if way.steps:
         yield from (replace(way, steps=steps) for steps in next_to(_STEPS, way.steps))
     if way.mode == "ngram":
-        yield from (replace(way, width=fan, fan_out=fan) for fan in next_to(_FAN_OUTS, way.width))
+        yield from (replace(way, fan_out=fan_out) for fan_out in next_to(_FAN_OUTS, way.fan_out))
     elif way.mode == "sd-tree":
         yield from (replace(way, width=width) for width in next_to(_WIDTHS, way.width))
 

@@ -33,9 +33,9 @@ class QueuedModel(WrappedModel):
 
 
 class OneCallChannel(InlineChannel):
-    """`steps` draft steps a call. `queued` None: they need no device."""
+    """`steps` draft steps a call, by the `queued` model."""
 
-    def __init__(self, core: DrafterCore, hello: Hello, steps: int, queued: QueuedModel | None) -> None:
+    def __init__(self, core: DrafterCore, hello: Hello, steps: int, queued: QueuedModel) -> None:
         super().__init__(core, hello)
         self._steps_a_call = steps
         self._queued = queued
@@ -44,6 +44,5 @@ class OneCallChannel(InlineChannel):
         growth: list[Growth] = []
         for _ in range(self._steps_a_call):
             growth += super().draft()
-        if self._queued is not None:
-            self._queued.wait()
+        self._queued.wait()
         return growth

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
+from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import make_run_dir
@@ -22,7 +23,7 @@ from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.sources.ngram import NgramSource
+from ssd_serve.drafter.instant import instant_channel
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.errors import SsdError
 from ssd_serve.hub_id import pinned
@@ -57,7 +58,7 @@ _JOIN_S = 600.0
 class Way:
     """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay.
 
-    `sd-chain` and `ngram` draft all their steps in one call, so that no Python between them is measured.
+    `sd-chain` drafts all its steps in one call, so that no Python between them is measured.
     """
 
     mode: str
@@ -70,13 +71,15 @@ class Way:
         """For tables and result files."""
         if self.mode in ("ar", "ssd"):
             return self.mode
+        if self.mode == "ngram":
+            return f"ngram {self.fan_out}"
         shape = "" if self.mode == "sd-chain" else f" {self.width}x{self.fan_out}"
         return f"{self.mode}{shape} {self.steps or 'adaptive'}"
 
     @property
     def in_one_call(self) -> bool:
         """Whether nothing is planned between its draft steps."""
-        return self.mode in ("sd-chain", "ngram")
+        return self.mode == "sd-chain"
 
 
 class _Free(CostTable):
@@ -165,10 +168,13 @@ class Rig:
             engine.drafters.drain({})
         return engine
 
-    def _inline(self, way: Way) -> InlineChannel:
+    def _inline(self, way: Way) -> Channel:
+        if way.mode == "ngram":
+            settings = self.settings.model_copy(update={"draft_fan_out": way.fan_out})
+            return instant_channel(way.mode, settings, self.hello, self.real.facts.eos_token_ids)
         if not way.in_one_call:
             return InlineChannel(self.core(way), self.hello)
-        queued = QueuedModel(self.draft) if way.mode == "sd-chain" else None
+        queued = QueuedModel(self.draft)
         return OneCallChannel(self.core(way, queued), self.hello, way.steps, queued)
 
     def _governing(self, policy: GrowPolicy, cost: CostTable) -> Governing | None:
@@ -187,11 +193,7 @@ class Rig:
         """A fresh drafter in this process."""
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
-        guesses: DraftModel | NgramSource = DraftModel(
-            draft or self.draft, 2 * _SLOTS, self._draft_noise, self.native
-        )
-        if way.mode == "ngram":
-            guesses = NgramSource(way.fan_out)
+        guesses = DraftModel(draft or self.draft, 2 * _SLOTS, self._draft_noise, self.native)
         ends = self.real.facts.eos_token_ids
         return build_core(CoreParts(guesses=guesses, limits=limits, ends=ends, name="bench"))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ssd_serve.devices import Device, Machine, check_device, parse_device
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import NO_DRAFT, Mode, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ def place(settings: Settings, machine: Machine) -> Placement:
 
 def resolved(settings: Settings, placement: Placement) -> Settings:
     """Settings in which nothing about modes and devices is left to decide; what the workers get."""
-    drafts = {Mode.AR: (), Mode.SD: settings.draft_models[:1]}.get(placement.mode, settings.draft_models)
+    drafts = () if placement.mode is Mode.AR else settings.drafts
     return settings.model_copy(
         update={
             "mode": placement.mode,
             "target_device": str(placement.target),
             "target_device_alone": str(placement.alone) if placement.alone is not None else None,
             "draft_device": str(placement.draft) if placement.draft is not None else None,
-            "draft": ",".join(drafts) or None,
+            "draft": ",".join(drafts) or (NO_DRAFT if placement.mode is Mode.AR else settings.draft),
         }
     )
 
@@ -121,13 +121,16 @@ def chosen_mode(settings: Settings, devices: int) -> Mode:
         if remote:
             return Mode.SSD
         if settings.draft_model is None:
-            return Mode.AR
+            return Mode.SD if settings.lookups else Mode.AR
         return Mode.SSD if devices > settings.tensor_parallel else Mode.SD
-    drafted = settings.draft_model is not None or (remote and settings.mode is Mode.SSD)
+    drafted = settings.draft_model is not None or (
+        remote if settings.mode is Mode.SSD else bool(settings.lookups)
+    )
     if settings.mode is not Mode.AR and not drafted:
+        what = "a draft model for its own device" if settings.mode is Mode.SSD else "a draft"
         raise SettingsError(
-            f"mode {settings.mode.value} needs a draft model: set SSD_DRAFT to a folder or a hub id, "
-            "or SSD_MODE=ar"
+            f"mode {settings.mode.value} needs {what}: set SSD_DRAFT to a folder or a hub id, or "
+            f"SSD_MODE={'ar' if not settings.lookups else 'sd, where lookup drafts'}"
         )
     return settings.mode
 

@@ -7,7 +7,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import DraftSource
 from ssd_serve.drafter.sources.whole_model import DraftModel
-from ssd_serve.drafter.width import LiveWidth
+from ssd_serve.drafter.width import StepWidth
 from ssd_serve.logs import Logger
 
 
@@ -21,7 +21,7 @@ class CoreParts:
     ends: Collection[int]
     name: str
     log: Logger | None = None
-    widths: LiveWidth | None = None
+    widths: StepWidth | None = None
 
 
 def build_core(parts: CoreParts) -> DrafterCore:

@@ -22,7 +22,7 @@ class Calibration:
 
     def scale(self, temperature: float) -> float:
         """The scale to divide noisy scores by."""
-        return self._scales[_band(temperature)]
+        return self._scales[temperature_band(temperature)]
 
     def observe(self, temperature: float, candidates: Candidates, token: int) -> None:
         """The target chose `token` where `candidates` were ranked.
@@ -30,7 +30,7 @@ class Calibration:
         d/d(log scale) of -log softmax(s / scale)[truth] is (s[truth] - E[s]) / scale. A truth outside the
         ranked children scores at most as much as the last of them; that bound stands in for it.
         """
-        band = _band(temperature)
+        band = temperature_band(temperature)
         ranks = (candidates.tokens == token).nonzero()[0]
         index = int(ranks[0]) if len(ranks) else len(candidates.scores) - 1
         score = float(candidates.scores[index])
@@ -40,7 +40,8 @@ class Calibration:
         self._scales[band] = max(_LEAST, min(_MOST, scale * math.exp(-step)))
 
 
-def _band(temperature: float) -> int:
+def temperature_band(temperature: float) -> int:
+    """0: greedy, 1: up to 0.85, 2: above."""
     if temperature <= 0:
         return 0
     return 1 if temperature <= 0.85 else 2

@@ -18,12 +18,20 @@ from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_together
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Guesses, NodeRequest
-from ssd_serve.drafter.width import LiveWidth
+from ssd_serve.drafter.sources.contract import (
+    Branch,
+    Candidates,
+    DraftSource,
+    Found,
+    Guesses,
+    NodeRequest,
+    Subtree,
+)
+from ssd_serve.drafter.width import StepWidth
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 
-_NOTHING: tuple[Sequence[Candidates | None], int] = ((None,), 0)
+_NOTHING: tuple[Sequence[Found], int] = ((None,), 0)
 
 
 class _Drafted:
@@ -46,13 +54,30 @@ class _Drafted:
         deepest = min(left - 1, limits.context - self.position)
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
-        self.guesses: dict[int, tuple[Sequence[Candidates | None], int]] = {}
+        self.guesses: dict[int, tuple[Sequence[Found], int]] = {}
         """The step in which each node was expanded, and its place there."""
 
-    def grew(self, node: Node, found: Sequence[Candidates | None], index: int) -> None:
+    def grew(self, node: Node, found: Sequence[Found], index: int) -> None:
         """The tree has a node's candidates, those at `index` of what its step found."""
         self.guesses[node.name] = found, index
         self.frontier.offer(node)
+
+    def attach(self, top: Node, branches: Sequence[Branch]) -> list[Expansion]:
+        """Give the nodes of a subtree their candidates, as far as they may and fit; which were given."""
+        tree, given = self.tree, list[Expansion]()
+        for path, tokens, values in branches:
+            node: Node | None = top
+            for token in path:
+                node = tree.child(node, token) if node is not None else None
+            if (
+                node is not None
+                and not node.tokens
+                and self.frontier.may_grow(node)
+                and tree.expand(node, tokens, values)
+            ):
+                self.frontier.offer(node)
+                given.append(_expanded(node, tokens, values))
+        return given
 
     def reach(self) -> float:
         """Log reach of the next node to expand, or -inf. While it pauses, a root is still read."""
@@ -72,7 +97,7 @@ class DrafterCore:
         ends: frozenset[int],
         name: str,
         log: Logger | None = None,
-        widths: LiveWidth | None = None,
+        widths: StepWidth | None = None,
     ) -> None:
         self._widths = widths
         self._source = source
@@ -157,7 +182,7 @@ class DrafterCore:
                 heapq.heappush(heap, (-reach, order, request, drafted))
         return picked
 
-    def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Candidates | None]) -> list[Growth]:
+    def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Found]) -> list[Growth]:
         """Append what was found to the trees; what there is to publish."""
         if isinstance(found, Guesses):
             return self._grow_together(picked, found)
@@ -166,6 +191,11 @@ class DrafterCore:
             if candidates is None:
                 continue  # no memory now: considered again when the root moves
             drafted = self._requests[request]
+            if isinstance(candidates, Subtree):
+                given = drafted.attach(node, candidates.branches)
+                if given:
+                    grown.setdefault(request, []).extend(given)
+                continue
             tokens: list[int] = candidates.tokens.tolist()
             values: list[float] = candidates.log_probabilities.tolist()
             if tokens and drafted.tree.expand(node, tokens, values):
@@ -248,7 +278,7 @@ class DrafterCore:
         for token in tokens:
             found, index = drafted.guesses.get(node.name, _NOTHING) if node is not None else _NOTHING
             candidates = found[index]
-            if node is None or candidates is None:
+            if node is None or not isinstance(candidates, Candidates):
                 return
             self._calibration.observe(drafted.parameters.temperature, candidates, token)
             node = node.children.get(token)

@@ -54,6 +54,11 @@ class Frontier:
         for node in self._tree.expanded():
             self.offer(node)
 
+    def may_grow(self, node: Node) -> bool:
+        """Whether anything may grow below a node: it is not too deep, and does not end the text."""
+        depth = node.depth - self._tree.root.depth
+        return depth < self._limits.depth and node.depth < self._deepest and node.token not in self._ends
+
     def offer(self, node: Node) -> None:
         """Consider the candidates of a node that has been expanded."""
         self._reach = None

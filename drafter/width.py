@@ -5,12 +5,23 @@ costs. Knows step times, not trees.
 """
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from ssd_serve.verifier.planning.cost import CostTable, Timing
 
 _TOLERANCE = 1.35
 """A step may cost this much more than a narrow one: a wide step grows more, but its growth arrives later."""
 _LOOK_EVERY = 64
+
+
+class StepWidth(Protocol):
+    """Chooses how many nodes the next step expands at most."""
+
+    width: int
+
+    def observe(self, nodes: int, seconds: float) -> None:
+        """A step that expanded `nodes` nodes took so long, host time included."""
+        ...
 
 
 def widths_to_measure(most: int) -> list[int]:
@@ -35,7 +46,6 @@ class LiveWidth:
         self.width = choose_width(seconds)
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """A step that expanded `nodes` nodes took so long, host time included."""
         self._cost.observe(nodes, seconds)
         self._steps += 1
         if self._steps % _LOOK_EVERY == 0:

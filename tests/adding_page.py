@@ -11,6 +11,7 @@ import pytest
 PAGE = Path(__file__).parents[1] / "docs" / "adding.md"
 _CODE = r"\n\n```python\n(.*?)^```"
 _FILE = re.compile(r"^`([\w/]+)\.py`:" + _CODE, re.MULTILINE | re.DOTALL)
+_POINTS = re.compile(r'^```toml\n\[project\.entry-points\."(.*)"\]\n(.*) = "(.*)"\n```', re.MULTILINE)
 _LINE = re.compile(r"^The line in `(\w+)` of `([\w/]+)\.py`:" + _CODE, re.MULTILINE | re.DOTALL)
 
 
@@ -31,6 +32,23 @@ def follow(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del sys.modules[_module(path)]
     (entry,) = ast.literal_eval("{" + line + "}").items()
     monkeypatch.setitem(getattr(import_module(_module(place)), table), *entry)
+
+
+def install(heading: str, folder: Path) -> None:
+    """Write the section's file to a folder as an installed package with the page's entry point, found once
+    the folder is on the path."""
+    ((path, source),) = _FILE.findall(section(heading))
+    (points,) = _POINTS.findall(section(heading))
+    name = Path(path).name
+    (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    described = folder / f"{name}-1.0.dist-info"
+    described.mkdir()
+    group, key, value = points
+    for file, text in (
+        ("METADATA", f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n"),
+        ("entry_points.txt", f"[{group}]\n{key} = {value}\n"),
+    ):
+        (described / file).write_text(text, encoding="utf-8")
 
 
 def _module(path: str) -> str:

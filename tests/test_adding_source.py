@@ -1,13 +1,14 @@
 """Following docs/adding.md gives a draft source that drafts, and changes no text."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ssd_serve import LLM, SamplingParams
-from ssd_serve.errors import CheckpointError
-from tests.adding_page import follow
+from ssd_serve.errors import CheckpointError, SettingsError
+from tests.adding_page import follow, install
 from tests.end_to_end.tiny_pair import write_pair
 
 PROMPTS = ["one two one two one two", "abcabcabcabc", "x"]
@@ -45,6 +46,32 @@ def test_it_drafts_and_the_texts_are_those_of_plain_decoding(
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert sum(each.figures.accepted for each in expected) == 0
     assert sum(each.figures.accepted for each in found) > 0
+
+
+@pytest.mark.slow
+def test_installed_as_a_package_of_its_own_it_drafts_in_worker_processes(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("A draft source", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    with LLM(**settings, mode="ar") as plain:
+        expected = plain.generate(PROMPTS, params)
+    with LLM(**settings, draft="prompt-lookup", mode="ssd") as llm:
+        found = llm.generate(PROMPTS, params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert sum(each.figures.accepted for each in found) > 0
+
+
+def test_a_package_whose_source_cannot_be_loaded_is_named(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("A draft source", tmp_path)
+    (tmp_path / "prompt_lookup.py").write_text("import nothing_like_it\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SettingsError, match=r"prompt-lookup \(prompt_lookup:load_.*nothing_like_it"):
+        LLM(**settings, draft="prompt-lookup", mode="sd")
 
 
 def test_without_the_line_it_is_no_source(settings: dict[str, Any]) -> None:

@@ -124,8 +124,20 @@ def test_workers_get_equal_settings(port: int, mode: Mode, grow_first: bool, con
 
 def test_the_embedded_target_brings_its_draft() -> None:
     assert Settings().draft_model == EMBEDDED
+    assert Settings(target="/models/x").drafts == ("ngram",)
+    assert Settings(target="/models/x", drafters=0).drafts == ()
+    assert Settings(draft="none").drafts == ()
     assert Settings(target="/models/x").draft_model is None
     assert Settings(target="/models/x", draft="/models/y").draft_model == "/models/y"
+
+
+def test_drafts_are_models_and_lookups() -> None:
+    settings = Settings(draft="/models/y, ngram ,owner/z")
+    assert settings.draft_models == ("/models/y", "owner/z")
+    assert settings.lookups == ("ngram",)
+    assert settings.drafter_count == 2
+    with pytest.raises(ValueError, match="'none' stands alone"):
+        Settings(draft="none,ngram")
 
 
 @pytest.mark.parametrize(

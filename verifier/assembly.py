@@ -4,14 +4,16 @@ Knows the parts; it opens no sockets and runs no round.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.rank_sockets import Leader
 from ssd_serve.devices import parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.instant import instant_channel
 from ssd_serve.errors import MemoryShortError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.attention.checked import DifferenceLog
@@ -59,7 +61,6 @@ class AssembledVerifier:
     hello: Hello
     measured: Measured
     step_s: float
-    inline: InlineChannel | None
     gains: GainFile
     differences: DifferenceLog
     sampling: Mapping[str, int | float]
@@ -135,10 +136,10 @@ def assemble_verifier(
         observer=environment.observer,
     )
     engine = build_engine(_bounded(parts, settings))
-    wanted = Layout.SYNC in layouts and environment.drafts_inline
-    inline = _inline(settings, hello, native, say) if wanted else None
-    if inline is not None:
-        engine.drafters.connect(inline, synchronous=True)
+    if environment.drafts_inline:
+        models = settings.draft_models if Layout.SYNC in layouts else ()
+        for channel in _within(settings, models, model.facts, hello, native, say):
+            engine.drafters.connect(channel, synchronous=True)
     sampling = model_defaults(path) if settings.generation_config == "auto" else {}
     if sampling:
         log.info("requests take from generation_config.json what they leave out", **sampling)
@@ -148,7 +149,6 @@ def assemble_verifier(
         hello,
         measured,
         cost.seconds(1),
-        inline,
         gains,
         differences,
         sampling,
@@ -157,7 +157,7 @@ def assemble_verifier(
 
 def ready_report(settings: Settings, verifier: AssembledVerifier) -> Ready:
     """What front ends are told of a verifier that can generate."""
-    drafts = ", ".join(map(without_revision, settings.draft_models))
+    drafts = ", ".join(map(without_revision, settings.drafts))
     return Ready(
         target=verifier.facts.name,
         draft=(drafts or "others") if settings.mode is not Mode.AR else "",
@@ -176,7 +176,7 @@ def ready_report(settings: Settings, verifier: AssembledVerifier) -> Ready:
 
 def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:
     """Where it is remembered what each layout gives with this pair on these devices."""
-    draft = (settings.draft_models, settings.drafters, settings.draft_device, settings.target_device_alone)
+    draft = (settings.drafts, settings.drafters, settings.draft_device, settings.target_device_alone)
     device = settings.target_device or "cpu"
     return GainFile(folder, {**identity(model, device), "draft": draft, "mode": settings.mode.value}, log)
 
@@ -258,19 +258,29 @@ def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
         prefix_cache=settings.prefix_cache,
         budget=settings.budget if settings.mode is not Mode.AR else 0,
         draft_width=settings.draft_width,
-        # Each model's drafter fills its own tree.
-        tree_nodes=settings.tree_nodes * max(1, len(settings.draft_models)),
+        # Each drafter fills its own tree.
+        tree_nodes=settings.tree_nodes * max(1, len(settings.drafts)),
         max_tpot_s=settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf,
     )
 
 
-def _inline(
-    settings: Settings, hello: Hello, native: NativeLibrary | None, say: Callable[[str], None]
-) -> InlineChannel:
-    say("loading the draft model inline")
-    drafter = assemble_drafter(settings, "inline", settings.target_device or "cpu", native)
-    check_hello(hello, drafter.hello)
-    return InlineChannel(drafter.core, drafter.hello)
+def _within(
+    settings: Settings,
+    models: Sequence[str],
+    facts: ModelFacts,
+    hello: Hello,
+    native: NativeLibrary | None,
+    say: Callable[[str], None],
+) -> Iterator[Channel]:
+    """The drafters of this process: these models, on the target's device, and lookups."""
+    for name in models:
+        say(f"loading the draft model {without_revision(name)} inline")
+        alone = settings.model_copy(update={"draft": name})
+        drafter = assemble_drafter(alone, "inline", settings.target_device or "cpu", native)
+        check_hello(hello, drafter.hello)
+        yield InlineChannel(drafter.core, drafter.hello)
+    for name in settings.lookups:
+        yield instant_channel(name, settings, hello, facts.eos_token_ids)
 
 
 def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:

@@ -5,7 +5,7 @@ other requests' priorities. The tree belongs to the drafter's core, which names 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +94,26 @@ class Guesses(Sequence[Candidates]):
         )
 
 
+class Branch(NamedTuple):
+    """Candidates of one node of a subtree, best first, with conditional log-probabilities that are calibrated
+    already."""
+
+    path: tuple[int, ...]
+    """Tokens from the expanded node down to this one; empty: the expanded node."""
+    tokens: list[int]
+    log_probabilities: list[float]
+
+
+class Subtree(NamedTuple):
+    """What a source that sees further than one level found below a node, parents first."""
+
+    branches: Sequence[Branch]
+
+
+Found: TypeAlias = Candidates | Subtree | None
+"""Below one pick. None: nothing now, so it is considered again when the root moves."""
+
+
 class DraftSource(Protocol):
     """`open / commit / expand / close`; re-rooting is part of `commit`."""
 
@@ -111,9 +131,9 @@ class DraftSource(Protocol):
         prefix of the tokens); `kept` names the expanded nodes that stay in the tree; all others are gone."""
         ...
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
-        """One draft step: the children of every pick, or None for a pick that memory has no room for now;
-        `Guesses` where all have equally many.
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Found]:
+        """One draft step: the children of every pick, or a subtree, or None for a pick that memory has no
+        room for now or nothing is known of; `Guesses` where all have equally many children.
 
         Feeds missing committed tokens and ancestors first where a pick needs them.
         """

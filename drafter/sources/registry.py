@@ -3,10 +3,11 @@
 Knows how a source is chosen, not what it does.
 """
 
-from importlib import import_module
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ssd_serve.errors import SettingsError
 from ssd_serve.models.config import read_raw
 
 if TYPE_CHECKING:
@@ -17,22 +18,32 @@ if TYPE_CHECKING:
 ANY_MODEL = "*"
 SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
-    "ngram": "ssd_serve.drafter.sources.ngram:load_ngram",
 }
 """What loads a source, as `module:function`, by what chooses it: the name that `SSD_DRAFT` gives, or an entry
 of `architectures` in the draft's `config.json`. All other drafts are whole models."""
+ENTRY_POINTS = "ssd_serve.draft_sources"
+"""The group in which installed packages name sources of their own, likewise."""
 
 
 def is_source(name: str) -> bool:
     """Whether a draft is a source of that name, rather than a folder or a hub id."""
-    return name in SOURCES and name != ANY_MODEL
+    return name != ANY_MODEL and (name in SOURCES or bool(_entry_points(name)))
 
 
 def load_source(name: str, order: "SourceOrder") -> "LoadedSource":
     """The source that a draft of this name is; its files, if it has any, are in the order's folder."""
-    module, _, function = SOURCES[name if order.folder is None else _kind(order.folder)].partition(":")
-    load = cast("Callable[[SourceOrder], LoadedSource]", getattr(import_module(module), function))
+    kind = name if order.folder is None else _kind(order.folder)
+    found = SOURCES.get(kind)
+    point = EntryPoint(kind, found, ENTRY_POINTS) if found else next(iter(_entry_points(kind)))
+    try:
+        load = cast("Callable[[SourceOrder], LoadedSource]", point.load())
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"the draft source {kind} ({point.value}) cannot be loaded: {error}") from error
     return load(order)
+
+
+def _entry_points(name: str) -> EntryPoints:
+    return entry_points(group=ENTRY_POINTS, name=name)
 
 
 def _kind(folder: Path) -> str:

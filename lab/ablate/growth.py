@@ -13,7 +13,7 @@ from lab.virtual.rig import TREE_NODES
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.calibration import Calibration
-from ssd_serve.drafter.sources.contract import DraftSource, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
 from ssd_serve.errors import SsdError
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, SamplingParameters
 
@@ -74,7 +74,7 @@ class OneRequest:
         scale = self._calibration.scale(self._parameters.temperature)
         grown: list[Expansion] = []
         for node, found in zip(nodes, self._source.expand(picks, [scale] * len(picks)), strict=True):
-            if found is None:
+            if not isinstance(found, Candidates):
                 raise SsdError("the benchmark's drafter has no memory left")
             tokens_, values = found.tokens[:fan_out].tolist(), found.log_probabilities[:fan_out].tolist()
             self.tree.expand(node, tokens_, values)

@@ -20,7 +20,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Found, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource, RowsToRank
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import Growth, Open, SamplingParameters
@@ -99,7 +99,7 @@ class _TimedCore(DrafterCore):
     def _pick(self) -> list[NodeRequest]:
         return self.spent.time("pick", super()._pick)
 
-    def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Candidates | None]) -> list[Growth]:
+    def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Found]) -> list[Growth]:
         return self.spent.time("grow", lambda: super(_TimedCore, self)._grow(picked, found))
 
 

@@ -13,7 +13,7 @@ from ssd_serve.drafter.sources.registry import is_source
 from ssd_serve.hub_id import pinned
 from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.sampling.model_defaults import model_defaults
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import LOOKUPS, Mode, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,10 @@ def find_models(
     update: dict[str, object] = {}
     if settings.mode is not Mode.AR:
         drafts = [
-            name if is_source(name) else pinned(name, find(name, "draft")) for name in settings.draft_models
+            name if is_source(name) or name in LOOKUPS else pinned(name, find(name, "draft"))
+            for name in settings.drafts
         ]
-        update["draft"] = ",".join(drafts) or None
+        update["draft"] = ",".join(drafts) or settings.draft
     target = find(settings.target, "target")
     if settings.generation_config == "auto":
         model_defaults(target)  # whatever is wrong with them is told before anything is started

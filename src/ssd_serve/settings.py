@@ -17,6 +17,9 @@ from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.attention.registry import AUTO, names, told
 
 EMBEDDED = "embedded"
+NGRAM, NO_DRAFT = "ngram", "none"
+LOOKUPS = frozenset({NGRAM})
+"""Drafts that need no model: they look the text up."""
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
 RAY_VARIABLE = "RAY_ADDRESS"
@@ -91,6 +94,13 @@ def _cluster_key(value: str) -> str:
     return key
 
 
+def _drafts(value: str) -> str:
+    names = [name.strip() for name in value.split(",")]
+    if NO_DRAFT in names and any(name not in (NO_DRAFT, "") for name in names):
+        raise PydanticCustomError("drafts", "'none' stands alone: leave it out, or the others")
+    return value
+
+
 def _tree_attention(value: str) -> str:
     *others, last = (repr(name) for name in (AUTO, *names()))
     if value not in (AUTO, *names()):
@@ -111,10 +121,11 @@ class Settings(BaseSettings):
         default=EMBEDDED,
         description="target model: a folder, a hub id, a state of it as owner/name@revision, or 'embedded'",
     )
-    draft: str | None = Field(
+    draft: Annotated[str, AfterValidator(_drafts)] | None = Field(
         default=None,
-        description="draft model: a folder, a hub id or 'embedded'; empty: none, or the embedded one; "
-        "several with commas between draft beside each other",
+        description="what drafts: a folder, a hub id or 'embedded' for a model, 'ngram' for lookup in a "
+        "request's own text, or 'none'; several with commas between draft beside each other; empty: the "
+        "embedded model for the embedded target, else ngram",
     )
     drafters: int | None = Field(
         default=None,
@@ -363,14 +374,26 @@ class Settings(BaseSettings):
         return (init_settings, env_settings)
 
     @property
+    def drafts(self) -> tuple[str, ...]:
+        """All that drafts. Unless it is named, the embedded target brings its own; with any other there is
+        lookup, or who comes from other places."""
+        usual = NGRAM if self.drafters != 0 else NO_DRAFT
+        named = self.draft or (EMBEDDED if self.target == EMBEDDED else usual)
+        return tuple(name for each in named.split(",") if (name := each.strip()) and name != NO_DRAFT)
+
+    @property
     def draft_models(self) -> tuple[str, ...]:
-        """The draft models that are really meant: the embedded target brings its own."""
-        named = self.draft or (EMBEDDED if self.target == EMBEDDED else "")
-        return tuple(each.strip() for each in named.split(",") if each.strip())
+        """Those of them that are to be loaded."""
+        return tuple(name for name in self.drafts if name not in LOOKUPS)
+
+    @property
+    def lookups(self) -> tuple[str, ...]:
+        """Those that need no model and no device."""
+        return tuple(name for name in self.drafts if name in LOOKUPS)
 
     @property
     def draft_model(self) -> str | None:
-        """The first of them, which also drafts inline."""
+        """The first of the models."""
         return next(iter(self.draft_models), None)
 
     @property

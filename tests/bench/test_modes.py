@@ -18,7 +18,7 @@ from ssd_serve.messages import Figures
 
 PROMPTS = tuple(Prompt(f"file {number}", (number,), number) for number in range(72))
 CHOSEN = Chosen(PROMPTS[8:], PROMPTS[:8], 0.1)
-BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 10}
+BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 4}
 SPEEDS = {"ar": 50.0, "ngram": 70.0, "sd-chain": 80.0, "sd-tree": 100.0, "ssd": 150.0}
 
 
@@ -49,7 +49,7 @@ class FakeStage:
         self._drift *= 0.9995
         speed = SPEEDS[way.mode] * self._drift * (1 + prompt.seed % 7 / 10)
         speed *= math.exp(self._chance.gauss(0, self._noise))
-        speed *= worth(way.mode, way.steps)
+        speed *= worth(way.mode, way.fan_out if way.mode == "ngram" else way.steps)
         if entry.share.target == "cpu:0-1":
             speed *= self._wider
         tokens = [1] * NEW_TOKENS if way.mode == self._loops else list(range(NEW_TOKENS))

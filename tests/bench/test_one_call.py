@@ -25,7 +25,7 @@ def growth(channel: InlineChannel, waits: int) -> list[Growth]:
 
 def test_one_call_drafts_what_as_many_steps_do() -> None:
     by_step = InlineChannel(core_of(ScriptedSource(), LIMITS), HELLO)
-    at_once = OneCallChannel(core_of(ScriptedSource(), LIMITS), HELLO, 3, None)
+    at_once = OneCallChannel(core_of(ScriptedSource(), LIMITS), HELLO, 3, QueuedModel(FakeModel(16)))
     found = growth(at_once, 1)
     assert len(found) == 3
     assert found == growth(by_step, 3)

@@ -57,10 +57,25 @@ def test_the_cores_of_a_silent_drafter_are_lent_in_mode_auto_only() -> None:
     assert place(named, machine(4)).alone == cpu(0, 1)
 
 
-def test_no_draft_model_means_plain_decoding() -> None:
-    assert place(Settings(target="/m"), machine(8)).mode is Mode.AR
-    with pytest.raises(SettingsError, match="mode ssd needs a draft model"):
-        place(Settings(target="/m", mode=Mode.SSD), machine(8))
+def test_no_draft_model_means_lookup_and_no_draft_plain_decoding() -> None:
+    lookup, nothing = Settings(target="/m"), Settings(target="/m", draft="none")
+    assert place(lookup, machine(8, 2)).mode is Mode.SD
+    assert resolved(lookup, place(lookup, machine(8))).drafts == ("ngram",)
+    assert place(nothing, machine(8)).mode is Mode.AR
+    assert resolved(nothing, place(nothing, machine(8))).drafts == ()
+    with pytest.raises(SettingsError, match=r"needs a draft model for its own device.*SSD_MODE=sd"):
+        place(lookup.model_copy(update={"mode": Mode.SSD}), machine(8))
+    with pytest.raises(SettingsError, match=r"mode sd needs a draft: .*SSD_MODE=ar"):
+        place(nothing.model_copy(update={"mode": Mode.SD}), machine(8))
+
+
+def test_a_lookup_needs_no_drafter_and_no_device() -> None:
+    settings = Settings(target="t", draft="a,ngram,b")
+    placement = place(settings, machine(8))
+    assert (placement.mode, placement.draft) == (Mode.SSD, cpu(6, 7))
+    mine = resolved(settings, placement)
+    assert mine.drafts == ("a", "ngram", "b")
+    assert [of_drafter(mine, index).drafts for index in range(2)] == [("a",), ("b",)]
 
 
 def test_the_other_process_moves_out_of_the_way_of_a_chosen_device() -> None:
@@ -223,7 +238,7 @@ def test_each_draft_model_has_a_drafter_where_nothing_is_said() -> None:
     assert place(settings, machine(8)).draft == cpu(5, 6, 7)
     assert resolved(settings, place(settings, machine(8))).draft_models == ("a", "b", "c")
     synchronous = Settings(mode=Mode.SD, target="t", draft="a,b")
-    assert resolved(synchronous, place(synchronous, machine(2))).draft_models == ("a",)
+    assert resolved(synchronous, place(synchronous, machine(2))).draft_models == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +248,7 @@ def test_each_draft_model_has_a_drafter_where_nothing_is_said() -> None:
         (Settings(mode=Mode.SSD, drafters=2, draft_device="cuda:1-3"), "each uses one: name 2 GPUs"),
         (Settings(mode=Mode.SSD, draft_device="cuda:1-2"), "the draft model uses one: name 1 GPU"),
         (Settings(mode=Mode.SSD, drafters=0), "no SSD_DRAFTER_ADDRESS"),
-        (Settings(mode=Mode.SD, target="t", drafters=0, drafter_address="/run/d"), "needs a draft model"),
+        (Settings(mode=Mode.SD, target="t", drafters=0, drafter_address="/run/d"), "mode sd needs a draft:"),
         (Settings(mode=Mode.SSD, drafter_address="tcp://h:1"), "set SSD_CLUSTER_KEY"),
     ],
 )

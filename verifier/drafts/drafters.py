@@ -60,7 +60,7 @@ class Drafters:
         self.admission = Admission(hello, clock)
         self._links = Links(self.admission, clock, log)
         self._homes = Homes(self._links)
-        self._reception = Reception(hello, self.admission, self._links, self._homes, log)
+        self._reception = Reception(hello, self.admission, self._links, self._homes, log, self._pause)
         self._beat_at = 0.0
         self._layout: Layout | None = None
         self._round_over = False
@@ -194,8 +194,8 @@ class Drafters:
         return self._await([link for link in self._links if not link.synchronous], timeout_s)
 
     def worth_waiting(self) -> bool:
-        """Whether a drafter works that has not been silent for too long after it was asked."""
-        return any(link.worth_waiting for link in self._links)
+        """Whether a drafter works that may say more, and was not silent for too long after it was asked."""
+        return any(link.worth_waiting and not link.instant for link in self._links)
 
     def beat(self) -> None:
         """Send heartbeats when they are due, and see who sends none. The time is asked for only here and in
@@ -221,8 +221,10 @@ class Drafters:
 
     def _pause(self, link: Link) -> None:
         """Let it work or pause, as the layout asks."""
-        wanted = Layout.SYNC if link.synchronous else Layout.ASYNC
-        self._links.attempt(link, link.pause, self._layout is not None and self._layout is not wanted)
+        layouts = {Layout.SYNC if link.synchronous else Layout.ASYNC}
+        if link.instant:
+            layouts = {Layout.SYNC, Layout.ASYNC}
+        self._links.attempt(link, link.pause, self._layout is not None and self._layout not in layouts)
 
 
 def _fastest(links: Iterable[Link]) -> float:

@@ -113,6 +113,12 @@ class Link:
         """Whether it works and is not silent."""
         return self.working and self.liveness.answers
 
+    @property
+    def instant(self) -> bool:
+        """Whether it answers as soon as it is asked: nobody waits for it, and it works in any layout that
+        drafts."""
+        return self.synchronous and self.joined and not self.liveness.step_s
+
     def knows(self, request: int) -> Knows | None:
         """The state of a request; None for one that this drafter does not have."""
         told = self._told.get(request)

@@ -4,6 +4,8 @@ Each drafter has credit for so much work a drain; what comes faster waits in its
 replicas; not what trees are for.
 """
 
+from collections.abc import Callable
+
 from ssd_serve.errors import PairMismatchError, ProtocolError
 from ssd_serve.logs import Logger
 from ssd_serve.messages import Growth, Heartbeat, Hello, Message, Refusal, Resync
@@ -22,7 +24,17 @@ _HERE_S = 2.0
 class Reception:
     """Hears drafters, which must agree with `hello`, and answers them."""
 
-    def __init__(self, hello: Hello, admission: Admission, links: Links, homes: Homes, log: Logger) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        admission: Admission,
+        links: Links,
+        homes: Homes,
+        log: Logger,
+        joined: Callable[[Link], object],
+    ) -> None:
+        """`joined` is called with whoever has joined, before it is given requests."""
+        self._joined = joined
         self._hello = hello
         self._admission = admission
         self._links = links
@@ -111,6 +123,7 @@ class Reception:
                     _replace(other, link, hello)
             self.rejoins += self._admission.knows(hello.name)
         link.join(self._hello, hello)
+        self._joined(link)
         self._log.info("drafter joined", name=link.name, step_ms=round(hello.step_ms, 2))
         self._homes.join(link, requests)
 

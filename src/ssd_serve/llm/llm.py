@@ -212,4 +212,4 @@ def _usual_here(settings: Settings) -> Settings:
     """Where nobody has named a mode: the draft inline, in this process."""
     if "mode" in settings.model_fields_set:
         return settings
-    return settings.model_copy(update={"mode": Mode.SD if settings.draft_model is not None else Mode.AR})
+    return settings.model_copy(update={"mode": Mode.SD if settings.drafts else Mode.AR})

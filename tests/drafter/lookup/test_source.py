@@ -1,0 +1,124 @@
+"""Lookup as a draft source: a subtree in one call, and how sure it is follows from what was right before."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.drafter.lookup.source import LookupSource
+from ssd_serve.drafter.sources.contract import Branch, NodeRequest
+from ssd_serve.messages import SamplingParameters
+
+
+def source(text: Sequence[int], fan_out: int = 3, temperature: float = 0.0) -> LookupSource:
+    found = LookupSource(fan_out)
+    found.open(1, text, SamplingParameters(temperature=temperature), 0)
+    return found
+
+
+def expand(of: LookupSource, *path: int) -> list[Branch]:
+    """The subtree below a path from the root."""
+    tree = SpeculationTree(1, 100)
+    node = tree.root
+    for token in path:
+        tree.expand(node, [token], [0.0])
+        node = tree.child_at(node, 0)
+    (found,) = of.expand([NodeRequest(1, node)], [1.0])
+    return list(found.branches) if found is not None else []
+
+
+def chain(branches: Sequence[Branch]) -> list[int]:
+    """The best candidates from the top down."""
+    tokens: list[int] = []
+    for branch in branches:
+        if branch.path == tuple(tokens):
+            tokens.append(branch.tokens[0])
+    return tokens
+
+
+def test_a_whole_chain_follows_from_one_place() -> None:
+    branches = expand(source([1, 2, 3, 4, 5, 6, 1, 2, 3]))
+    assert chain(branches)[:4] == [4, 5, 6, 1]
+    assert [branch.path for branch in branches][:3] == [(), (4,), (4, 5)]
+
+
+def test_a_text_without_a_place_like_its_end_has_none() -> None:
+    assert expand(source([1, 2, 3, 4, 3])) == []
+    assert expand(source([])) == []
+
+
+def test_what_followed_more_often_comes_first_and_branches_keep_their_own_places() -> None:
+    top, *deeper = expand(source([7, 8, 1, 5, 7, 8, 2, 6, 7, 8, 2, 9, 7, 8]))
+    assert top.tokens == [2, 1]
+    assert math.exp(top.log_probabilities[0] - top.log_probabilities[1]) == pytest.approx(2.0)
+    assert sum(map(math.exp, top.log_probabilities)) < 1
+    by_path = {branch.path: branch.tokens for branch in deeper}
+    assert (sorted(by_path[(2,)]), by_path[(1,)]) == ([6, 9], [5])
+
+
+def test_fewer_candidates_where_fewer_are_wanted() -> None:
+    top, *_ = expand(source([7, 8, 1, 7, 8, 2, 7, 8, 3, 7, 8], fan_out=2))
+    assert len(top.tokens) == 2
+
+
+def test_the_longer_the_match_the_surer_it_is() -> None:
+    short, long = (
+        expand(source([*range(90, 90 + size), 5, *range(90, 90 + size)]))[0].log_probabilities[0]
+        for size in (2, 12)
+    )
+    assert short < long < 0
+
+
+def test_it_is_surer_of_what_was_right_before_and_less_of_what_was_wrong() -> None:
+    text = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3]
+    first = expand(source(text))[0].log_probabilities[0]
+    for commit, surer in (([4, 5, 1, 2, 3], True), ([9, 1, 2, 3], False)):
+        learning = source(text)
+        for _ in range(20):
+            assert expand(learning)
+            learning.commit(1, commit[:1], (), ())
+            learning.commit(1, commit[1:], (), ())
+        learning.open(1, text, SamplingParameters(temperature=0.0), 0)
+        assert (expand(learning)[0].log_probabilities[0] > first) is surer
+
+
+def test_guesses_below_an_accepted_path_are_judged_when_their_turn_comes() -> None:
+    learning = source([1, 2, 3, 4, 5, 6, 1, 2])
+    before = expand(learning)
+    for tokens in ([3, 4], [5, 6]):  # without another search: the subtree still stands
+        learning.commit(1, tokens, (), ())
+    learning.open(1, [1, 2, 3, 4, 5, 6, 1, 2], SamplingParameters(temperature=0.0), 0)
+    after = expand(learning)
+    for old, new in list(zip(before, after, strict=False))[:4]:
+        assert new.log_probabilities[0] > old.log_probabilities[0]
+
+
+def test_a_path_of_guesses_is_part_of_what_is_looked_up() -> None:
+    of = source([1, 2, 3, 4, 9, 1])
+    assert chain(expand(of, 2))[:2] == [3, 4]
+    assert expand(of, 8) == []
+
+
+def test_greedy_and_sampled_texts_are_trusted_apart() -> None:
+    text = [1, 2, 3, 1, 2]
+    of = source(text)
+    for _ in range(20):
+        of.open(1, text, SamplingParameters(temperature=0.0), 0)
+        expand(of)
+        of.commit(1, (9,), (), ())
+    of.open(2, text, SamplingParameters(temperature=1.0), 0)
+    of.open(1, text, SamplingParameters(temperature=0.0), 0)
+    tree = SpeculationTree(1, 100)
+    greedy, sampled = of.expand([NodeRequest(1, tree.root), NodeRequest(2, tree.root)], [1.0, 1.0])
+    assert greedy is not None
+    assert sampled is not None
+    assert greedy.branches[0].log_probabilities[0] < sampled.branches[0].log_probabilities[0]
+
+
+def test_a_closed_request_is_forgotten() -> None:
+    of = source([1, 2])
+    of.close(1)
+    of.close(1)
+    with pytest.raises(KeyError):
+        expand(of)

@@ -1,0 +1,88 @@
+"""A lookup in the verifier's process: it has answered when it is heard, and nobody waits for it."""
+
+import pytest
+
+from ssd_serve.drafter.instant import InstantChannel, instant_channel
+from ssd_serve.messages import Growth, Hello, Open, Outcome, Resync, SamplingParameters
+from ssd_serve.seeds import mix
+from ssd_serve.settings import Settings
+from ssd_serve.verifier.planning.layout import Layout
+from tests.fakes import EOS, HELLO, Case, make_engine, mixed_requests, run
+
+PROMPT = (5, 6, 7, 8, 5, 6)
+
+
+def opening(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 100) -> Open:
+    return Open(1, 1, prompt, (), SamplingParameters(temperature=0.0, max_tokens=max_tokens), 0, root=1)
+
+
+def make() -> InstantChannel:
+    channel = instant_channel("ngram", Settings(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
+    (hello,) = channel.receive()
+    assert isinstance(hello, Hello)
+    assert (hello.name, hello.source, hello.step_ms) == ("ngram", "ngram", 0.0)
+    return channel
+
+
+def grown(channel: InstantChannel) -> list[int]:
+    """How many nodes each message expands."""
+    messages = channel.receive()
+    return [len(each.parents) // 8 for each in messages if isinstance(each, Growth)]
+
+
+def test_what_it_is_told_is_answered_when_it_is_heard_and_once() -> None:
+    channel = make()
+    assert not channel.wait(1e9)
+    assert channel.send(opening())
+    assert channel.wait(0.0)
+    (expanded,) = grown(channel)
+    assert expanded == 4  # twice the depth of a tree
+    assert not channel.wait(0.0)
+    assert channel.receive() == []
+
+
+def test_what_nothing_is_known_of_is_not_answered() -> None:
+    channel = make()
+    channel.send(opening((5, 6, 7, 8)))
+    assert channel.receive() == []
+
+
+def test_a_tree_goes_on_where_the_text_went() -> None:
+    channel = make()
+    channel.send(opening())
+    grown(channel)
+    channel.send(Outcome(1, 1, 6, (7, 8), mix(mix(1, 7), 8)))
+    assert grown(channel) == [2]  # two levels more than were there
+    channel.send(Outcome(1, 1, 9, (7,), 0))
+    assert channel.receive() == [Resync(1, 1)]
+
+
+def test_nothing_grows_beyond_the_end_of_a_text() -> None:
+    channel = make()
+    channel.send(opening(max_tokens=3))
+    assert grown(channel) == [2]
+    channel.send(opening((5, 6, EOS, 8, 5, 6)))
+    assert grown(channel) == [1]
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> None:
+    case = Case(slots=4096)
+    engine, _ = make_engine(case)
+    engine.drafters.connect(instant_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
+    outputs = run(engine, mixed_requests(count))
+    expected = run(make_engine(case)[0], mixed_requests(count))
+    assert {n: each.tokens for n, each in outputs.items()} == {n: each.tokens for n, each in expected.items()}
+    assert engine.decision is not None
+    assert engine.decision.waited_s == 0
+
+
+def test_it_works_in_every_layout_that_drafts_and_nobody_waits_for_it() -> None:
+    engine, _ = make_engine(Case())
+    engine.drafters.connect(instant_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
+    for layout, works in ((Layout.OFF, False), (Layout.ASYNC, True), (Layout.SYNC, True)):
+        engine.drafters.use(layout)
+        engine.drafters.drain({})
+        assert engine.drafters.working is works
+    assert not engine.drafters.worth_waiting()
+    assert engine.drafters.step_s == 0
