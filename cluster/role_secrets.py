@@ -8,6 +8,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
+from ssd_serve.drafter.sources.registry import own_layers
 from ssd_serve.hub_id import hub_id
 from ssd_serve.settings import HUB_TOKEN_VARIABLE, OTHER_VARIABLES, PREFIX, SECRETS, Settings
 
@@ -27,7 +28,7 @@ def settings_for(worker: str, settings: Settings, *, elsewhere: bool = False) ->
     needed: set[str] = set()
     if role != "rank" and (elsewhere or (role == "verifier" and settings.drafter_address is not None)):
         needed.add("cluster_key")
-    drafts = settings.draft_models
+    drafts = [settings.target if own_layers(name) else name for name in settings.draft_models]
     models = {"drafter": drafts, "rank": (settings.target,)}.get(role, (settings.target, *drafts))
     if elsewhere and any(hub_id(name) for name in models):
         needed.add("hf_token")

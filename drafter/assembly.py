@@ -2,12 +2,13 @@
 
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.loading import SourceOrder
-from ssd_serve.drafter.sources.registry import is_source, load_source
+from ssd_serve.drafter.sources.registry import is_source, load_source, own_layers
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.hub_id import without_revision
@@ -15,7 +16,9 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.labels import as_label
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
+from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.settings import Settings
 
 
@@ -34,14 +37,16 @@ def assemble_drafter(
     draft = settings.draft_model
     if draft is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
+    layers = own_layers(draft)
     log = get_logger(name, settings.log_level, settings.log_format)
     order = SourceOrder(
         settings=settings,
-        folder=None if is_source(draft) else find_model(settings, draft, "draft"),
+        folder=_folder(settings, draft, layers),
         device=device,
         native=native,
         log=log,
         widths=widths_to_measure(settings.draft_width),
+        layers=layers,
     )
     loaded = load_source(draft, order)
     texts, widths = loaded.texts, LiveWidth(loaded.seconds)
@@ -63,3 +68,15 @@ def assemble_drafter(
         step_ms=1e3 * loaded.seconds[widths.width],
     )
     return AssembledDrafter(core, hello)
+
+
+def _folder(settings: Settings, draft: str, layers: int | None) -> Path | None:
+    if is_source(draft):
+        return None
+    if layers is None:
+        return find_model(settings, draft, "draft")
+    folder = find_model(settings, settings.target, "target")
+    there = load_description(folder).sizes(Parallel()).kv
+    if layers >= len(there):
+        raise SettingsError(f"the draft {draft} leaves nothing out: the target has {len(there)} layers")
+    return folder

@@ -55,9 +55,10 @@ _PADDING_SLOTS = 1
 class ModelWish:
     """What is asked of a model. `context` limits the positions (None: the checkpoint's). `native` are the
     kernels compiled for this CPU, without them torch's are used; `attention` says which tree attention.
-    `batch_invariant`: a row's result is the same to the bit in any batch, at some cost; `features` are layers
-    whose outputs every forward returns; `graphs` captures forwards on GPUs, where the attention can be
-    captured; `allow_pickle`: weights may be `.bin` files."""
+    `batch_invariant`: a row's result is the same to the bit in any batch, at some cost; `layers`: only so
+    many, the first ones, before the last norm and the head; `features` are layers whose outputs every forward
+    returns; `graphs` captures forwards on GPUs, where the attention can be captured; `allow_pickle`: weights
+    may be `.bin` files."""
 
     device: str
     dtype: str
@@ -66,6 +67,7 @@ class ModelWish:
     native: NativeLibrary | None = None
     attention: AttentionWish = field(default_factory=AttentionWish)
     batch_invariant: bool = False
+    layers: int | None = None
     features: tuple[int, ...] = ()
     graphs: bool = False
     allow_pickle: bool = False
@@ -83,6 +85,7 @@ def load_model(
         dtype=wish.dtype,
         ranks=group.parallel.size,
         allow_pickle=wish.allow_pickle,
+        layers=wish.layers,
     )
     return _Loading(path, wish, sizes, group, log).model()
 
@@ -139,7 +142,8 @@ class _Loading:
 
     def _weights(self) -> Any:
         """What the architecture reads."""
-        with Checkpoint(self._path, allow_pickle=self._wish.allow_pickle) as checkpoint:
+        partly = self._wish.layers is not None
+        with Checkpoint(self._path, allow_pickle=self._wish.allow_pickle, partly=partly) as checkpoint:
             linears: Linears = LinearFactory(
                 checkpoint,
                 parallel=self._group.parallel,
@@ -226,6 +230,7 @@ def load_served(
     report: Callable[[Difference], None] | None = None,
     *,
     batch_invariant: bool = False,
+    layers: int | None = None,
     group: Group | None = None,
 ) -> Model:
     """A model as the settings want it served; see `load_model`. Drafts decide nothing: of `batch_invariant`
@@ -240,6 +245,7 @@ def load_served(
             settings.tree_decode_backend, settings.cache_dir, settings.tree_decode_check, report
         ),
         batch_invariant=batch_invariant,
+        layers=layers,
         graphs=settings.graphs,
         allow_pickle=settings.allow_pickle,
     )

@@ -69,10 +69,17 @@ def torch_device(device: str) -> str:
 
 
 def model_sizes(
-    folder: Path, *, device: str, dtype: str, ranks: int = 1, allow_pickle: bool = False
+    folder: Path,
+    *,
+    device: str,
+    dtype: str,
+    ranks: int = 1,
+    allow_pickle: bool = False,
+    layers: int | None = None,
 ) -> ModelSizes:
-    """Sizes of a model that is not loaded. Raises `UserError` where that many ranks cannot share it."""
-    description = load_description(folder)
+    """Sizes of a model that is not loaded, or of its first layers. Raises `UserError` where that many ranks
+    cannot share it."""
+    description = load_description(folder, layers)
     own = description.sizes(Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
     name, place, fp8 = resolve_dtype(dtype, device), torch_device(device), description.config.fp8
     kind = DTYPES[name]

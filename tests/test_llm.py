@@ -108,6 +108,26 @@ def test_several_prompts_at_once_give_what_each_gives_alone(llm: LLM) -> None:
     assert together == [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in prompts]
 
 
+def test_a_target_may_draft_with_its_own_first_layers(llm: LLM, folder: Path) -> None:
+    expected = llm.generate(TEXT, SAMPLED)[0].token_ids
+    with LLM(cache_dir=folder, draft="self:3,ngram", **SETTINGS) as own:
+        assert own.ready.draft == "self:3, ngram"
+        assert own.generate(TEXT, SAMPLED)[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("self:5", "self:5 leaves nothing out: the target has 5 layers"),
+        ("self:0", "self:0 is no number of layers: write e.g. self:4"),
+        ("self:two", "no number of layers"),
+    ],
+)
+def test_a_draft_of_no_layers_or_all_is_a_clear_error(draft: str, message: str, folder: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        LLM(cache_dir=folder, draft=draft, **SETTINGS)
+
+
 def test_more_prompts_than_the_engine_takes_at_once_wait_here(folder: Path) -> None:
     with LLM(cache_dir=folder, mode="ar", max_running=2, max_waiting=1, **SETTINGS) as small:
         outputs = small.generate(["a", "b", "c", "d", "e", "f"], SamplingParams(max_tokens=2), progress=False)

@@ -19,7 +19,8 @@ from ssd_serve.settings import Settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOrder:
     """A source that is to be loaded on `device`. `folder` has the draft's files; None: it is a name that
-    needs none. `widths` are numbers of nodes in a step whose times must be known."""
+    needs none. `widths` are numbers of nodes in a step whose times must be known; `layers`: how many of a
+    model's layers draft, the first ones, if not all."""
 
     settings: Settings
     folder: Path | None
@@ -27,6 +28,7 @@ class SourceOrder:
     native: NativeLibrary | None
     log: Logger
     widths: Sequence[int]
+    layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,19 @@ SOURCES: dict[str, str] = {
 }
 """What loads a source, as `module:function`, by what chooses it: the name that `SSD_DRAFT` gives, or an entry
 of `architectures` in the draft's `config.json`. All other drafts are whole models."""
+ITSELF = "self:"
 ENTRY_POINTS = "ssd_serve.draft_sources"
 """The group in which installed packages name sources of their own, likewise."""
+
+
+def own_layers(name: str) -> int | None:
+    """Of a target that drafts for itself (`self:N`) with how many of its layers; None: another draft. Raises
+    `SettingsError`."""
+    if not name.startswith(ITSELF):
+        return None
+    if not (number := name.removeprefix(ITSELF)).isdecimal() or int(number) < 1:
+        raise SettingsError(f"the draft {name} is no number of layers: write e.g. {ITSELF}4")
+    return int(number)
 
 
 def is_source(name: str) -> bool:

@@ -1,4 +1,5 @@
-"""A whole model as a draft: loaded with its KV slots, and its steps measured. Knows no requests."""
+"""A model as a draft, whole or its first layers: loaded with its KV slots, and its steps measured. Knows no
+requests."""
 
 from dataclasses import dataclass
 
@@ -47,10 +48,12 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     settings, path, device = order.settings, order.folder, order.device
     if path is None:
         raise SettingsError(f"{settings.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
-    sizes = model_sizes(path, device=device, dtype=settings.dtype, allow_pickle=settings.allow_pickle)
+    sizes = model_sizes(
+        path, device=device, dtype=settings.dtype, allow_pickle=settings.allow_pickle, layers=order.layers
+    )
     most = settings.max_running * (settings.context or sizes.context) + settings.tree_nodes
     slots = min(most, max(1024, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
-    loaded = load_served(settings, path, device, slots, order.native, order.log)
+    loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
     model = wrap_model(loaded, "draft", settings.model_wrapper)
     timings = measure_steps(model, order.widths)
     facts = model.facts

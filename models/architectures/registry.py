@@ -39,7 +39,12 @@ def describe(raw: Json, generation: Json | None = None) -> Description[Any]:
     raise CheckpointError(f"architecture {found} is not supported; supported are {supported}")
 
 
-def load_description(folder: Path) -> Description[Any]:
-    """What `config.json` of a model folder describes, with the EOS ids of its `generation_config.json`."""
+def load_description(folder: Path, layers: int | None = None) -> Description[Any]:
+    """What `config.json` of a model folder describes, with the EOS ids of its `generation_config.json`; with
+    `layers`, of the model that has only so many, the first ones."""
     generation = folder / "generation_config.json"
-    return describe(read_raw(folder), read_json(generation) if generation.is_file() else {})
+    raw = read_raw(folder)
+    if layers is not None:
+        each = {key: value[:layers] for key, value in raw.items() if key == "layer_types"}
+        raw = {**raw, **each, "num_hidden_layers": layers}
+    return describe(raw, read_json(generation) if generation.is_file() else {})

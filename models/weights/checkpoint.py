@@ -88,9 +88,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Checkpoint:
     """All tensors of a model folder, by name. Use as a context manager; tensors read outlive it."""
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
-        """`allow_pickle`: weights may be `.bin` files."""
+    def __init__(self, folder: Path, *, allow_pickle: bool = False, partly: bool = False) -> None:
+        """`allow_pickle`: weights may be `.bin` files; `partly`: not all of them are wanted."""
         self._folder = folder
+        self._partly = partly
         self._allow_pickle = allow_pickle
         self._stack = ExitStack()
         self._home: dict[str, _Shard] = {}
@@ -169,7 +170,9 @@ class Checkpoint:
         self._read.add(name)
 
     def finish(self) -> None:
-        """Raise an error that lists every tensor that nobody read."""
+        """Raise an error that lists every tensor that nobody read, unless only a part was to be read."""
+        if self._partly:
+            return
         # Old checkpoints carry this buffer; it follows from config.json.
         unread = [name for name in self._home if name not in self._read and not name.endswith(".inv_freq")]
         if unread:

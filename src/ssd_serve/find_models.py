@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.drafter.sources.registry import is_source
+from ssd_serve.drafter.sources.registry import is_source, own_layers
 from ssd_serve.hub_id import pinned
 from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.sampling.model_defaults import model_defaults
@@ -50,8 +50,7 @@ def find_models(
     update: dict[str, object] = {}
     if settings.mode is not Mode.AR:
         drafts = [
-            name if is_source(name) or name in LOOKUPS else pinned(name, find(name, "draft"))
-            for name in settings.drafts
+            name if _needs_no_files(name) else pinned(name, find(name, "draft")) for name in settings.drafts
         ]
         update["draft"] = ",".join(drafts) or settings.draft
     target = find(settings.target, "target")
@@ -59,3 +58,8 @@ def find_models(
         model_defaults(target)  # whatever is wrong with them is told before anything is started
     update["target"] = pinned(settings.target, target)
     return FoundModels(settings.model_copy(update=update), target)
+
+
+def _needs_no_files(draft: str) -> bool:
+    """But for the target's."""
+    return is_source(draft) or draft in LOOKUPS or own_layers(draft) is not None

@@ -123,9 +123,9 @@ class Settings(BaseSettings):
     )
     draft: Annotated[str, AfterValidator(_drafts)] | None = Field(
         default=None,
-        description="what drafts: a folder, a hub id or 'embedded' for a model, 'ngram' for lookup in a "
-        "request's own text, or 'none'; several with commas between draft beside each other; empty: the "
-        "embedded model for the embedded target, else ngram",
+        description="what drafts: a folder, a hub id or 'embedded' for a model, 'self:N' for the target's "
+        "first N layers, 'ngram' for lookup in a request's own text, or 'none'; several with commas between "
+        "draft beside each other; empty: the embedded model for the embedded target, else ngram",
     )
     drafters: int | None = Field(
         default=None,

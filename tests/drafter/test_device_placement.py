@@ -81,7 +81,10 @@ def test_a_drafter_is_put_together_on_its_device(folder: Path) -> None:
 def test_its_kv_cache_follows_the_memory_of_its_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def load(_settings: Settings, _path: Path, _device: str, slots: int, *_: object) -> Model:
+    def load(
+        _settings: Settings, _path: Path, _device: str, slots: int, *_: object, layers: int | None
+    ) -> Model:
+        assert layers is None
         asked.append(slots)
         raise CheckpointError("seen")
 
