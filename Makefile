@@ -30,7 +30,7 @@ help:
 	@echo "make test-all  every test, and a skip that nobody knows of is a failure"
 	@echo "make check     lint, format check, types"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
-	@echo "make bench-check  is this code slower than the last release? Two minutes; BASE=COMMIT names another"
+	@echo "make bench-check  is this code slower than the last release? A few minutes; BASE=COMMIT names another"
 	@echo "make results-stale  which results are older than the code that they measure?"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    rewrite the sources as ruff wants them"

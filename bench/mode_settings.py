@@ -41,17 +41,6 @@ def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
     where = devices.target if devices.on_gpu and settings.target != EMBEDDED else None
     if devices.target.kind == "cuda":
         pin(devices.target)  # kernels are tried while a model is loaded, on the current GPU
-    say("choosing prompts")
-    chosen = choose_prompts(
-        settings,
-        plan.temperatures,
-        plan.prompts,
-        say,
-        tuning=TUNING_PROMPTS,
-        file=plan.file,
-        chat=plan.chat,
-        device="cpu" if where is None else where.torch_name,
-    )
     rows: list[Row] = []
     notes: dict[str, object] = {}
     pairs: dict[str, str] = {}
@@ -68,6 +57,17 @@ def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> 
                 say("writing the ballast pair")
                 own = own.model_copy(update=ballast_pair(Path(folder)))
                 pairs[setting] += " with ballast (the same function at a larger cost)"
+            say(f"{setting}: choosing prompts")
+            chosen = choose_prompts(
+                own.model_copy(update={"model_wrapper": None}),
+                plan.temperatures,
+                plan.prompts,
+                say,
+                tuning=TUNING_PROMPTS,
+                file=plan.file,
+                chat=plan.chat,
+                device="cpu" if where is None else where.torch_name,
+            )
             stage = RigStage(Rig(own, devices.target.torch_name), setting, devices)
             with stage.drafting():
                 rows += run_modes(stage, chosen, say)

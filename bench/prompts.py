@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Protocol
 
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.models.text.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ NEW_TOKENS = 48
 """New tokens of each prompt."""
 _SHORTEST, _LONGEST = 96, 288
 _NGRAM = 8
-LOOP, _NEARLY = 0.3, 0.2
+LOOP, NEARLY = 0.3, 0.2
 """A text of whose 8-grams a larger share repeats earlier ones is a loop; one of the other share nearly is."""
 _AT_ONCE = 16
 
@@ -74,7 +75,7 @@ def choose(pool: Sequence[Prompt], count: int, tuning: int, go_on: Continue) -> 
     for start in range(0, len(pool), _AT_ONCE):
         some = pool[start : start + _AT_ONCE]
         texts = go_on(some)
-        fine += [prompt for prompt, text in zip(some, texts, strict=True) if repeated_share(text) <= _NEARLY]
+        fine += [prompt for prompt, text in zip(some, texts, strict=True) if repeated_share(text) <= NEARLY]
         tried += len(some)
         if len(fine) >= count + tuning:
             break
@@ -92,7 +93,16 @@ def repeated_share(tokens: Sequence[int]) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def refuse_loops(who: str, prompts: Sequence[Prompt], texts: Iterable[Sequence[int]]) -> None:
+class FromFile(Protocol):
+    """Whatever begins with text of a file."""
+
+    @property
+    def path(self) -> str:
+        """Of the file, for people."""
+        ...
+
+
+def refuse_loops(who: str, prompts: Sequence[FromFile], texts: Iterable[Sequence[int]]) -> None:
     """Raises `SsdError` where the text of a prompt is a loop: what is measured on it means nothing."""
     for prompt, text in zip(prompts, texts, strict=True):
         share = repeated_share(text)

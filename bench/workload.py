@@ -36,7 +36,7 @@ def choose_prompts(
     device: str = "cpu",
 ) -> dict[float, Chosen]:
     """Prompts of held-out files, or of `file`, for each temperature. The target of these settings continues
-    them; the embedded one stands for its copies with ballast too."""
+    them: a copy with ballast rounds otherwise than what it is a copy of, and so writes other texts."""
     rig = Rig(settings.model_copy(update={"mode": Mode.AR, "log_level": "warning"}), device)
     if file is None:
         pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)

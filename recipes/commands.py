@@ -123,8 +123,6 @@ def sample_temperature(text: str) -> float:
 
 def run_train_pair(args: argparse.Namespace) -> int:
     """Train and export."""
-    from importlib.metadata import distributions
-
     import torch
 
     from ssd_serve.recipes.corpus import standard_library
@@ -150,7 +148,7 @@ def run_train_pair(args: argparse.Namespace) -> int:
             args.library or standard_library(),
             shape.vocabulary,
             shape.context,
-            permissive_packages(distributions()) if args.packages else (),
+            permissive_packages() if args.packages else (),
             None if start is None else load_tokenizer(start[0]),
         )
         train_pair(recipe, workspace, say=lambda line: print(line, flush=True))

@@ -5,9 +5,9 @@ refuses whatever it does not know. Does not know corpora or tokens.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import Distribution
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from ssd_serve.recipes.corpus import SourceFile, read_source
@@ -50,10 +50,10 @@ class Package:
     files: tuple[SourceFile, ...]
 
 
-def permissive_packages(installed: Iterable[Distribution]) -> tuple[Package, ...]:
-    """Those of them with sources, by name; a file's path begins with the package's name."""
+def permissive_packages() -> tuple[Package, ...]:
+    """Those with sources, by name; a file's path begins with the package's name."""
     found: dict[str, Package] = {}
-    for distribution in installed:
+    for distribution in distributions():
         licence = permissive_licence(distribution)
         if licence is None or distribution.name == _OWN or distribution.name in found:
             continue

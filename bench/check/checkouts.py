@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +23,7 @@ from ssd_serve.errors import SsdError, UserError
 
 _PROBES = ("bench/check/probe.py", "bench/check_probe.py")
 """Where codes have their probe, the newest place first. Each brings its own: it knows where its parts lie."""
-_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 2, 128, 48
+_CHOSEN, _PROMPTS = 8, 2
 Say = Callable[[str], None]
 
 
@@ -91,7 +91,7 @@ def both_codes(wanted: str | None, say: Say) -> Generator[Codes]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssd-check-")))
         say(f"comparing with {base.name}")
         old = stack.enter_context(worktree(root, base.commit, folder / "old"))
-        job = _write_job(folder)
+        job = _write_job(folder, say)
         codes: list[Code] = []
         for number, (name, tree) in enumerate((("this checkout", root), (base.name, old))):
             say(f"starting {name}")
@@ -161,27 +161,25 @@ def started(tree: Path, probe: Path, job: Path) -> Generator[Probe]:
         popen.wait()
 
 
-def _write_job(folder: Path) -> Path:
-    """The pair with ballast, and the beginnings of held-out files, both from this checkout."""
-    from ssd_serve.bench.prompts import held_out_prompts
-    from ssd_serve.bench.workload import ballast_pair
-    from ssd_serve.models.hub import resolve_model
-    from ssd_serve.models.text.tokenizer import Tokenizer
-    from ssd_serve.settings import EMBEDDED
+def _write_job(folder: Path, say: Say) -> Path:
+    """The pair with ballast, and prompts that it does not continue with loops, both from this checkout."""
+    from ssd_serve.bench.prompts import NEW_TOKENS
+    from ssd_serve.bench.rig import use_cores
+    from ssd_serve.bench.stage import CORES
+    from ssd_serve.bench.workload import ballast_pair, choose_prompts
+    from ssd_serve.settings import Settings
 
-    target = resolve_model(EMBEDDED, "target")
-    prompts = [
-        {"tokens": prompt.tokens[:_PROMPT_TOKENS], "seed": prompt.seed}
-        for prompt in held_out_prompts(target, Tokenizer(target))
-    ]
+    use_cores(str(CORES.target))  # as the codes do, and where others work two threads wait for one another
+    pair = ballast_pair(folder)
+    chosen = choose_prompts(Settings.model_validate(pair), (0.0,), _CHOSEN, say)[0.0]
     job = folder / "job.json"
     job.write_text(
         json.dumps(
             {
-                **ballast_pair(folder),
-                "prompts": prompts,
+                **pair,
+                "prompts": [asdict(prompt) for prompt in chosen.prompts],
                 "prompts_of_a_pass": _PROMPTS,
-                "tokens": _NEW_TOKENS,
+                "tokens": NEW_TOKENS,
             }
         ),
         encoding="utf-8",

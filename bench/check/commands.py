@@ -14,7 +14,7 @@ _ENOUGH_PAIRS = 3
 def add_check(commands: Commands) -> None:
     """Add the parser `check`."""
     parser = commands.add_parser(
-        "check", help="is this checkout slower than the last release? Two minutes, both interleaved"
+        "check", help="is this checkout slower than the last release? A few minutes, both interleaved"
     )
     parser.add_argument(
         "--base", help="commit to compare with (default: the last tag v*, else this commit's first parent)"

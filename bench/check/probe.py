@@ -19,7 +19,7 @@ def main(job: dict[str, Any]) -> None:
     os.environ.update(worker_environment())  # before torch is imported
 
     import ssd_serve
-    from ssd_serve.bench.prompts import Prompt
+    from ssd_serve.bench.prompts import Prompt, refuse_loops
     from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
     from ssd_serve.bench.stage import CORES
     from ssd_serve.bench.timed_request import Runner
@@ -29,7 +29,7 @@ def main(job: dict[str, Any]) -> None:
     settings = Settings(target=job["target"], draft=job["draft"], mode=Mode.SSD, prefix_cache=False)
     rig = Rig(settings)
     ar, ssd = rig.engine(Way("ar")), rig.engine(Way("ssd"))
-    prompts = [Prompt("", tuple(each["tokens"]), each["seed"]) for each in job["prompts"]]
+    prompts = [Prompt(each["path"], tuple(each["tokens"]), each["seed"]) for each in job["prompts"]]
     runner, count = Runner(job["tokens"]), job["prompts_of_a_pass"]
     with remote_drafter(rig, ssd, str(CORES.draft)):
         _answer({"source": ssd_serve.__file__})
@@ -39,6 +39,7 @@ def main(job: dict[str, Any]) -> None:
             speeds: dict[str, object] = {}
             for mode, engine in (("ar", ar), ("ssd", ssd)):
                 samples = [runner.run(engine, prompt, 0.0) for prompt in chosen]
+                refuse_loops(mode, chosen, (sample.tokens for sample in samples))
                 speeds[mode] = sum(each.decoded for each in samples) / sum(each.seconds for each in samples)
             _answer(speeds)
 

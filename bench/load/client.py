@@ -72,13 +72,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request to send: prompt (ids, or text), how many tokens to generate at most, and in an open loop its
-    time of arrival."""
+    """A request to send: prompt (ids, or text), how many tokens to generate at most, in an open loop its time
+    of arrival, and the file that it goes on with, where it is known."""
 
     prompt: tuple[int, ...] | str
     tokens: int
     seed: int
     at_s: float = 0.0
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ class Answer:
     """What came of a request. Times in seconds of one clock; `arrivals` are (time, tokens) of each chunk.
 
     `due_s` is when the request should have been sent: what the client is late counts as waiting. Without an
-    `error` the answer is complete. `counted` is what the server says it generated, where chunks have no ids;
-    `prompt_tokens` what it says that it read.
+    `error` the answer is complete. `text` are its tokens where chunks name them; where they do not, `counted`
+    is what the server says it generated. `prompt_tokens` is what it says that it read.
     """
 
     due_s: float
@@ -96,6 +97,7 @@ class Answer:
     arrivals: tuple[tuple[float, int], ...]
     speculation: Speculation
     error: str = ""
+    text: tuple[int, ...] = ()
     counted: int | None = None
     prompt_tokens: int | None = None
 
@@ -239,10 +241,12 @@ def read(recording: Recording, exact: bool = True) -> Answer:
     error, events = recording.error, Events()
     speculation, usage = Speculation(), Usage()
     said: list[tuple[float, int]] = []
+    text: list[int] = []
     for at, data in recording.reads:
         for chunk in events.feed(data):
             if any(choice.says for choice in chunk.choices):
                 said.append((at, len(chunk.token_ids)))
+                text += chunk.token_ids
             if chunk.metrics is not None:
                 speculation = chunk.metrics.speculative_decoding or speculation
             usage = chunk.usage or usage
@@ -252,6 +256,7 @@ def read(recording: Recording, exact: bool = True) -> Answer:
     arrivals = tuple((at, count or 1) for at, count in said if count or not with_ids)
     answer = Answer(
         *(recording.due_s, recording.sent_s, recording.ended_s, arrivals, speculation, error),
+        text=tuple(text),
         counted=None if with_ids else usage.completion_tokens or None,
         prompt_tokens=usage.prompt_tokens or None,
     )

@@ -85,9 +85,7 @@ def _add_open_loop(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the requests a second that the best server can do (0.5 to 1.2); none: no open loop",
     )
-    group.add_argument(
-        "--open-seconds", type=positive, default=30.0, help="arrivals of a run last so long (30)"
-    )
+    group.add_argument("--open-requests", type=count, default=64, help="arrivals of a run (64)")
     group.add_argument("--open-runs", type=count, default=6, help="runs of each mode and rate (6)")
 
 
@@ -160,7 +158,7 @@ def _run_load(args: argparse.Namespace) -> Report:
         busy_core=args.busy_core,
         waves=args.waves,
         mix=Mix(min(args.prompt_tokens), max(args.prompt_tokens), args.tokens, args.shared_prefixes),
-        open_loop=OpenLoop(tuple(sorted(set(args.offered))), args.open_seconds, args.open_runs),
+        open_loop=OpenLoop(tuple(sorted(set(args.offered))), args.open_requests, args.open_runs),
         temperature=args.temperature,
         limits=Limits(args.ttft_limit_ms, args.tpot_limit_ms),
         ballast=args.ballast,

@@ -9,6 +9,10 @@ from ssd_serve.bench.load.setups import Devices
 from ssd_serve.bench.load.statistics import Limits
 from ssd_serve.bench.load.traffic import OpenLoop
 
+_FEWEST = 4
+"""Requests of a burst at least: at concurrency 1 a burst of two would be mostly chance."""
+_CROWD = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -38,6 +42,15 @@ class Plan:
     time_scale: float
     length_scale: float
     trace_seconds: float
+
+    @property
+    def crowd(self) -> int:
+        """The most requests at once, by which the capacity is measured."""
+        return max(self.concurrencies, default=_CROWD)
+
+    def size(self, concurrency: int) -> int:
+        """Requests of a burst."""
+        return max(_FEWEST, self.waves * concurrency)
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 lengths, not servers."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ssd_serve.bench.load.client import Wanted
 from ssd_serve.bench.load.trace import Arrival
@@ -31,12 +32,16 @@ class Mix:
     prefix: int = 256
 
 
+Candidates = Callable[[int], Wanted]
+"""The n-th request of those that can be sent in the same place: another text of the same length."""
+
+
 def held_out_texts(name: str, count: int, mix: Mix) -> list[str]:
     """Prompts as texts, for servers with any tokenizer; lengths are in the embedded pair's tokens."""
     folder = resolve_model(EMBEDDED, "target")
     tokenizer = Tokenizer(folder)
     maker = RequestMaker(held_out_prompts(folder, tokenizer, mix.longest))
-    return [tokenizer.decode(maker.prompt(f"{name}:{index}", index, mix)) for index in range(count)]
+    return [tokenizer.decode(maker.prompt(f"{name}:{index}", index, mix).tokens) for index in range(count)]
 
 
 class RequestMaker:
@@ -46,39 +51,51 @@ class RequestMaker:
         self._pool = pool
 
     def burst(self, name: str, count: int, mix: Mix) -> list[Wanted]:
+        """The first candidates."""
+        return [candidates(0) for candidates in self.candidates(name, count, mix)]
+
+    def candidates(self, name: str, count: int, mix: Mix) -> list[Candidates]:
         """Requests of one burst; texts, lengths and seeds follow from its name."""
         start = _number(name)
-        return [
-            Wanted(self.prompt(own, start + index, mix), mix.tokens, _number(own))
-            for index, own in enumerate(f"{name}:{number}" for number in range(count))
-        ]
+        return [partial(self._request, f"{name}:{index}", start + index, mix) for index in range(count)]
 
-    def replay(self, arrivals: Sequence[Arrival]) -> list[Wanted]:
+    def replay(self, arrivals: Sequence[Arrival]) -> list[Candidates]:
         """Requests of a trace: held-out prefixes one after another, cut at the wanted length."""
-        return [
-            Wanted(
-                self._text(_number(f"trace:{index}"), arrival.context_tokens),
-                arrival.generated_tokens,
-                _number(f"trace-seed:{index}"),
-                arrival.at_s,
-            )
-            for index, arrival in enumerate(arrivals)
-        ]
+        return [partial(self._arriving, f"trace:{index}", arrival) for index, arrival in enumerate(arrivals)]
 
-    def prompt(self, name: str, start: int, mix: Mix) -> tuple[int, ...]:
-        """One prompt of the mix, from the text at `start` on; its length follows from its name."""
+    def prompt(self, name: str, start: int, mix: Mix, attempt: int = 0) -> Prompt:
+        """One prompt of the mix, in the first attempt from the text at `start` on; its length follows from
+        its name."""
         length = round(mix.shortest * (mix.longest / mix.shortest) ** _share(f"length:{name}"))
         begin: tuple[int, ...] = ()
         if _share(f"shared:{name}") < mix.shared:
-            begin = self._text(_number(f"prefix:{start % _PREFIXES}"), min(mix.prefix, length // 2))
-        return begin + self._text(start, length - len(begin))
+            begin, _ = self._text(_number(f"prefix:{start % _PREFIXES}"), min(mix.prefix, length // 2))
+        own = _attempt(name, attempt)
+        rest, path = self._text(_number(own) if attempt else start, length - len(begin))
+        return Prompt(path, begin + rest, _number(own))
 
-    def _text(self, start: int, length: int) -> tuple[int, ...]:
+    def _request(self, name: str, start: int, mix: Mix, attempt: int) -> Wanted:
+        prompt = self.prompt(name, start, mix, attempt)
+        return Wanted(prompt.tokens, mix.tokens, prompt.seed, path=prompt.path)
+
+    def _arriving(self, name: str, arrival: Arrival, attempt: int) -> Wanted:
+        own = _attempt(name, attempt)
+        text, path = self._text(_number(own), arrival.context_tokens)
+        return Wanted(text, arrival.generated_tokens, _number(f"seed:{own}"), arrival.at_s, path)
+
+    def _text(self, start: int, length: int) -> tuple[tuple[int, ...], str]:
+        """So many tokens, and the file that they end in."""
         tokens: list[int] = []
+        path = ""
         while len(tokens) < length:
-            tokens.extend(self._pool[start % len(self._pool)].tokens)
-            start += 1
-        return tuple(tokens[-length:]) if length else ()
+            place = self._pool[start % len(self._pool)]
+            tokens.extend(place.tokens)
+            path, start = place.path, start + 1
+        return tuple(tokens[-length:]) if length else (), path
+
+
+def _attempt(name: str, attempt: int) -> str:
+    return f"{name}:{attempt}" if attempt else name
 
 
 def _share(name: str) -> float:

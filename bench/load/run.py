@@ -7,12 +7,12 @@ lucky with its memory. Knows what is started; what is sent is the session's.
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from ssd_serve.bench.emulated import emulated_table
-from ssd_serve.bench.load.client import Endpoint, LoadClient
+from ssd_serve.bench.load.client import Endpoint, LoadClient, Wanted
 from ssd_serve.bench.load.conditions import busy, empty_cache
 from ssd_serve.bench.load.groups import turn
 from ssd_serve.bench.load.outcome import pairs, ratios, results
@@ -20,15 +20,17 @@ from ssd_serve.bench.load.plan import Found, Plan
 from ssd_serve.bench.load.requests import RequestMaker
 from ssd_serve.bench.load.servers import Server, served
 from ssd_serve.bench.load.session import Session
+from ssd_serve.bench.load.sets import Sets, candidate_sets, choose
 from ssd_serve.bench.load.setups import setups
-from ssd_serve.bench.load.trace import read_trace
+from ssd_serve.bench.load.trace import Arrival, fit, read_trace
+from ssd_serve.bench.load.traffic import told
 from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.bench.workload import ballast_pair
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import UserError
 from ssd_serve.models.hub import find_model, resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import EMBEDDED, Mode, Settings
 
 
 def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
@@ -60,7 +62,8 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         found.notes.update(chosen.described())
         found.notes["device_table"] = table
         connect = _connector(plan.temperature, own.api_key)
-        session = Session(plan, maker, trace, chosen.client, connect, found, say)
+        sets = _sets(own, plan, maker, trace, folder, connect, found, say)
+        session = Session(plan, maker, sets, chosen.client, connect, found, say)
         for launch in range(plan.launches):
             order = turn(list(chosen.servers), launch)
             say(f"launch {launch + 1} of {plan.launches}: starting {', '.join(order)}")
@@ -82,6 +85,44 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         "resume": found.resumes,
         "notes": found.notes,
     }
+
+
+def _sets(
+    settings: Settings,
+    plan: Plan,
+    maker: RequestMaker,
+    trace: Sequence[Arrival],
+    folder: Path,
+    connect: Callable[[Server], LoadClient],
+    found: Found,
+    say: Callable[[str], None],
+) -> dict[str, list[Wanted]]:
+    """The requests that count: a plain server of the same weights continues them all, and is gone before
+    anybody is measured."""
+    plainly = settings.model_copy(update={"mode": Mode.AR, "model_wrapper": None})
+    with served({"plain": plainly}, folder) as servers:
+        (server,) = servers.values()
+        arrivals: Sequence[Arrival] = ()
+        if trace:
+            replay = fit(
+                trace,
+                time_scale=plan.time_scale,
+                length_scale=plan.length_scale,
+                seconds=plan.trace_seconds,
+                context=server.context,
+            )
+            found.notes["trace"], arrivals = told(replay, server.context), replay.arrivals
+        candidates = candidate_sets(plan, maker, arrivals, server.context)
+        say(f"choosing {sum(map(len, candidates.values()))} requests")
+
+        async def chosen() -> Sets:
+            async with connect(server) as client:
+                return await choose(client, candidates, settings.max_running)
+
+        sets = asyncio.run(chosen())
+    found.notes["left_out"] = round(sets.left_out, 4)
+    say(f"  {sets.left_out:.0%} of those tried are left out, because they loop")
+    return sets.requests
 
 
 def _connector(temperature: float, api_key: str | None) -> Callable[[Server], LoadClient]:

@@ -17,21 +17,18 @@ from ssd_serve.bench.load.plan import Found, Plan
 from ssd_serve.bench.load.requests import RequestMaker
 from ssd_serve.bench.load.resume import ResumePlan, check_resume
 from ssd_serve.bench.load.servers import Server, on_cores
-from ssd_serve.bench.load.trace import Arrival, fit
-from ssd_serve.bench.load.traffic import capacities, open_loop_requests, replay_row, told
+from ssd_serve.bench.load.sets import CAPACITY, TRACE, closed, opened, single
+from ssd_serve.bench.load.traffic import arriving, capacities, replay_row
+from ssd_serve.bench.prompts import refuse_loops
 from ssd_serve.bench.statistics import percentile
 from ssd_serve.devices import Device
-from ssd_serve.errors import SsdError, UserError
+from ssd_serve.errors import SsdError
 from ssd_serve.memory import settle_memory
 from ssd_serve.settings import Mode
 
-_FEWEST = 4
-"""Requests of a burst at least: at concurrency 1 a burst of two would be mostly chance."""
 _REST_S = 0.1
 """Between bursts: the server that was measured comes to rest."""
 _ALONE_S = 1.5
-_CROWD = 32
-"""At which the capacity is measured, where there is no closed loop."""
 _SURVIVOR = 16
 """The request that outlives a burst may become this many times as long as one of it."""
 
@@ -49,14 +46,15 @@ class _Pair:
 class Session:
     """Measures the servers of one launch after the other, and keeps what it finds.
 
-    `trace` is empty where none is replayed, `cores` None where the client may run anywhere.
+    `sets` are the requests that count, `maker` makes the others; `cores` is None where the client may run
+    anywhere.
     """
 
     def __init__(
         self,
         plan: Plan,
         maker: RequestMaker,
-        trace: Sequence[Arrival],
+        sets: Mapping[str, Sequence[Wanted]],
         cores: Device | None,
         connect: Callable[[Server], LoadClient],
         found: Found,
@@ -65,7 +63,7 @@ class Session:
     ) -> None:
         self._plan = plan
         self._maker = maker
-        self._trace = trace
+        self._sets = sets
         self._cores = cores
         self._connect = connect
         self._found = found
@@ -75,9 +73,6 @@ class Session:
     async def run(self, launch: int, servers: Mapping[str, Server]) -> None:
         """Closed loop, open loop, resume check, and in the last launch the trace."""
         notes, plan = self._found.notes, self._plan
-        least = min(server.context for server in servers.values())
-        if (plan.concurrencies or plan.open_loop.shares) and plan.mix.longest + plan.mix.tokens > least:
-            raise UserError(f"--prompt-tokens and --tokens together must not exceed the context of {least}")
         notes["resolved_modes"] = {name: server.mode for name, server in servers.items()}
         settle_memory()
         with on_cores(self._cores):
@@ -88,8 +83,8 @@ class Session:
                     await self._open_loop(launch, servers, clients)
                 if plan.resume and plan.concurrencies:
                     await self._resume(launch, servers, clients)
-                if self._trace and launch == plan.launches - 1:
-                    await self._replay(servers, clients)
+                if TRACE in self._sets and launch == plan.launches - 1:
+                    await self._replay(clients)
         notes["memory_mib"] = {name: server.memory_mib() for name, server in servers.items()}
 
     @contextlib.asynccontextmanager
@@ -112,10 +107,10 @@ class Session:
         for name in () if plan.fresh else names:
             await clients[name].closed_loop(warm_up, concurrency)
             for number in range(plan.learning if name.startswith(AUTO) else 0):
-                wanted = self._requests(f"learning:{launch}:{concurrency}:{number}", self._size(concurrency))
-                await clients[name].closed_loop(wanted, concurrency)
+                some = self._requests(f"learning:{launch}:{concurrency}:{number}", plan.size(concurrency))
+                await clients[name].closed_loop(some, concurrency)
         for pair in range(launch, plan.pairs, plan.launches):
-            wanted = self._requests(f"{concurrency}:{pair}", self._size(concurrency))
+            wanted = self._sets[closed(concurrency, pair)]
             await self._pair(_Pair(launch, pair, concurrency), wanted, servers, clients)
         self._tell(launch, f"concurrency {concurrency}", (0.0, concurrency))
 
@@ -125,15 +120,13 @@ class Session:
         """The same arrivals to every server, at shares of what the best of them can do."""
         plan = self._plan.open_loop
         if not self._found.capacities:
-            most = max(self._plan.concurrencies, default=_CROWD)
-            wanted = self._requests("capacity", 2 * most)
-            self._found.capacities |= await capacities(clients, wanted, most, self._rest_s)
+            self._found.capacities |= await capacities(
+                clients, self._sets[CAPACITY], self._plan.crowd, self._rest_s
+            )
         capacity = max(self._found.capacities.values())
         for share in plan.shares:
             for run in range(launch, plan.runs, self._plan.launches):
-                wanted = open_loop_requests(
-                    self._maker, self._plan.mix, f"open:{share}:{run}", share * capacity, plan.seconds
-                )
+                wanted = arriving(self._sets[opened(share, run)], share * capacity)
                 await self._pair(_Pair(launch, run, 0, share), wanted, servers, clients)
             self._tell(launch, f"{share:g} of {capacity:.2f} requests/s", (share, 0))
 
@@ -151,7 +144,7 @@ class Session:
             send = client.open_loop(wanted) if pair.offered else client.closed_loop(wanted, pair.concurrency)
             answers = await send
             shares = _shares(before, _clocks(servers), name)
-            _check(name, answers)
+            _check(name, wanted, answers)
             self._found.bursts.append(
                 Burst(
                     *(name, pair.concurrency, pair.launch, pair.number, order, tuple(answers)),
@@ -159,9 +152,6 @@ class Session:
                     offered=pair.offered,
                 )
             )
-
-    def _size(self, concurrency: int) -> int:
-        return max(_FEWEST, self._plan.waves * concurrency)
 
     def _requests(self, name: str, count: int) -> list[Wanted]:
         return self._maker.burst(name, count, self._plan.mix)
@@ -181,7 +171,7 @@ class Session:
         concurrency = max(self._plan.concurrencies) - 1
         if concurrency < 1:
             return
-        single, survivor = self._requests(f"resume:{launch}", 2)
+        (alone,), (survivor,) = self._sets[single(launch)], self._requests(f"survivor:{launch}", 1)
         room = min(server.context for server in servers.values()) - len(survivor.prompt)
         longer = Wanted(survivor.prompt, min(room, _SURVIVOR * survivor.tokens), survivor.seed)
         burst = self._requests(f"resume-burst:{launch}", concurrency)
@@ -189,29 +179,19 @@ class Session:
             if servers[name].mode != Mode.AR.value:
                 await asyncio.sleep(self._rest_s)
                 seen = await check_resume(
-                    clients[name], ResumePlan(single, longer, burst, concurrency, _ALONE_S)
+                    clients[name], ResumePlan(alone, longer, burst, concurrency, _ALONE_S)
                 )
                 self._found.resumes.append({"mode": name, "launch": launch, **seen})
 
-    async def _replay(self, servers: Mapping[str, Server], clients: Mapping[str, LoadClient]) -> None:
+    async def _replay(self, clients: Mapping[str, LoadClient]) -> None:
         """The same arrivals to every server, one server after the other."""
-        plan = self._plan
-        context = min(server.context for server in servers.values())
-        replay = fit(
-            self._trace,
-            time_scale=plan.time_scale,
-            length_scale=plan.length_scale,
-            seconds=plan.trace_seconds,
-            context=context,
-        )
-        self._found.notes["trace"] = told(replay, context)
-        wanted = self._maker.replay(replay.arrivals)
-        for name in sorted(servers):
+        wanted = self._sets[TRACE]
+        for name in sorted(clients):
             self._say(f"  trace: {len(wanted)} requests to {name}")
             await asyncio.sleep(self._rest_s)
             answers = await clients[name].open_loop(wanted)
-            _check(name, answers)
-            self._found.replays.append(replay_row(name, answers, plan.limits))
+            _check(name, wanted, answers)
+            self._found.replays.append(replay_row(name, answers, self._plan.limits))
 
 
 def _clocks(servers: Mapping[str, Server]) -> tuple[float, float, dict[str, float]]:
@@ -229,7 +209,8 @@ def _shares(
     return (after[1] - before[1]) / wall, own / wall, sum(used.values()) / wall
 
 
-def _check(name: str, answers: Sequence[Answer]) -> None:
-    """Single failures are counted; a server that answers nothing ends the benchmark."""
+def _check(name: str, wanted: Sequence[Wanted], answers: Sequence[Answer]) -> None:
+    """Single failures are counted; a server that answers nothing ends the benchmark, and so does a loop."""
     if answers and all(answer.error for answer in answers):
         raise SsdError(f"the server '{name}' failed every request: {answers[0].error}")
+    refuse_loops(name, wanted, (answer.text for answer in answers))

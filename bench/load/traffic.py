@@ -9,26 +9,22 @@ from dataclasses import asdict, dataclass, replace
 
 from ssd_serve.bench.load.arrivals import arrival_times
 from ssd_serve.bench.load.client import Answer, LoadClient, Wanted
-from ssd_serve.bench.load.requests import Mix, RequestMaker
 from ssd_serve.bench.load.statistics import Limits, duration, summary, throughput, whole_ms
 from ssd_serve.bench.load.trace import Replay
 from ssd_serve.bench.statistics import percentile
 
-_FEWEST = 4
-
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Arrivals at each of `shares` of the capacity for `seconds`, in `runs` that the launches share out."""
+    """As many arrivals at each of `shares` of the capacity, in `runs` that the launches share out."""
 
     shares: tuple[float, ...] = ()
-    seconds: float = 30.0
+    requests: int = 64
     runs: int = 6
 
 
-def open_loop_requests(maker: RequestMaker, mix: Mix, name: str, rate: float, seconds: float) -> list[Wanted]:
-    """What arrives within about so many seconds; texts, seeds and times follow from the name."""
-    wanted = maker.burst(name, max(_FEWEST, round(rate * seconds)), mix)
+def arriving(wanted: Sequence[Wanted], rate: float) -> list[Wanted]:
+    """The requests with times of arrival, which follow from them."""
     times = arrival_times(len(wanted), rate, seed=wanted[0].seed)
     return [replace(each, at_s=at) for each, at in zip(wanted, times, strict=True)]
 

@@ -1,6 +1,6 @@
 """Which installed packages may be trained on."""
 
-from importlib.metadata import Distribution, PathDistribution, distribution
+from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
 
 import pytest
@@ -49,15 +49,14 @@ def test_a_licence_is_permissive_only_where_all_of_it_is_known_to_be(
     assert permissive_licence(declared(tmp_path, *lines)) == licence
 
 
+@pytest.mark.slow
 def test_packages_have_their_licences_and_none_of_others_files() -> None:
-    installed = [distribution(name) for name in ("ssd-serve", "pip", "hypothesis", "numpy", "pytest")]
-    packages = {package.name: package for package in permissive_packages(installed)}
+    packages = {package.name: package for package in permissive_packages()}
     assert packages["numpy"].licence.startswith("BSD-3-Clause")
     assert "hypothesis" not in packages, "MPL"
     assert "ssd-serve" not in packages
     paths = [file.path for package in packages.values() for file in package.files]
-    assert len(paths) == len(set(paths)) > 300
-    assert any(path.startswith("pip/pip/_internal/") for path in paths)
+    assert len(paths) == len(set(paths)) > 1000
     assert not [path for path in paths if "_vendor" in path.split("/")]
 
 

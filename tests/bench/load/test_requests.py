@@ -23,6 +23,18 @@ def test_a_burst_is_the_same_each_time_and_another_one_differs() -> None:
     assert {one.tokens for one in burst} == {12}
 
 
+def test_other_candidates_are_other_texts_of_the_same_length() -> None:
+    maker, mix = RequestMaker(POOL), Mix(20, 80, 12, shared=0.5)
+    for candidates in maker.candidates("4:0", 9, mix):
+        some = [candidates(attempt) for attempt in range(5)]
+        assert some == [candidates(attempt) for attempt in range(5)]
+        assert len({len(one.prompt) for one in some}) == 1
+        assert len({one.prompt for one in some}) > 2
+        assert len({one.seed for one in some}) == 5
+        ends = {POOL[number].tokens[-1]: POOL[number].path for number in range(len(POOL))}
+        assert all(one.path == ends[int(one.prompt[-1])] for one in some)
+
+
 def test_lengths_are_even_on_a_logarithmic_scale() -> None:
     burst = RequestMaker(POOL).burst("many", 400, Mix(64, 1500, 1))
     lengths = [len(one.prompt) for one in burst]
@@ -48,7 +60,7 @@ def test_a_shared_beginning_is_at_most_half_of_a_prompt() -> None:
 
 def test_prompts_of_a_replay_have_the_length_of_the_trace() -> None:
     arrivals = [Arrival(0.0, 5, 1), Arrival(0.5, 90, 2), Arrival(1.0, 1000, 3)]
-    wanted = RequestMaker(POOL).replay(arrivals)
+    wanted = [candidates(0) for candidates in RequestMaker(POOL).replay(arrivals)]
     assert [len(one.prompt) for one in wanted] == [5, 90, 1000]
     assert [one.tokens for one in wanted] == [1, 2, 3]
     assert [one.at_s for one in wanted] == [0.0, 0.5, 1.0]

@@ -14,6 +14,7 @@ from ssd_serve.bench.load.requests import Mix, RequestMaker
 from ssd_serve.bench.load.run import run_load
 from ssd_serve.bench.load.servers import Server
 from ssd_serve.bench.load.session import Session
+from ssd_serve.bench.load.sets import candidate_sets
 from ssd_serve.bench.load.statistics import Limits
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.load.traffic import OpenLoop
@@ -51,13 +52,15 @@ RESOLVED = {"ar": "ar", "ssd": "ssd", "auto": "ssd"}
 class Measured:
     """A session, the fake API of each server, and what was found."""
 
-    def __init__(self, plan: Plan = PLAN, trace: Sequence[Arrival] = (), context: int = 100) -> None:
+    def __init__(self, plan: Plan = PLAN, arrivals: Sequence[Arrival] = ()) -> None:
         self.apis = {name: FakeApi() for name in plan.modes}
         self.found = Found()
-        self._servers = {name: Server(name, name, RESOLVED[name], context, ()) for name in plan.modes}
+        self._servers = {name: Server(name, name, RESOLVED[name], 100, ()) for name in plan.modes}
         maker = RequestMaker(POOL)
+        candidates = candidate_sets(plan, maker, arrivals, 100)
+        sets = {name: [each(0) for each in some] for name, some in candidates.items()}
         self._session = Session(
-            plan, maker, trace, None, self._connect, self.found, lambda _text: None, rest_s=0.0
+            plan, maker, sets, None, self._connect, self.found, lambda _text: None, rest_s=0.0
         )
 
     def _connect(self, server: Server) -> LoadClient:
@@ -126,27 +129,18 @@ def test_resumption_is_checked_where_drafts_can_be_made() -> None:
 
 
 def test_the_trace_is_replayed_once_to_every_server() -> None:
-    trace = [Arrival(0.0, 20, 4), Arrival(1.0, 500, 4), Arrival(9000.0, 1, 1)]
-    plan = replace(PLAN, concurrencies=())
-    measured = Measured(plan, trace).run(0, 1)
+    measured = Measured(replace(PLAN, concurrencies=()), [Arrival(0.0, 20, 4), Arrival(0.01, 96, 4)]).run(
+        0, 1
+    )
     assert [each["mode"] for each in measured.found.replays] == ["ar", "auto", "ssd"]
     assert {each["requests"] for each in measured.found.replays} == {2}
     assert measured.found.bursts == []
-    assert measured.found.notes["trace"] == {
-        "arrivals": 2,
-        "context": 100,
-        "left_out": 1,
-        "clipped_prompts": 1,
-        "clipped_outputs": 0,
-        "prompt_tokens_lost_share": round(404 / 520, 4),
-        "output_tokens_lost_share": 0.0,
-    }
     lengths = [(len(body["prompt"]), body["max_tokens"]) for body in measured.apis["ssd"].bodies]
     assert lengths == [(20, 4), (96, 4)]
 
 
 def test_open_loops_offer_shares_of_what_the_best_server_can_do() -> None:
-    plan = replace(PLAN, concurrencies=(), open_loop=OpenLoop((0.5, 1.0), seconds=0.2, runs=3))
+    plan = replace(PLAN, concurrencies=(), open_loop=OpenLoop((0.5, 1.0), requests=8, runs=3))
     measured = Measured(plan)
     for api in measured.apis.values():
         api.pause_s = 0.005
@@ -164,7 +158,7 @@ def test_open_loops_offer_shares_of_what_the_best_server_can_do() -> None:
     for burst in found.bursts:
         last = max(answer.due_s for answer in burst.answers) - min(answer.due_s for answer in burst.answers)
         assert last <= len(burst.answers) / (burst.offered * capacity)
-        assert len(burst.answers) == max(4, round(0.2 * burst.offered * capacity))
+        assert len(burst.answers) == 8
     bodies = [[body["seed"] for body in measured.apis[name].bodies] for name in PLAN.modes]
     assert sorted(bodies[0]) == sorted(bodies[1]) == sorted(bodies[2])
 
@@ -176,11 +170,10 @@ def test_a_server_that_fails_everything_ends_the_benchmark() -> None:
         measured.run(0)
 
 
-def test_requests_that_do_not_fit_the_context_are_refused_before_anything_is_sent() -> None:
-    measured = Measured(context=15)
-    with pytest.raises(UserError, match="must not exceed the context of 15"):
-        measured.run(0)
-    assert measured.apis["ar"].bodies == []
+def test_a_text_that_loops_ends_the_benchmark_and_its_prompt_is_named() -> None:
+    looping = Measured(replace(PLAN, mix=Mix(10, 10, 20)))
+    with pytest.raises(SsdError, match=r"(ar|auto|ssd): the text after file \d+ is a loop"):
+        looping.run(0)
 
 
 @pytest.mark.parametrize("settings", [Settings(target="elsewhere"), Settings(model_wrapper=EMULATED)])
