@@ -25,7 +25,7 @@ def block_text(result: Mapping[str, object], file: Path, folder: Path) -> str:
     if name == "modes":
         return modes_tables(result)
     drawn = file.with_suffix(".svg")
-    image = f"![Decoding speed of each engine]({os.path.relpath(drawn, folder)})\n\n"
+    image = f"![Whole requests of each engine]({os.path.relpath(drawn, folder)})\n\n"
     return (image if drawn.exists() else "") + markdown(result)
 
 

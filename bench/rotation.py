@@ -64,7 +64,7 @@ def tune(
         beaten |= set(found)
 
 
-def next_to(ladder: Sequence[int], value: int) -> list[int]:
+def next_to(ladder: Sequence[Item], value: Item) -> list[Item]:
     """The values before and behind this one."""
     place = ladder.index(value)
     return [*ladder[max(0, place - 1) : place], *ladder[place + 1 : place + 2]]

@@ -3,6 +3,7 @@
 Knows how each engine is asked; nothing here is timed.
 """
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,14 @@ from ssd_serve.bench.peers.ways import LLAMA, PLAIN, TRANSFORMERS, VLLM, Place, 
 _ASK_S = 120.0
 _TORCH_BUILD = "import torch; print(torch.__config__.show())"
 _SYSTEM_INFO = "system_info:"
+_OPTIONS = (
+    "CMAKE_BUILD_TYPE:",
+    "CMAKE_C_FLAGS",
+    "CMAKE_CXX_FLAGS",
+    "GGML_NATIVE:",
+    "GGML_OPENMP:",
+    "GGML_BLAS:",
+)
 
 
 def peer_builds(place: Place) -> dict[str, dict[str, str]]:
@@ -19,7 +28,8 @@ def peer_builds(place: Place) -> dict[str, dict[str, str]]:
     if peers.llama_server is not None:
         found[LLAMA] = {
             "version": _said([str(peers.llama_server), "--version"]),
-            "system_info": _logged(log_of(LLAMA, place), _SYSTEM_INFO),
+            "build": _cmake(peers.llama_server),
+            "system_info": _logged(place.work, _SYSTEM_INFO),
         }
     if peers.vllm_python is not None:
         told = variables(Way(VLLM, PLAIN), place)
@@ -30,9 +40,9 @@ def peer_builds(place: Place) -> dict[str, dict[str, str]]:
     return found
 
 
-def log_of(engine: str, place: Place) -> Path:
+def log_of(way: Way, place: Place) -> Path:
     """Where an engine's process writes what it has to say."""
-    return place.work / f"{engine}.log"
+    return place.work / f"{re.sub('[^a-z0-9.]+', '-', way.label.lower())}.log"
 
 
 def _said(words: list[str]) -> str:
@@ -46,9 +56,20 @@ def _said(words: list[str]) -> str:
     return " ".join(done.stdout.split())
 
 
-def _logged(log: Path, mark: str) -> str:
-    """The line of a log that has this mark, from there on."""
-    if not log.exists():
-        return ""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line[line.index(mark) :] for line in lines if mark in line), "")
+def _logged(folder: Path, mark: str) -> str:
+    """A line that has this mark, from there on, in any log of llama.cpp."""
+    for log in folder.glob(f"{LLAMA}*.log"):
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if mark in line:
+                return line[line.index(mark) :]
+    return ""
+
+
+def _cmake(program: Path) -> str:
+    """How a program was configured, where it still lies in its build folder."""
+    for folder in program.resolve().parents:
+        cache = folder / "CMakeCache.txt"
+        if cache.is_file():
+            lines = cache.read_text(encoding="utf-8", errors="replace").splitlines()
+            return " ".join(f"-D{line}" for line in lines if line.startswith(_OPTIONS))
+    return ""

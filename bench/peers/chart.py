@@ -1,11 +1,12 @@
 """A result of `ssd bench peers` as a bar chart. Knows the result, not how it was measured."""
 
 from collections.abc import Mapping
+from statistics import median
 
 from matplotlib.figure import Figure
 
 from ssd_serve.bench.charts import as_svg
-from ssd_serve.bench.peers.report import Row, read
+from ssd_serve.bench.peers.result import Row, read
 from ssd_serve.bench.peers.ways import BF16, OURS
 
 _OUR_COLOUR, _PEER_COLOUR, _WHISKER = "#3fa37c", "#a9b1bc", "#1f2328"
@@ -22,20 +23,20 @@ def plot(result: Mapping[str, object]) -> Figure:
     """One bar a way, grouped by weights and temperature; whiskers from the slowest to the fastest launch."""
     found = read(result)
     groups: dict[tuple[bool, float], list[Row]] = {}
-    for row in sorted(found.results, key=lambda row: (row.group, row.tokens_per_s)):
+    for row in sorted(found.results, key=lambda row: (row.group, median(row.launches))):
         groups.setdefault(row.group, []).append(row)
     bars = [len(rows) for rows in groups.values()] or [1]
     figure = Figure(figsize=(9.2, _BAR * sum(bars) + _REST * (len(bars) + 1)), layout="constrained")
-    title = f"Decoding speed in tokens/s, one request, {found.plan.cores} cores in all"
+    title = f"Whole requests: tokens/s with the first token, {found.plan.cores} cores in all"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     machine = f"{found.hardware.get('cpu')}; whiskers: slowest and fastest of {found.plan.launches} launches"
     figure.supxlabel(machine, x=0.01, ha="left", fontsize=10)
     axes = figure.subplots(len(bars), 1, sharex=True, squeeze=False, height_ratios=bars)[:, 0]
     for each, ((eight_bits, temperature), rows) in zip(axes, groups.items(), strict=False):
-        speeds = [row.tokens_per_s for row in rows]
+        speeds = [median(row.launches) for row in rows]
         spread = [
-            [row.tokens_per_s - row.spread[0] for row in rows],
-            [row.spread[-1] - row.tokens_per_s for row in rows],
+            [speed - min(row.launches) for speed, row in zip(speeds, rows, strict=True)],
+            [max(row.launches) - speed for speed, row in zip(speeds, rows, strict=True)],
         ]
         colours = [_OUR_COLOUR if row.engine == OURS else _PEER_COLOUR for row in rows]
         drawn = each.barh(

@@ -35,7 +35,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one request gave. `counted` tokens came after the first event, in `decode_s` seconds."""
+    """What one request gave. `counted` tokens came after the first event, in `decode_s` seconds. Its text
+    is `ids`, or `text` of a server that tells no ids."""
 
     tokens: int
     counted: int
@@ -43,11 +44,18 @@ class Sample:
     decode_s: float
     drafted: int = 0
     accepted: int = 0
+    ids: tuple[int, ...] = ()
+    text: str = ""
 
     @property
-    def tokens_per_s(self) -> float:
-        """Speed of decoding, without the prompt."""
-        return self.counted / self.decode_s
+    def whole_s(self) -> float:
+        """From the request to the last token."""
+        return self.first_s + self.decode_s
+
+    @property
+    def step_s(self) -> float:
+        """Decoding without the prompt: seconds a token."""
+        return self.decode_s / self.counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,7 @@ def read_answer(events: Sequence[Event], ask: Ask) -> Sample:
     """Times and figures of a whole answer. Refuses one that is not as long as it was asked to be."""
     first = last = 0.0
     first_tokens = tokens = drafted = accepted = 0
+    ids, text = list[int](), list[str]()
     for event in events:
         if event.data == DONE:
             continue
@@ -105,6 +114,8 @@ def read_answer(events: Sequence[Event], ask: Ask) -> Sample:
                 first = event.at
                 first_tokens = max(1, len(chunk.token_ids))
             last = event.at
+            ids += chunk.token_ids
+            text += [choice.text or "" for choice in chunk.choices]
         if chunk.usage is not None:
             tokens = chunk.usage.completion_tokens
         if chunk.timings is not None:
@@ -116,7 +127,8 @@ def read_answer(events: Sequence[Event], ask: Ask) -> Sample:
         raise PeerError(f"the answer has {tokens} tokens instead of {ask.tokens}")
     if last <= first:
         raise PeerError("the answer came in one piece, so its decoding cannot be timed")
-    return Sample(tokens, tokens - first_tokens, first, last - first, drafted, accepted)
+    told = "" if ids else "".join(text)
+    return Sample(tokens, tokens - first_tokens, first, last - first, drafted, accepted, tuple(ids), told)
 
 
 def _decoded(data: bytes) -> Chunk:

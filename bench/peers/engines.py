@@ -1,4 +1,4 @@
-"""Running one way of one engine: started, asked, and ended with all its children.
+"""Running one engine: started, asked, and ended with all its children.
 
 Knows processes and what each engine needs to be asked with, not what is measured.
 """
@@ -48,12 +48,8 @@ class Engine(Protocol):
         """What it says about itself."""
         ...
 
-    def ask(self, ask: Ask) -> Sample:
-        """One request, alone on the engine."""
-        ...
-
-    def use(self, way: Way) -> None:
-        """Draft in this way from now on, where the engine can change that while it runs."""
+    def ask(self, way: Way, ask: Ask, /) -> Sample:
+        """One request in this way, alone on the engine."""
         ...
 
 
@@ -72,18 +68,14 @@ class Served:
         self._extra = extra
         self._counters = counters
 
-    def ask(self, ask: Ask) -> Sample:
-        """Stream one completion."""
+    def ask(self, _way: Way, ask: Ask) -> Sample:
+        """Stream one completion. A server has one way."""
         before = self._counters() if self._counters else (0, 0)
         sample = read_answer(stream(self._port, body(ask, self._extra)), ask)
         if self._counters is None:
             return sample
         drafted, accepted = (now - then for now, then in zip(self._counters(), before, strict=True))
         return replace(sample, drafted=drafted, accepted=accepted)
-
-    def use(self, way: Way) -> None:
-        """No server can."""
-        raise PeerError(f"{way.engine} cannot change its draft while it runs")
 
 
 class _Hello(msgspec.Struct):
@@ -95,36 +87,35 @@ class _Steps(msgspec.Struct):
     counts: list[int]
     seconds: list[float]
     drafted: int
+    text: tuple[int, ...] = ()
 
 
 class Scripted:
     """The transformers worker behind its standard streams."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", way: Way) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", cores: int) -> None:
         self._process = process
-        self._way = way
+        self._cores = cores
         hello = _decoded(_line(process), _Hello)
         self.version = f"{hello.version}, torch {hello.torch}"
 
-    def ask(self, ask: Ask) -> Sample:
+    def ask(self, way: Way, ask: Ask) -> Sample:
         """Send one line, read one line."""
         line: dict[str, object] = {
             "prompt": list(ask.prompt),
             "tokens": ask.tokens,
             "temperature": ask.temperature,
             "seed": ask.seed,
-            "draft": self._way.length,
-            "threshold": self._way.threshold,
+            "threads": way.cores or self._cores,
+            "length": way.length,
+            "threshold": way.threshold,
+            "match": way.match,
         }
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # its end is noticed below
                 self._process.stdin.write(json.dumps(line).encode() + b"\n")
                 self._process.stdin.flush()
         return read_steps(_line(self._process), ask)
-
-    def use(self, way: Way) -> None:
-        """Another draft length or threshold."""
-        self._way = way
 
 
 def read_steps(line: bytes, ask: Ask) -> Sample:
@@ -139,20 +130,21 @@ def read_steps(line: bytes, ask: Ask) -> Sample:
         decode_s=steps.seconds[-1] - steps.seconds[0],
         drafted=steps.drafted,
         accepted=ask.tokens - len(steps.counts) if steps.drafted else 0,
+        ids=steps.text,
     )
 
 
 @contextlib.contextmanager
 def launched(way: Way, place: Place) -> Generator[Engine]:
     """Start the engine, wait until it answers, and end it. A `PeerError` below tells the end of its log."""
-    log = log_of(way.engine, place)
+    log = log_of(way, place)
     port = _free_port()
     talks = way.engine == TRANSFORMERS
     environment = worker_environment() | variables(way, place)
     with _process(command(way, place, port), environment, log, talks) as process:
         try:
             if talks:
-                yield Scripted(process, way)
+                yield Scripted(process, len(place.cores))
             else:
                 _await_health(process, port)
                 yield _served(way, port)

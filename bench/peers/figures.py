@@ -1,43 +1,20 @@
-"""The figures of the comparison: medians and spread over launches, ratios, and what limits them.
+"""The figures of the comparison: a row for each way, and ratios to the fastest peer with their intervals.
 
 Pure functions of samples; knows no process and no clock.
 """
 
-import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ssd_serve.bench.peers.client import Sample
-from ssd_serve.bench.peers.ways import BF16, DTYPES, LLAMA, OURS, PLAIN, TRANSFORMERS, VLLM, Way
+from ssd_serve.bench.peers.result import Ratio, Row
+from ssd_serve.bench.peers.ways import OUR_MODES, OURS, PLAIN, Way
+from ssd_serve.bench.statistics import Interval, quartiles, ratio_interval
 
-_CHAINS = (LLAMA, VLLM, TRANSFORMERS)
-_AUTO_AIMS = {0.0: 1.2, 1.0: 1.3}
-_PLAIN_AIM = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """All samples of one way at one temperature in one launch; `number` counts rounds of launches."""
-
-    way: Way
-    temperature: float
-    number: int
-    samples: tuple[Sample, ...]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Decoding speed over all prompts."""
-        return sum(one.counted for one in self.samples) / sum(one.decode_s for one in self.samples)
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What a forward reads, in bytes, and how fast all cores together can read memory, in bytes a second."""
-
-    target: int
-    draft: int
-    read_per_s: float
+Answers = Mapping[tuple[int, int], Sample]
+"""Of one way, by number of the launch and of the prompt."""
+_AIMS = {0.0: 1.15, 0.6: 1.3, 1.0: 1.3}
+"""Of `auto` against the best peer, by temperature."""
 
 
 def wrong_speculation(way: Way, samples: Iterable[Sample]) -> str | None:
@@ -53,108 +30,99 @@ def wrong_speculation(way: Way, samples: Iterable[Sample]) -> str | None:
     return None
 
 
-def rows(launches: Sequence[Launch], weights: Mapping[str, Weights]) -> list[dict[str, object]]:
-    """One row for each way and temperature, by temperature and in the order of first appearance.
-
-    `weights` has an entry for each format that the ways store weights in.
-    """
-    groups: dict[tuple[float, Way], list[Launch]] = {}
-    for launch in launches:
-        groups.setdefault((launch.temperature, launch.way), []).append(launch)
-    ordered = sorted(groups.items(), key=lambda item: item[0][0])
-    return [_row(way, temperature, found, weights[way.weights]) for (temperature, way), found in ordered]
+def speed(samples: Iterable[Sample | None]) -> float:
+    """Tokens a second of whole requests; 0 where an answer failed."""
+    found = list(samples)
+    whole = [one for one in found if one is not None]
+    if not whole or len(whole) < len(found):
+        return 0.0
+    return sum(one.tokens for one in whole) / sum(one.whole_s for one in whole)
 
 
-def _row(way: Way, temperature: float, launches: Sequence[Launch], weights: Weights) -> dict[str, object]:
-    samples = [sample for launch in launches for sample in launch.samples]
-    speeds = [launch.tokens_per_s for launch in launches]
+def row(way: Way, temperature: float, answers: Answers) -> Row:
+    """The figures of a way that answered at least once."""
+    samples = list(answers.values())
     tokens, drafted = sum(one.tokens for one in samples), sum(one.drafted for one in samples)
     accepted = sum(one.accepted for one in samples)
-    target_rounds = max(1, tokens - accepted)
-    speed = statistics.median(speeds)
-    chain = drafted / target_rounds if way.engine in _CHAINS else 0.0
-    read = weights.target + chain * weights.draft
-    read_per_s = speed / (tokens / target_rounds) * read
+    rounds = max(1, tokens - accepted)
+    launches = sorted({launch for launch, _ in answers})
+    return Row(
+        engine=way.engine,
+        mode=way.mode,
+        shape=way.shape,
+        dtype=way.dtype,
+        weights=way.weights,
+        temperature=temperature,
+        answers=len(samples),
+        whole_ms=_rounded(quartiles([1e3 * one.whole_s for one in samples])),
+        first_token_ms=_rounded(quartiles([1e3 * one.first_s for one in samples])),
+        decoded_per_s=_rounded(quartiles([1 / one.step_s for one in samples])),
+        launches=_rounded(
+            speed(one for key, one in answers.items() if key[0] == number) for number in launches
+        ),
+        tokens_per_round=round(tokens / rounds, 3),
+        drafted_per_round=round(drafted / rounds, 2),
+        acceptance=round(accepted / drafted, 3) if drafted else None,
+    )
+
+
+def ratios(dtype: str, temperature: float, group: Mapping[Way, Answers]) -> list[Ratio]:
+    """Each of our modes against the peer whose whole requests are the fastest, and our plain decoding against
+    the fastest plain one. The best is chosen by the answers that are compared, which favours the peers."""
+    peers = {way: found for way, found in group.items() if way.engine != OURS and found}
+    plain = {way: found for way, found in peers.items() if way.mode == PLAIN}
+    best, best_plain = _fastest(peers), _fastest(plain)
+    pairs = [(mode, best) for mode in reversed(OUR_MODES)]
+    if best_plain != best:
+        pairs.append(("ar", best_plain))
+    found: list[Ratio] = []
+    for mode, theirs in pairs:
+        ours = Way(OURS, mode, dtype=dtype)
+        if theirs is not None and group.get(ours):
+            mine, other = group[ours], peers[theirs]
+            found.append(
+                Ratio(
+                    dtype=dtype,
+                    temperature=temperature,
+                    ours=ours.label,
+                    theirs=theirs.label,
+                    whole=paired(mine, other, lambda one: one.whole_s),
+                    first_token=paired(mine, other, lambda one: one.first_s),
+                    decoding=paired(mine, other, lambda one: one.step_s),
+                    aim=_AIMS.get(temperature) if mode == "auto" else None,
+                )
+            )
+    return found
+
+
+def paired(ours: Answers, theirs: Answers, seconds: Callable[[Sample], float]) -> Interval | None:
+    """How many times as fast ours are, answer by answer. Answers to one prompt are alike, and so are those of
+    one launch: the interval is the wider one of that over prompts and that over launches."""
+    pairs = {key: seconds(theirs[key]) / seconds(ours[key]) for key in sorted(ours.keys() & theirs.keys())}
+    found: list[Interval] = []
+    for place in (0, 1):
+        alike: dict[int, list[float]] = {}
+        for key, ratio in pairs.items():
+            alike.setdefault(key[place], []).append(ratio)
+        interval = ratio_interval([statistics.geometric_mean(some) for some in alike.values()])
+        if interval is not None:
+            found.append(interval)
+    return max(found, key=lambda one: one.high / one.low, default=None)
+
+
+def _fastest(ways: Mapping[Way, Answers]) -> Way | None:
+    return max(ways, key=lambda way: speed(ways[way].values()), default=None)
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, 2) for value in values]
+
+
+def mapped(rotations: Mapping[int, Sequence[Sample | None]]) -> Answers:
+    """The answers of one way, of those that did not fail, from its samples by launch."""
     return {
-        "engine": way.engine,
-        "mode": way.mode,
-        "draft": way.shape,
-        "dtype": way.dtype,
-        "weights": way.weights,
-        "temperature": temperature,
-        "tokens_per_s": round(speed, 2),
-        "spread": [round(min(speeds), 2), round(max(speeds), 2)],
-        "launches": [round(value, 2) for value in speeds],
-        "first_token_ms": round(1e3 * statistics.median(one.first_s for one in samples), 1),
-        "tokens_per_round": round(tokens / target_rounds, 3),
-        "drafted_per_round": round(drafted / target_rounds, 2),
-        "acceptance": round(accepted / drafted, 3) if drafted else None,
-        "weights_gb_per_s": round(read_per_s / 1e9, 2),
-        "share_of_read_speed": round(read_per_s / weights.read_per_s, 3),
-        "requests": len(samples),
+        (launch, prompt): sample
+        for launch, samples in rotations.items()
+        for prompt, sample in enumerate(samples)
+        if sample is not None
     }
-
-
-def fastest(ways: Mapping[Way, Sequence[Launch]]) -> Way | None:
-    """The way with the highest median speed."""
-    speeds = {
-        way: statistics.median(one.tokens_per_s for one in found) for way, found in ways.items() if found
-    }
-    return max(speeds, key=speeds.__getitem__, default=None)
-
-
-def ratios(launches: Sequence[Launch]) -> list[dict[str, object]]:
-    """This engine against the fastest way of any peer, and plain decoding against llama.cpp's.
-
-    Only ways with weights of as many bits are compared; aims are set for bf16. The launches of one round
-    stand side by side: noise of the machine that lasts longer cancels.
-    """
-    found: list[dict[str, object]] = []
-    temperatures = sorted({launch.temperature for launch in launches})
-    for dtype, temperature in itertools.product(DTYPES, temperatures):
-        here = _by_way([one for one in launches if one.temperature == temperature and one.way.dtype == dtype])
-        peers = {way: theirs for way, theirs in here.items() if way.engine != OURS}
-        best = fastest(peers)
-        plain = Way(LLAMA, PLAIN, dtype=dtype)
-        aims = {"auto": _AUTO_AIMS.get(temperature), "ar": _PLAIN_AIM} if dtype == BF16 else {}
-        if best is not None:
-            for mode in ("auto", "ssd", "sd", "ar"):
-                aim = None if mode == "ar" and best != plain else aims.get(mode)
-                found += _ratio(here, temperature, Way(OURS, mode, dtype=dtype), best, aim)
-        if best != plain:
-            found += _ratio(here, temperature, Way(OURS, "ar", dtype=dtype), plain, aims.get("ar"))
-    return found
-
-
-def _by_way(launches: Iterable[Launch]) -> dict[Way, list[Launch]]:
-    found: dict[Way, list[Launch]] = {}
-    for launch in launches:
-        found.setdefault(launch.way, []).append(launch)
-    return found
-
-
-def _ratio(
-    here: Mapping[Way, Sequence[Launch]], temperature: float, ours: Way, theirs: Way, aim: float | None
-) -> list[dict[str, object]]:
-    """One ratio, or none where the two have no round of launches in common."""
-    speeds = {launch.number: launch.tokens_per_s for launch in here.get(theirs, ())}
-    pairs = [
-        launch.tokens_per_s / speeds[launch.number]
-        for launch in here.get(ours, ())
-        if launch.number in speeds
-    ]
-    if not pairs:
-        return []
-    median = statistics.median(pairs)
-    return [
-        {
-            "dtype": ours.dtype,
-            "temperature": temperature,
-            "ours": ours.label,
-            "theirs": theirs.label,
-            "median": round(median, 3),
-            "spread": [round(min(pairs), 3), round(max(pairs), 3)],
-            "aim": aim,
-            "reached": None if aim is None else median >= aim,
-        }
-    ]

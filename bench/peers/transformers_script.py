@@ -1,9 +1,10 @@
 """The transformers peer: a script that answers requests, one JSON line each, on its standard streams.
 
 Run as a file by any Python that has torch and transformers, so it imports nothing of this project. First line
-out: versions. Then for each line in, `{"prompt", "tokens", "temperature", "seed", "draft", "threshold"}`, one
-line out with the counts of new tokens after each step, the seconds since the request, and drafted tokens.
-`draft` 0: plain decoding.
+out: versions. Then for each line in, `{"prompt", "tokens", "temperature", "seed", "threads", "length",
+"threshold", "match"}`, one line out with the counts of new tokens after each step, the seconds since the
+request, drafted tokens, and the text as ids. `length` 0: plain decoding; `match` 0: drafts of the assistant,
+else n-gram lookup.
 """
 
 import argparse
@@ -37,8 +38,8 @@ class Worker:
 
     def __init__(self, target: str, draft: str) -> None:
         self.target, self.draft = _load(target), _load(draft)
-        self.drafted = 0
-        self.draft.register_forward_hook(self._count)
+        self.rows = 0
+        self.target.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def answer(self, ask: dict[str, Any]) -> dict[str, Any]:
         """One request."""
@@ -47,16 +48,19 @@ class Worker:
         sampling: dict[str, Any] = {"do_sample": False}
         if ask["temperature"] > 0:
             sampling = {"do_sample": True, "temperature": ask["temperature"], "top_k": 0, "top_p": 1.0}
+        torch.set_num_threads(ask["threads"])
         assistance: dict[str, Any] = {}
-        if ask["draft"]:
+        if ask["match"]:
+            assistance = {"prompt_lookup_num_tokens": ask["length"], "max_matching_ngram_size": ask["match"]}
+        elif ask["length"]:
             own = self.draft.generation_config
-            own.num_assistant_tokens, own.num_assistant_tokens_schedule = ask["draft"], "constant"
+            own.num_assistant_tokens, own.num_assistant_tokens_schedule = ask["length"], "constant"
             own.assistant_confidence_threshold = ask["threshold"]
             assistance = {"assistant_model": self.draft}
-        self.drafted = 0
+        self.rows = 0
         steps = Steps(ids.shape[1])
         with torch.inference_mode():
-            self.target.generate(
+            text = self.target.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=ask["tokens"],
@@ -64,11 +68,13 @@ class Worker:
                 **sampling,
                 **assistance,
             )
-        return {"counts": steps.counts, "seconds": steps.seconds, "drafted": self.drafted}
+        drafted = self.rows - ids.shape[1] - (len(steps.counts) - 1)
+        told = {"counts": steps.counts, "seconds": steps.seconds, "drafted": drafted}
+        return {**told, "text": text[0, ids.shape[1] :].tolist()}
 
-    def _count(self, *_: Any) -> None:
-        """A forward of the assistant is one drafted token."""
-        self.drafted += 1
+    def _count(self, _model: Any, _args: Any, told: dict[str, Any]) -> None:
+        """What a forward of the target has beyond the prompt and one token a step was drafted."""
+        self.rows += told["input_ids"].shape[1]
 
 
 def _load(folder: str) -> Any:
@@ -85,9 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
     parser.add_argument("draft")
-    parser.add_argument("threads", type=int)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     worker = Worker(args.target, args.draft)
     print(json.dumps({"version": transformers.__version__, "torch": torch.__version__}), flush=True)

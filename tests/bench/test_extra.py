@@ -30,7 +30,6 @@ def test_a_package_that_is_missing_is_told_with_its_extra() -> None:
     "words",
     [
         ["report", "bench/results/load.json"],
-        ["report", "bench/results/peers.json"],
         ["lossless", "--help"],
     ],
     ids=" ".join,

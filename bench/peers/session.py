@@ -1,0 +1,118 @@
+"""Asking everybody in turn, from running engines or from the journal, within a time that is given.
+
+Knows the order of asking and what counts as an answer, not which ways there are nor what is made of them.
+"""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from ssd_serve.bench.peers.client import Ask, PeerError, Sample
+from ssd_serve.bench.peers.fleet import Fleet
+from ssd_serve.bench.peers.journal import Journal
+from ssd_serve.bench.peers.ways import Way
+from ssd_serve.bench.prompts import LOOP, repeated_share
+from ssd_serve.bench.rotation import rotate
+from ssd_serve.errors import SsdError
+
+_SEEDS = 3
+"""A sampled text that loops is sampled anew so often; a greedy one is what it is."""
+_PATIENCE = 2
+"""After so many failures nobody is asked again in the same launch."""
+TUNING = 0
+"""The number of the launch whose answers only choose shapes; others count from 1."""
+
+
+class OutOfTimeError(SsdError):
+    """The time that was given is over; what has been measured is kept."""
+
+
+class LoopError(PeerError):
+    """A text that means nothing, of an engine that works."""
+
+
+@dataclass(slots=True)
+class Session:
+    """Answers by way and prompt. `words`: the tokens of a text; `minutes`: how long may be measured."""
+
+    fleet: Fleet
+    journal: Journal
+    words: Callable[[str], Sequence[int]]
+    warm_ups: Mapping[float, Ask]
+    say: Callable[[str], None]
+    minutes: float | None = None
+    asked: int = 0
+    failures: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+    _began: float = field(default_factory=time.monotonic)
+    _launch: int = TUNING
+    _failed: Counter[Way] = field(default_factory=Counter[Way])
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def rotation(
+        self, launch: int, ways: Sequence[Way], asks: Sequence[Ask]
+    ) -> dict[Way, list[Sample | None]]:
+        """Every way on every prompt, in turn. A new launch starts all engines anew; None: that way failed."""
+        if launch != self._launch:
+            self.fleet.close()
+            self._launch = launch
+            self._failed.clear()
+        return rotate(ways, asks, lambda way, ask: self._answer(ways, way, ask))
+
+    def _answer(self, ways: Sequence[Way], way: Way, ask: Ask) -> Sample | None:
+        key = _key(self._launch, way, ask)
+        known = self.journal.next(key)
+        if known is not None or self._failed[way] >= _PATIENCE:
+            return known
+        if self.minutes is not None and self.seconds > 60 * self.minutes:
+            raise OutOfTimeError("the given time is over; the same command goes on where it ends")
+        if not self._started(way, ways):
+            return None
+        try:
+            self.fleet.warm_up(way, self.warm_ups[ask.temperature])
+            sample = self._fresh(way, ask)
+        except PeerError as error:
+            self._failed[way] += not isinstance(error, LoopError)
+            self._fail(way, str(error))
+            return None
+        self.asked += 1
+        self.journal.add(key, replace(sample, ids=(), text=""))
+        return sample
+
+    def _started(self, way: Way, ways: Sequence[Way]) -> bool:
+        """Everybody who can be asked runs before this one is asked."""
+        able = [each for each in ways if self._failed[each] < _PATIENCE]
+        failed = self.fleet.start(able)
+        for each in able:
+            if each.server in failed:
+                self._failed[each] += 1
+                self._fail(each, str(failed[each.server]))
+        return way.server not in failed
+
+    def _fresh(self, way: Way, ask: Ask) -> Sample:
+        """An answer that does not loop."""
+        share = 0.0
+        for number in range(_SEEDS if ask.temperature else 1):
+            sample = self.fleet.ask(way, replace(ask, seed=ask.seed + number))
+            share = repeated_share(sample.ids or self.words(sample.text))
+            if share <= LOOP:
+                return sample
+        raise LoopError(f"the text is a loop ({share:.0%} of it is repeated)")
+
+    def _fail(self, way: Way, reason: str) -> None:
+        """A failure of a way is part of the result and ends nothing else."""
+        when = f"launch {self._launch}" if self._launch else "tuning"
+        self.say(f"  {way.label} failed: {reason}")
+        self.failures.append({"way": way.label, "when": when, "reason": reason})
+
+
+def _key(launch: int, way: Way, ask: Ask) -> str:
+    asked = hashlib.sha256(msgspec.json.encode(ask)).hexdigest()[:16]
+    return f"{launch} {way.label} {asked}"
