@@ -95,6 +95,16 @@ def find_model(
     )
 
 
+def model_here(name: str, role: Role) -> Path | None:
+    """The folder of a model whose files lie whole on this machine; of one of the hub where its commit is
+    named."""
+    if name == EMBEDDED or Path(name).expanduser().is_dir():
+        return resolve_model(name, role)
+    wanted = hub_id(name)
+    here = wanted is not None and bool(wanted.commit) and _is_whole(_snapshot(wanted))
+    return resolve_model(name, role) if here else None
+
+
 def embedded_folder(role: Role) -> Path:
     """The folder of the embedded pair's target or draft."""
     folder = Path(__file__).resolve().parent / "embedded" / role

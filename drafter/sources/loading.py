@@ -54,7 +54,11 @@ class LoadedSource:
 
 def texts_of_target(settings: Settings) -> Texts:
     """Those of the target, for sources that have no model of their own."""
-    folder = find_model(settings, settings.target, "target")
+    return texts_of(find_model(settings, settings.target, "target"), settings.context)
+
+
+def texts_of(folder: Path, context: int | None) -> Texts:
+    """Those of a model in this folder, of at most so many tokens."""
     config = load_description(folder).config
-    context = min(settings.context or config.context, config.context)
-    return Texts(Tokenizer(folder).vocabulary_hash(), config.vocabulary, context, config.eos_token_ids)
+    most = min(context or config.context, config.context)
+    return Texts(Tokenizer(folder).vocabulary_hash(), config.vocabulary, most, config.eos_token_ids)

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.devices import parse_device
 from ssd_serve.drafter.sources.draft_model import ModelSource
-from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts
-from ssd_serve.errors import SettingsError
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts, texts_of
+from ssd_serve.errors import PairMismatchError, SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.hub import model_here
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
+from ssd_serve.models.mapped import MappedModel
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
+from ssd_serve.models.text.common_tokens import common_tokens
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
 from ssd_serve.models.wrapped import wrap_model
@@ -21,6 +24,7 @@ from ssd_serve.sampling.ranking import trusted_ranking
 from ssd_serve.settings import Settings
 
 _USUAL = 256 << 20
+_LEAST_COMMON = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +58,34 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     most = settings.max_running * (settings.context or sizes.context) + settings.tree_nodes
     slots = min(most, max(1024, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
     loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
-    model = wrap_model(loaded, "draft", settings.model_wrapper)
+    model, texts = _in_targets_tokens(settings, loaded, Tokenizer(path))
+    model = wrap_model(model, "draft", settings.model_wrapper)
     timings = measure_steps(model, order.widths)
-    facts = model.facts
     return LoadedSource(
         DraftModel(model, slots, native=order.native).source(settings.draft_fan_out),
-        Texts(Tokenizer(path).vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids),
+        texts,
         {rows: min(each) for (rows, _), each in timings.items()},
     )
+
+
+def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, Texts]:
+    """The model as it is where the target's ids mean the same to it, else one that translates them. Raises
+    `PairMismatchError` where too few tokens are common. Without the target's files it speaks its own."""
+    facts = model.facts
+    own_texts = Texts(own.vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids)
+    folder = model_here(settings.target, "target") if "target" in settings.model_fields_set else None
+    if folder is None:
+        return model, own_texts
+    texts = texts_of(folder, facts.context)
+    if texts.tokenizer == own_texts.tokenizer and texts.vocabulary >= facts.vocabulary:
+        return model, own_texts
+    tokens = common_tokens(Tokenizer(folder), own, texts.vocabulary, facts.vocabulary)
+    if tokens.share < _LEAST_COMMON:
+        raise PairMismatchError(
+            f"the draft model {facts.name} has {tokens.share:.0%} of the target's tokens, and at least "
+            f"{_LEAST_COMMON:.0%} are needed: choose a draft model of the same family"
+        )
+    return MappedModel(model, tokens, texts.ends), texts
 
 
 def _kv_bytes(settings: Settings, sizes: ModelSizes, device: str) -> int:

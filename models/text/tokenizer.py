@@ -4,7 +4,10 @@ Free of torch, because the HTTP server uses it. Knows model folders; knows no re
 """
 
 import hashlib
+import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from ssd_serve.models.text.detokenize import DetokenizeStream
 from ssd_serve.models.text.sentencepiece_bpe import convert
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LONG_CHARACTERS = 4096
 _CONTEXT = 8
 """Tokens of a prompt's end that its continuation is decoded with."""
@@ -83,6 +87,17 @@ class Tokenizer:
             raise RequestError(f"{self.name} has no chat template; use /v1/completions", "messages")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **allowed)
 
+    def meanings(self) -> dict[int, bytes]:
+        """What each id stands for: the bytes of its text, or for a special token its name."""
+        added = self._backend.get_added_tokens_decoder()
+        special = {token for token, each in added.items() if each.special}
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        spell = _bytes_of_signs if "ByteLevel" in json.dumps(decoder) else _bytes_of_pieces
+        return {
+            token: b"<|special|>" + name.encode() if token in special else spell(name)
+            for name, token in self._backend.get_vocab(True).items()
+        }
+
     def vocabulary_hash(self) -> str:
         """SHA-256 over all pairs of id and token: equal exactly where ids mean the same."""
         digest = hashlib.sha256()
@@ -90,6 +105,25 @@ class Tokenizer:
             data = token.encode("utf-8", "surrogatepass")
             digest.update(f"{token_id} {len(data)} ".encode() + data)
         return digest.hexdigest()
+
+
+@cache
+def _signs() -> dict[str, int]:
+    """The bytes of the printable signs that stand for them in byte-level vocabularies (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _bytes_of_signs(name: str) -> bytes:
+    signs = _signs()
+    return bytes(signs[sign] for sign in name) if all(sign in signs for sign in name) else name.encode()
+
+
+def _bytes_of_pieces(name: str) -> bytes:
+    if _BYTE.fullmatch(name):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\u2581", " ").encode("utf-8", "surrogatepass")
 
 
 def _load(folder: Path, settings: Json) -> Backend:

@@ -1,12 +1,21 @@
 """A drafter as its settings want it."""
 
+import json
+import random
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.errors import SettingsError
-from ssd_serve.messages import Open, SamplingParameters
+from ssd_serve.errors import PairMismatchError, SettingsError
+from ssd_serve.messages import Hello, Open, SamplingParameters
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import Settings
+from tests.end_to_end.tiny_pair import write_pair
 
 
 def settings(draft: str) -> Settings:
@@ -21,6 +30,57 @@ def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
     part.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
     (growth,) = part.core.step()
     assert len(growth.tokens) == 4 * settings("").draft_fan_out
+
+
+def grown(target: Path, draft: Path) -> tuple[Hello, list[int], list[float]]:
+    """Who says what of the first node."""
+    named = settings(str(draft)).model_copy(update={"target": str(target)})
+    drafter = assemble_drafter(named, "d0", "cpu", None)
+    drafter.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
+    (growth,) = drafter.core.step()
+    tokens = np.frombuffer(growth.tokens, dtype="<i4").tolist()
+    return drafter.hello, tokens, np.frombuffer(growth.log_probabilities, dtype="<f4").tolist()
+
+
+def test_a_draft_whose_ids_are_others_says_the_same_in_the_targets(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path)
+    own, tokens, values = grown(target, draft)
+    _renumber(draft)
+    mapped, same_tokens, same_values = grown(target, draft)
+    assert Tokenizer(draft).vocabulary_hash() != Tokenizer(target).vocabulary_hash() == mapped.tokenizer
+    assert (mapped.vocabulary, mapped.context) == (own.vocabulary, own.context)
+    assert same_tokens == tokens
+    assert same_values == pytest.approx(values, abs=1e-5)
+
+
+def test_a_draft_with_too_few_of_the_targets_tokens_is_refused_with_their_share(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path)
+    file = draft / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    vocabulary = raw["model"]["vocab"]
+    raw["model"]["vocab"] = {
+        name if index % 4 == 0 else f"other{index}": index for name, index in vocabulary.items()
+    }
+    file.write_text(json.dumps(raw))
+    with pytest.raises(PairMismatchError, match="has 25% of the target's tokens, and at least 50%"):
+        grown(target, draft)
+
+
+def _renumber(folder: Path) -> None:
+    """Give every token of a tiny model another id."""
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    vocabulary = raw["model"]["vocab"]
+    order = random.Random(1).sample(range(len(vocabulary)), len(vocabulary))  # old ids by the new ones
+    new = {old: index for index, old in enumerate(order)}
+    raw["model"]["vocab"] = {name: new[index] for name, index in vocabulary.items()}
+    for added in raw["added_tokens"]:
+        added["id"] = new[added["id"]]
+    file.write_text(json.dumps(raw))
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][torch.tensor(order)].contiguous()
+    save_file(weights, folder / "model.safetensors")
 
 
 def test_without_a_model_there_is_no_drafter() -> None:

@@ -241,3 +241,10 @@ def test_interrupted_download(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hub, "snapshot_download", fail)
     with pytest.raises(HubError, match="start again to resume"):
         hub.resolve_model("owner/name", "target")
+
+
+def test_a_model_is_here_where_its_files_are(tmp_path: Path) -> None:
+    assert hub.model_here("embedded", "target") == hub.embedded_folder("target")
+    assert hub.model_here(str(tmp_path), "target") == tmp_path
+    for elsewhere in ("owner/name", f"owner/name@{'a' * 40}", "./nowhere"):
+        assert hub.model_here(elsewhere, "target") is None

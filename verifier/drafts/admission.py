@@ -150,7 +150,8 @@ def check_hello(mine: Hello, theirs: Hello) -> None:
         raise PairMismatchError(f"noise schemes differ (verifier {mine.noise}, drafter {theirs.noise[:64]})")
     if mine.tokenizer != theirs.tokenizer:
         raise PairMismatchError(
-            "the draft model's tokenizer differs from the target's: choose a draft model of the same family"
+            "the draft model's tokenizer differs from the target's: choose a draft model of the same family, "
+            "or name the target there too (--target)"
         )
 
 
