@@ -41,8 +41,12 @@ class Interval:
 
     @property
     def verdict(self) -> Verdict:
-        """What it shows."""
-        return verdict(self.low, self.high)
+        """Better: all of it lies above 1. As good: above 0.97. Worse: below 1. Else the noise is large."""
+        if self.low > 1:
+            return Verdict.BETTER
+        if self.low >= AS_GOOD:
+            return Verdict.AS_GOOD
+        return Verdict.WORSE if self.high < 1 else Verdict.NOT_SHOWN
 
     def scaled(self, factor: float) -> "Interval":
         """The interval of ratios that are all `factor` times as high."""
@@ -51,15 +55,6 @@ class Interval:
     def __str__(self) -> str:
         """For tables."""
         return f"{self.mean:.2f}x ({self.low:.2f} to {self.high:.2f})"
-
-
-def verdict(low: float, high: float) -> Verdict:
-    """Better: the interval lies above 1. As good: above 0.97. Worse: below 1. Else the noise is too large."""
-    if low > 1:
-        return Verdict.BETTER
-    if low >= AS_GOOD:
-        return Verdict.AS_GOOD
-    return Verdict.WORSE if high < 1 else Verdict.NOT_SHOWN
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -82,7 +77,8 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
         return None
     logs = np.log(ratios)
     low, high = _drawn(logs) if len(logs) >= _MANY else _students(logs)
-    return Interval(statistics.median(ratios), math.exp(logs.mean()), math.exp(low), math.exp(high))
+    found = statistics.median(ratios), math.exp(logs.mean()), math.exp(low), math.exp(high)
+    return Interval(*(round(value, 9) for value in found))  # 0.97 is as good as 0.97
 
 
 def _drawn(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> tuple[float, float]:

@@ -8,7 +8,7 @@ machine that slows down slows both. Knows neither processes nor git.
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ssd_serve.bench.statistics import AS_GOOD, Interval, Verdict, ratio_interval
@@ -50,9 +50,7 @@ class Found:
                     "mode": mode,
                     "new_tokens_per_s": [round(speed, 2) for speed in self.new[mode]],
                     "old_tokens_per_s": [round(speed, 2) for speed in self.old[mode]],
-                    "ratio": round(ratio.mean, 4),
-                    "ratio_interval": [round(ratio.low, 4), round(ratio.high, 4)],
-                    "verdict": ratio.verdict.value,
+                    "new": asdict(ratio),
                 }
                 for mode, ratio in self.ratios.items()
             ],
@@ -99,8 +97,7 @@ def table(found: Found, base: str) -> str:
             mode,
             f"{statistics.median(found.new[mode]):.1f}",
             f"{statistics.median(found.old[mode]):.1f}",
-            f"{ratio.mean:.3f}",
-            f"{ratio.low:.3f} to {ratio.high:.3f}",
+            str(ratio),
             ratio.verdict.value,
         )
         for mode, ratio in found.ratios.items()
@@ -108,7 +105,7 @@ def table(found: Found, base: str) -> str:
     told = ", ".join(f"{mode}: {verdict}" for mode, verdict in found.failing.items()) or "no mode is slower"
     return (
         f"this checkout against {base}, temperature 0, {len(found.new[MODES[0]])} interleaved pairs\n"
-        f"{text_table(('mode', 'new tok/s', 'old tok/s', 'new/old', '95 % interval', 'new is'), rows)}\n"
+        f"{text_table(('mode', 'new tok/s', 'old tok/s', 'new/old (95 % interval)', 'new is'), rows)}\n"
         f"{told} (as good: the interval lies above {AS_GOOD:g}; where the noise is too large to show it, "
         "give it more --seconds)"
     )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.load.groups import ALL, SAME
 from ssd_serve.bench.load.keys import most_at_once
+from ssd_serve.bench.load.result import Ratio
 from ssd_serve.bench.load.statistics import Limits, duration, is_good, summary, throughput, whole_ms
-from ssd_serve.bench.statistics import quartiles, ratio_interval, verdict
+from ssd_serve.bench.statistics import quartiles, ratio_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,8 @@ def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
     ]
 
 
-def ratios(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
-    """Auto against every other mode of its group, pair by pair; bursts with a failed request are left out.
-
-    `best` marks the mode with the highest geometric mean.
-    """
+def ratios(bursts: Sequence[Burst]) -> list[Ratio]:
+    """Auto against every other mode of its group, pair by pair; bursts with a failed request are left out."""
     speeds: dict[tuple[float, int], dict[str, dict[int, float]]] = {}
     for burst in bursts:
         if any(answer.error for answer in burst.answers):
@@ -113,38 +111,33 @@ def ratios(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
         by_mode = speeds.setdefault(burst.load, {})
         by_mode.setdefault(burst.mode, {})[burst.pair] = burst.speed
     return [
-        {"setting": setting, "concurrency": concurrency, "offered": offered, **row}
+        found
         for *others, auto in (SAME, ALL)
-        for (offered, concurrency), by_mode in speeds.items()
-        for row in _against(by_mode.get(auto, {}), auto, {m: by_mode[m] for m in others if m in by_mode})
+        for load, by_mode in speeds.items()
+        for found in _against(
+            load, by_mode.get(auto, {}), auto, {m: by_mode[m] for m in others if m in by_mode}
+        )
     ]
 
 
 def _against(
-    own: Mapping[int, float], name: str, others: Mapping[str, Mapping[int, float]]
-) -> Iterator[dict[str, object]]:
-    """One mode's speeds by pair against those of others."""
+    load: tuple[float, int], own: Mapping[int, float], name: str, others: Mapping[str, Mapping[int, float]]
+) -> Iterator[Ratio]:
+    """One mode's speeds by pair against those of others, of which the best has the highest geometric mean."""
     means = {mode: statistics.geometric_mean(list(speeds.values())) for mode, speeds in others.items()}
     best = max(means, key=means.__getitem__, default=None)
+    offered, concurrency = load
     for mode, speeds in others.items():
         found = [speed / speeds[pair] for pair, speed in own.items() if pair in speeds]
         if found:
-            about = {"ratio": f"{name}/{mode}", "best": mode == best, "pairs": len(found)}
-            yield {**about, **_judged(found)}
-
-
-def _judged(found: Sequence[float]) -> dict[str, object]:
-    interval = ratio_interval(found)
-    median = round(statistics.median(found), 4)
-    if interval is None:
-        return {"median": median, "mean": None, "interval": None, "verdict": None}
-    low, high = round(interval.low, 4), round(interval.high, 4)
-    return {
-        "median": median,
-        "mean": round(interval.mean, 4),
-        "interval": [low, high],
-        "verdict": verdict(low, high).value,
-    }
+            yield Ratio(
+                concurrency=concurrency,
+                offered=offered,
+                ratio=f"{name}/{mode}",
+                best=mode == best,
+                pairs=len(found),
+                faster=ratio_interval(found),
+            )
 
 
 def _grouped(bursts: Sequence[Burst]) -> dict[tuple[tuple[float, int], str], list[Burst]]:

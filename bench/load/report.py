@@ -10,7 +10,6 @@ import msgspec
 from ssd_serve.bench.document import read_as
 from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
 from ssd_serve.bench.load.result import Percentiles, Ratio, Result, Resume, Row, Steps
-from ssd_serve.bench.statistics import verdict
 from ssd_serve.bench.tables import markdown_table
 
 _MODES = {
@@ -146,23 +145,21 @@ def _ratio_table(ratios: Sequence[Ratio], prefix: str) -> str:
             (
                 f"{load[0]:g}" if load[0] else load[1],
                 *cells,
-                "" if best is None or best.interval is None else verdict(*best.interval),
+                "" if best is None or best.faster is None else best.faster.verdict,
             )
         )
     counts = sorted({each.pairs for each in some})
     told = (
-        f"{_RATIO_OF[opened]} of auto over that of another mode: median of "
-        f"{' or '.join(map(str, counts))} pairs, and the 95 % interval of their "
-        "geometric mean. Bold: the best of the other modes, which auto is judged by: better above 1, as good "
+        f"{_RATIO_OF[opened]} of auto over that of another mode: geometric mean of "
+        f"{' or '.join(map(str, counts))} pairs with its 95 % interval. "
+        "Bold: the best of the other modes, which auto is judged by: better above 1, as good "
         "above 0.97, worse below 1 with all of the interval; else not shown."
     )
     return f"{markdown_table(('offered' if opened else 'at once', *names, 'auto is'), rows)}\n\n{told}"
 
 
 def _ratio(each: Ratio) -> str:
-    text = f"{each.median:.3f}"
-    if each.interval is not None:
-        text += f" ({each.interval[0]:.3f} to {each.interval[1]:.3f})"
+    text = "one pair" if each.faster is None else str(each.faster)
     return f"**{text}**" if each.best else text
 
 

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from ssd_serve.bench.statistics import Interval
+
 
 class Percentiles(msgspec.Struct, frozen=True):
     """Of a latency, in ms."""
@@ -39,14 +41,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """Auto against another mode under one load."""
+    """Auto against another mode under one load; `faster` is None where it is a single pair."""
 
     concurrency: int
     ratio: str
     best: bool
     pairs: int
-    median: float
-    interval: list[float] | None
+    faster: Interval | None
     offered: float = 0.0
 
 

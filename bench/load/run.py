@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+
 from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.client import Endpoint, LoadClient, Wanted
 from ssd_serve.bench.load.conditions import busy, empty_cache
@@ -79,7 +81,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         "plan": {**asdict(plan), "trace": plan.trace is not None, "setting": setting},
         "results": results(found.bursts, setting, plan.limits),
         "pairs": pairs(found.bursts, setting),
-        "ratios": ratios(found.bursts, setting),
+        "ratios": msgspec.to_builtins(ratios(found.bursts)),
         "capacities": found.capacities,
         "trace": found.replays,
         "resume": found.resumes,

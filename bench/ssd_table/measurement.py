@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted
 from ssd_serve.bench.load.groups import turn
 from ssd_serve.bench.load.servers import served
@@ -204,9 +206,7 @@ def _ratio(found: Found, ours: Way, theirs: Way, devices: Mapping[Way, int]) -> 
         "against": theirs.mode.value,
         "against_ranks": theirs.ranks,
         "same_devices": devices[ours] == devices[theirs],
-        "mean": None if interval is None else round(interval.mean, 3),
-        "interval": None if interval is None else [round(interval.low, 3), round(interval.high, 3)],
-        "verdict": None if interval is None else interval.verdict.value,
+        "faster": msgspec.to_builtins(interval),
     }
 
 

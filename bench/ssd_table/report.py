@@ -9,6 +9,7 @@ import msgspec
 
 from ssd_serve.bench.document import read_as
 from ssd_serve.bench.ssd_table.published import AMD, EQUAL_DEVICES, TABLE, Published
+from ssd_serve.bench.statistics import Interval
 from ssd_serve.bench.tables import markdown_table
 
 _NAMES = {"ar": "plain (ar)", "sd": "synchronous (sd)", "ssd": "SSD (ssd)"}
@@ -33,15 +34,13 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """SSD against another server."""
+    """SSD against another server; `faster` is None where it is a single prompt."""
 
     ranks: int
     against: str
     against_ranks: int
     same_devices: bool
-    mean: float | None
-    interval: list[float] | None
-    verdict: str | None
+    faster: Interval | None
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -115,10 +114,7 @@ def _faster(row: Row, found: Result) -> str:
 
 
 def _told(ratio: Ratio) -> str:
-    if ratio.mean is None or ratio.interval is None:
-        return ""
-    low, high = ratio.interval
-    return f"{ratio.mean:.2f}x ({low:.2f} to {high:.2f}): {ratio.verdict}"
+    return "" if ratio.faster is None else f"{ratio.faster}: {ratio.faster.verdict}"
 
 
 def _amd(row: Row) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.bench.statistics import Verdict, percentile, quartiles, ratio_interval, verdict
+from ssd_serve.bench.statistics import Interval, Verdict, percentile, quartiles, ratio_interval
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_an_interval_of_many_pairs_is_drawn_and_needs_no_normal_ratios() -> None
     ],
 )
 def test_verdicts(low: float, high: float, expected: Verdict) -> None:
-    assert verdict(low, high) is expected
+    assert Interval(low, low, low, high).verdict is expected
 
 
 def test_noise_shows_nothing_and_more_pairs_show_what_is_true() -> None:

@@ -8,6 +8,7 @@ from ssd_serve.bench.completions import Speculation
 from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
 from ssd_serve.bench.load.statistics import Limits
+from ssd_serve.bench.statistics import Interval
 
 LIMITS = Limits(ttft_ms=10_000, tpot_ms=10_000)
 
@@ -50,8 +51,9 @@ def test_where_arrivals_decide_about_throughput_modes_are_compared_by_the_time_o
     assert row["whole_ms"] == {"p50": 7500.0, "p90": 17000.0, "p99": 19700.0}
     assert row["most_at_once"] == 2
     assert bursts[0].speed == pytest.approx(1 / 15)
-    (ratio,) = ratios(bursts, "real")
-    assert ratio["mean"] == pytest.approx((3 * 2) ** 0.5, abs=1e-4)
+    (ratio,) = ratios(bursts)
+    assert ratio.faster is not None
+    assert ratio.faster.mean == pytest.approx((3 * 2) ** 0.5)
 
 
 def test_pairs_hold_every_mode_in_the_order_of_measurement() -> None:
@@ -64,14 +66,13 @@ def test_pairs_hold_every_mode_in_the_order_of_measurement() -> None:
 
 
 def test_ratios_are_of_the_same_pair_and_name_the_best_mode() -> None:
-    rows = ratios(speeds(ar=[10.0, 20.0, 30.0], ssd=[20.0, 40.0, 60.0], auto=[22.0, 44.0, 66.0]), "real")
-    told = {str(row["ratio"]): row for row in rows}
+    rows = ratios(speeds(ar=[10.0, 20.0, 30.0], ssd=[20.0, 40.0, 60.0], auto=[22.0, 44.0, 66.0]))
+    told = {row.ratio: row for row in rows}
     assert set(told) == {"auto/ar", "auto/ssd"}
-    assert told["auto/ssd"]["median"] == told["auto/ssd"]["mean"] == 1.1
-    assert told["auto/ssd"]["interval"] == [1.1, 1.1]
-    assert told["auto/ar"]["median"] == 2.2
-    assert (told["auto/ssd"]["best"], told["auto/ar"]["best"]) == (True, False)
-    assert {row["pairs"] for row in rows} == {3}
+    assert told["auto/ssd"].faster == Interval(1.1, 1.1, 1.1, 1.1)
+    assert told["auto/ar"].faster == Interval(2.2, 2.2, 2.2, 2.2)
+    assert (told["auto/ssd"].best, told["auto/ar"].best) == (True, False)
+    assert {row.pairs for row in rows} == {3}
 
 
 def test_modes_are_judged_among_those_with_the_same_devices() -> None:
@@ -82,11 +83,11 @@ def test_modes_are_judged_among_those_with_the_same_devices() -> None:
         ar_all_devices=[30.0, 30.0],
         auto_all_devices=[30.0, 30.0],
     )
-    rows = {str(row["ratio"]): row for row in ratios(bursts, "real")}
+    rows = {row.ratio: row for row in ratios(bursts)}
     assert list(rows) == ["auto/ar", "auto/ssd", "auto-all-devices/ar-all-devices", "auto-all-devices/ssd"]
-    best = [name for name, row in rows.items() if row["best"]]
+    best = [name for name, row in rows.items() if row.best]
     assert best == ["auto/ssd", "auto-all-devices/ar-all-devices"]
-    assert rows["auto-all-devices/ssd"]["median"] == 1.5
+    assert rows["auto-all-devices/ssd"].faster == Interval(1.5, 1.5, 1.5, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +100,24 @@ def test_modes_are_judged_among_those_with_the_same_devices() -> None:
     ],
 )
 def test_auto_is_judged_by_its_interval(factors: list[float], expected: str) -> None:
-    (row,) = ratios(speeds(auto=[100 * factor for factor in factors], ssd=[100.0] * 3), "real")
-    assert row["verdict"] == expected
+    (row,) = ratios(speeds(auto=[100 * factor for factor in factors], ssd=[100.0] * 3))
+    assert row.faster is not None
+    assert row.faster.verdict.value == expected
 
 
 def test_a_burst_with_a_failed_request_is_in_no_ratio() -> None:
     bursts = speeds(auto=[10.0, 10.0, 10.0], ar=[10.0, 10.0, 10.0])
     answer = replace(bursts[-1].answers[0], error="status 500")
     failed = replace(bursts[-1], answers=(answer, *bursts[-1].answers[1:]))
-    (row,) = ratios([*bursts[:-1], failed], "real")
-    assert (row["pairs"], row["median"]) == (2, 1.0)
+    (row,) = ratios([*bursts[:-1], failed])
+    assert (row.pairs, row.faster) == (2, Interval(1.0, 1.0, 1.0, 1.0))
     assert [each["failed"] for each in results([*bursts[:-1], failed], "real", LIMITS)] == [1, 0]
 
 
 def test_one_pair_judges_nothing() -> None:
-    (row,) = ratios(speeds(auto=[10.0], ar=[10.0]), "real")
-    assert (row["interval"], row["verdict"], row["median"]) == (None, None, 1.0)
+    (row,) = ratios(speeds(auto=[10.0], ar=[10.0]))
+    assert (row.pairs, row.faster) == (1, None)
 
 
 def test_without_auto_there_are_no_ratios() -> None:
-    assert ratios(speeds(ar=[10.0], ssd=[10.0]), "real") == []
+    assert ratios(speeds(ar=[10.0], ssd=[10.0])) == []

@@ -36,16 +36,14 @@ def row(mode: str, concurrency: int, speed: float, **fields: object) -> dict[str
     }
 
 
-def ratio(other: str, concurrency: int, median: float, **fields: object) -> dict[str, object]:
+def ratio(other: str, concurrency: int, mean: float, **fields: object) -> dict[str, object]:
     return {
         "setting": "ballast",
         "concurrency": concurrency,
         "ratio": f"auto/{other}",
         "best": False,
         "pairs": 12,
-        "median": median,
-        "mean": median,
-        "interval": [median - 0.01, median + 0.01],
+        "faster": {"median": mean, "mean": mean, "low": mean - 0.01, "high": mean + 0.01},
         **fields,
     }
 
@@ -109,10 +107,10 @@ def test_every_mode_has_its_line_and_the_devices_their_tables() -> None:
 def test_the_best_mode_is_marked_and_judged() -> None:
     lines = load_tables(RESULT).splitlines()
     assert "| at once | auto/ar | auto is |" in lines
-    assert "| 1 | **1.600 (1.590 to 1.610)** | better |" in lines
-    assert "| 8 | **0.960 (0.950 to 0.970)** | worse |" in lines
+    assert "| 1 | **1.60x (1.59 to 1.61)** | better |" in lines
+    assert "| 8 | **0.96x (0.95 to 0.97)** | worse |" in lines
     assert "| at once | auto-all-devices/ar-all-devices | auto is |" in lines
-    assert "| 1 | **1.400 (1.390 to 1.410)** | better |" in lines
+    assert "| 1 | **1.40x (1.39 to 1.41)** | better |" in lines
 
 
 def test_open_loops_have_tables_of_their_own() -> None:
@@ -130,7 +128,7 @@ def test_open_loops_have_tables_of_their_own() -> None:
     assert line.endswith("| 1.23 / 2.00 / 3.00 | 17 |")
     assert "good at 0.5 / 1 / 2 times the limits" in text
     assert "| offered | auto/sd | auto is |" in text
-    assert "| 0.7 | **1.200 (1.190 to 1.210)** | better |" in text
+    assert "| 0.7 | **1.20x (1.19 to 1.21)** | better |" in text
     assert "0.7" not in load_plot(result)
 
 
