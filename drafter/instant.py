@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import ChannelWithin
+from ssd_serve.drafter.lookup.shared import SharedTexts
 from ssd_serve.drafter.lookup.source import LookupSource
 from ssd_serve.labels import as_label
 from ssd_serve.messages import (
@@ -24,7 +25,7 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
-from ssd_serve.settings import Settings
+from ssd_serve.settings import SUFFIX, Settings
 
 _FAN_OUT = 4
 
@@ -42,21 +43,28 @@ class AskedWidth:
 class InstantChannel(ChannelWithin):
     """The verifier's end of a channel to a lookup over its requests' own texts."""
 
-    def __init__(self, hello: Hello, limits: GrowthLimits, ends: Collection[int]) -> None:
-        """`hello` names a step of 0 ms: it is what tells that nobody has to wait. `ends` end a text."""
+    def __init__(
+        self, hello: Hello, limits: GrowthLimits, ends: Collection[int], shared: SharedTexts | None = None
+    ) -> None:
+        """`hello` names a step of 0 ms: it is what tells that nobody has to wait. `ends` end a text; `shared`
+        are texts of other requests, which are looked up too."""
         super().__init__()
         self._width = AskedWidth()
-        source = LookupSource(limits.fan_out)
+        self._source = LookupSource(limits.fan_out, shared)
         self._core = build_core(
-            CoreParts(guesses=source, limits=limits, ends=ends, name=hello.name, widths=self._width)
+            CoreParts(guesses=self._source, limits=limits, ends=ends, name=hello.name, widths=self._width)
         )
         self._inbox: list[DrafterMessage] = [hello]
         self._moved = set[int]()
 
     def send(self, message: Message) -> bool:
         """Take it; what follows is looked up when it is received."""
+        if isinstance(message, Close):
+            self._source.share(message.request)
         if isinstance(message, Open | Outcome | Close | Resync | Pause):
             self._inbox.extend(self._core.handle(message))
+        if isinstance(message, Open):
+            self._source.salt(message.request, message.salt)
         if isinstance(message, Open | Outcome):
             self._moved.add(message.request)
         return not self.closed
@@ -87,4 +95,5 @@ def instant_channel(name: str, settings: Settings, mine: Hello, ends: Collection
         nodes=settings.tree_nodes,
         context=mine.context,
     )
-    return InstantChannel(hello, limits, ends)
+    shared = SharedTexts(settings.suffix_shared) if name == SUFFIX and settings.suffix_shared else None
+    return InstantChannel(hello, limits, ends, shared)

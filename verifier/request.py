@@ -97,12 +97,14 @@ class Request:
         self.replica = Replica(self.number, self.epoch, root, self.limit, self.vocabulary)
         return self.replica
 
-    def opened(self) -> Open:
-        """The message for a drafter that hears of the request; without a replica an epoch begins."""
+    def opened(self, salted: bool = False) -> Open:
+        """The message for a drafter that hears of the request, with its salt or without; without a replica an
+        epoch begins."""
         replica = self.replica if self.replica is not None else self.open()
         prompt, output = tuple(self.tokens.prompt), tuple(self.tokens.output)
         root = replica.tree.root.name
-        return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed, root)
+        salt = self.salt if salted else b""
+        return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed, root, salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Lookup as a draft source: the text is expected to go on as it did where its last tokens stood before.
 
 Needs no model: a whole subtree follows from one search, in some tens of microseconds. Knows the requests' own
-texts, and of their parameters the temperature.
+texts and those of earlier ones that they may find, and of their parameters the temperature.
 """
 
 # ruff: noqa: ARG002 (a source is told more than this one needs)
@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ssd_serve.drafter.lookup.text import GrowingText, Match
+from ssd_serve.drafter.lookup.shared import SharedTexts
+from ssd_serve.drafter.lookup.text import LONGEST, NOTHING, GrowingText, Match
 from ssd_serve.drafter.lookup.trust import Trust
 from ssd_serve.drafter.sources.contract import Branch, NodeRequest, Subtree
 from ssd_serve.messages import SamplingParameters
@@ -30,6 +31,7 @@ Path = tuple[int, ...]
 class _Held:
     text: GrowingText
     temperature: float
+    salt: bytes = b""
     guesses: dict[Path, tuple[int, frozenset[int]]] = field(
         default_factory=dict[Path, tuple[int, frozenset[int]]]
     )
@@ -37,17 +39,29 @@ class _Held:
 
 
 class LookupSource:
-    """`DraftSource` over the requests' own texts; `fan_out` candidates of a node at most."""
+    """`DraftSource` over the requests' own texts and, where they are given, over `shared` ones; `fan_out`
+    candidates of a node at most."""
 
     captured_now = False
 
-    def __init__(self, fan_out: int) -> None:
+    def __init__(self, fan_out: int, shared: SharedTexts | None = None) -> None:
         self._fan_out = fan_out
+        self._shared = shared
         self._trust = Trust()
         self._requests: dict[int, _Held] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self._requests[request] = _Held(GrowingText(tokens), parameters.temperature)
+
+    def salt(self, request: int, salt: bytes) -> None:
+        """An open request finds the texts of this salt."""
+        self._requests[request].salt = salt
+
+    def share(self, request: int) -> None:
+        """A request is over: others of its salt may find its text."""
+        held = self._requests.get(request)
+        if held is not None and self._shared is not None:
+            self._shared.add(held.salt, held.text.tokens)
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         held = self._requests[request]
@@ -70,8 +84,12 @@ class LookupSource:
         self._requests.pop(request, None)
 
     def _subtree(self, held: _Held, path: Path) -> Subtree | None:
-        """What followed the places that are most alike, best first."""
+        """What followed the places that are most alike, best first; its own where others are as alike."""
         match = held.text.match(path, _DEPTH)
+        if self._shared is not None:
+            found = self._shared.match(held.salt, held.text.with_path(path)[-LONGEST:], _DEPTH)
+            if found is not None and (match is None or found.length > match.length):
+                match = found
         if match is None:
             return None
         return Subtree(tuple(self._branches(held, path, match)))
@@ -85,7 +103,11 @@ class LookupSource:
             share = self._trust.share(held.temperature, shared)
             deeper: list[tuple[Path, float, list[list[int]]]] = []
             for below, reach, places in level:
-                counts = Counter([place[depth] for place in places]).most_common(self._fan_out)
+                counts = Counter(
+                    [token for place in places if (token := place[depth]) != NOTHING]
+                ).most_common(self._fan_out)
+                if not counts:
+                    continue
                 values = [math.log(share * count / len(places)) for _, count in counts]
                 branches.append(Branch(below, [token for token, _ in counts], values))
                 held.guesses[path + below] = shared, frozenset(branches[-1].tokens)

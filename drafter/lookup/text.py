@@ -17,6 +17,8 @@ MAX_PLACES = 32
 """Most of one search: the last ones in the text."""
 
 Tokens = npt.NDArray[np.int32]
+NOTHING = -1
+"""Stands where a text is over."""
 _BACK = np.arange(LONGEST)
 
 
@@ -38,34 +40,70 @@ class GrowingText:
     def __len__(self) -> int:
         return self._length
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    @property
+    def tokens(self) -> Tokens:
+        """All of them, int32 [length]; valid until the text goes on."""
+        return self._tokens[: self._length]
+
+    def extend(self, tokens: Sequence[int] | Tokens) -> None:
         """The text goes on."""
         self._length = self._write(tokens)
 
-    def match(self, path: Sequence[int], most: int) -> Match | None:
-        """Where the end of the text, followed by `path`, stood before, and at most `most` tokens after each
-        place; None where no `SHORTEST` tokens did. What reaches the end goes on as if it repeated itself."""
-        end = self._write(path)
-        if end <= SHORTEST:
-            return None
-        whole = self._tokens[:end]
-        places = np.flatnonzero((whole[1:-1] == whole[-1]) & (whole[:-2] == whole[-2]))
-        if not len(places):
-            return None
-        last = places[: -MAX_PLACES - 1 : -1] + 1  # [places] of the tokens that equal the last one
-        before = last[:, None] - _BACK  # [places, LONGEST]
-        suffix = whole[np.maximum(end - 1 - _BACK, 0)]
-        equal = (whole[np.maximum(before, 0)] == suffix) & (before >= 0)
-        lengths = np.where(equal.all(axis=1), LONGEST, equal.argmin(axis=1))
-        longest = int(lengths.max())
-        first = last[lengths == longest] + 1
-        offsets = np.arange(most) % (end - first)[:, None]
-        return Match(longest, whole[first[:, None] + offsets].tolist())
+    def keep_last(self, count: int) -> None:
+        """Forget all but the last tokens."""
+        if self._length > count:
+            self._tokens = self.tokens[-count:].copy()
+            self._length = count
 
-    def _write(self, tokens: Sequence[int]) -> int:
+    def with_path(self, path: Sequence[int]) -> Tokens:
+        """The text and, behind it, some guesses: int32 [length + path]; valid until the next call."""
+        end = self._write(path)  # it may make room
+        return self._tokens[:end]
+
+    def match(self, path: Sequence[int], most: int) -> Match | None:
+        """Where the end of the text, followed by `path`, stood in it before, and `most` tokens after each
+        place; None where no `SHORTEST` tokens did. What reaches the end goes on as if it repeated itself."""
+        whole = self.with_path(path)
+        if len(whole) <= SHORTEST:
+            return None
+        found = _places(whole[:-1], whole)
+        if found is None:
+            return None
+        length, first = found
+        return Match(length, whole[first[:, None] + np.arange(most) % (len(whole) - first)[:, None]].tolist())
+
+    def _write(self, tokens: Sequence[int] | Tokens) -> int:
         """Put tokens behind the text; where they end."""
         end = self._length + len(tokens)
         if end > len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * end)
         self._tokens[self._length : end] = tokens
         return end
+
+
+def match_elsewhere(text: Tokens, suffix: Tokens, most: int) -> Match | None:
+    """Where the end of `suffix` stands in another text, as in `GrowingText.match`; behind the end of that
+    text follow `NOTHING`s."""
+    found = _places(text, suffix) if min(len(text), len(suffix)) >= SHORTEST else None
+    if found is None:
+        return None
+    length, first = found
+    wanted = first[:, None] + np.arange(most)
+    following = np.where(wanted < len(text), text[np.minimum(wanted, len(text) - 1)], NOTHING)
+    return Match(length, following.tolist())
+
+
+def _places(text: Tokens, suffix: Tokens) -> tuple[int, npt.NDArray[np.int64]] | None:
+    """By how many tokens the places in `text` agree with the end of `suffix` that do so most, and where they
+    end: the last `MAX_PLACES` of them, the latest first."""
+    places = np.flatnonzero((text[1:] == suffix[-1]) & (text[:-1] == suffix[-2]))
+    if not len(places):
+        return None
+    last = places[: -MAX_PLACES - 1 : -1] + 1  # [places] of the tokens that equal the last one
+    before = last[:, None] - _BACK  # [places, LONGEST]
+    wanted = len(suffix) - 1 - _BACK
+    equal = text[np.maximum(before, 0)] == suffix[np.maximum(wanted, 0)]
+    equal &= (before >= 0) & (wanted >= 0)
+    lengths = np.where(equal.all(axis=1), LONGEST, equal.argmin(axis=1))
+    longest = int(lengths.max())
+    return longest, last[lengths == longest] + 1

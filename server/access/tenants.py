@@ -35,7 +35,7 @@ class Used:
 
 
 class Tenant:
-    """One holder, under however many keys. `private`: has a part of the prefix cache of its own."""
+    """One holder, under however many keys. `private`: finds no text of others."""
 
     def __init__(self, name: str, private: bool) -> None:
         self.name = name
@@ -169,7 +169,8 @@ class Tenants:
             self._limit(self._tenants[name], holder)
 
     def _new(self, name: str) -> Tenant:
-        return Tenant(name, private=name != OPERATOR and self._settings.salt_by_key)
+        apart = self._settings.salt_by_key or self._settings.suffix_shared > 0
+        return Tenant(name, private=name != OPERATOR and apart)
 
     def _limit(self, tenant: Tenant, holder: Holder) -> None:
         settings = self._settings

@@ -12,7 +12,7 @@ from enum import Enum
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 
 
@@ -318,6 +318,8 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     parameters: SamplingParameters
     seed: int
     root: int
+    salt: bytes = b""
+    """Told within the verifier's own process only."""
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):

@@ -17,8 +17,8 @@ from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.attention.registry import AUTO, names, told
 
 EMBEDDED = "embedded"
-NGRAM, NO_DRAFT = "ngram", "none"
-LOOKUPS = frozenset({NGRAM})
+NGRAM, SUFFIX, NO_DRAFT = "ngram", "suffix", "none"
+LOOKUPS = frozenset({NGRAM, SUFFIX})
 """Drafts that need no model: they look the text up."""
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
@@ -124,8 +124,9 @@ class Settings(BaseSettings):
     draft: Annotated[str, AfterValidator(_drafts)] | None = Field(
         default=None,
         description="what drafts: a folder, a hub id or 'embedded' for a model, 'self:N' for the target's "
-        "first N layers, 'ngram' for lookup in a request's own text, or 'none'; several with commas between "
-        "draft beside each other; empty: the embedded model for the embedded target, else ngram",
+        "first N layers, 'ngram' for lookup in a request's own text, 'suffix' for lookup in others too, or "
+        "'none'; several with commas between draft beside each other; empty: the embedded model for the "
+        "embedded target, else ngram",
     )
     drafters: int | None = Field(
         default=None,
@@ -283,6 +284,13 @@ class Settings(BaseSettings):
     tree_nodes: int = Field(default=4096, ge=1, le=65536, description="most candidates in one request's tree")
     draft_width: int = Field(
         default=16, ge=1, le=256, description="most nodes that the drafter expands in a step"
+    )
+    suffix_shared: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 22,
+        description="tokens of requests that are over in which the draft 'suffix' looks too, always for "
+        "requests of the same key and salt only; 0: none",
     )
     draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
     draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")

@@ -1,13 +1,27 @@
 """A lookup in the verifier's process: it has answered when it is heard, and nobody waits for it."""
 
-import pytest
+from typing import Any
 
+import pytest
+from msgspec.structs import replace
+
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import InstantChannel, instant_channel
-from ssd_serve.messages import Growth, Hello, Open, Outcome, Resync, SamplingParameters
+from ssd_serve.messages import (
+    Close,
+    Growth,
+    Hello,
+    Message,
+    Open,
+    Outcome,
+    Resync,
+    SamplingParameters,
+    Submit,
+)
 from ssd_serve.seeds import mix
 from ssd_serve.settings import Settings
 from ssd_serve.verifier.planning.layout import Layout
-from tests.fakes import EOS, HELLO, Case, make_engine, mixed_requests, run
+from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
 
 PROMPT = (5, 6, 7, 8, 5, 6)
 
@@ -63,6 +77,42 @@ def test_nothing_grows_beyond_the_end_of_a_text() -> None:
     assert grown(channel) == [2]
     channel.send(opening((5, 6, EOS, 8, 5, 6)))
     assert grown(channel) == [1]
+
+
+def test_suffix_looks_into_texts_that_are_over_and_ngram_does_not() -> None:
+    for name, found in (("ngram", []), ("suffix", [2])):
+        channel = instant_channel(name, Settings(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
+        channel.receive()
+        channel.send(opening((1, 2, 3, 4, 5, 6)))
+        channel.send(Close(1, 1))
+        channel.receive()
+        channel.send(replace(opening((8, 3, 4)), request=2))
+        assert grown(channel) == found
+
+
+def test_only_who_answers_at_once_is_told_a_salt() -> None:
+    engine, _ = make_engine(Case())
+    told: dict[str, list[bytes]] = {"instant": [], "inline": []}
+
+    def listening(channel: Any, name: str) -> Any:
+        send = channel.send
+
+        def heard(message: Message) -> bool:
+            if isinstance(message, Open):
+                told[name].append(message.salt)
+            taken: bool = send(message)
+            return taken
+
+        channel.send = heard
+        return channel
+
+    instant = instant_channel("suffix", Settings(), HELLO, (EOS,))
+    engine.drafters.connect(listening(instant, "instant"), synchronous=True)
+    inline = InlineChannel(make_core(Case()), HELLO)
+    engine.drafters.connect(listening(inline, "inline"), synchronous=True)
+    engine.drafters.drain({})
+    run(engine, [Submit(1, PROMPT, SamplingParameters(max_tokens=4), 7, salt=b"secret")])
+    assert told == {"instant": [b"secret"], "inline": [b""]}
 
 
 @pytest.mark.parametrize("count", [1, 6])

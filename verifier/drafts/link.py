@@ -217,7 +217,7 @@ class Link:
         if told.state is Knows.LOST and self._full:
             return
         if told.state is not Knows.FOLLOWS:
-            opening = request.opened()
+            opening = request.opened(salted=self.instant)
             if request.replica is not None:
                 request.replica.restart(self.number)
             fits = self._fits(self.channel.send, opening)
