@@ -22,7 +22,7 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all check format bench bench-check results-stale clean
+.PHONY: help install serve test test-all check format bench bench-check results results-stale clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
 	@echo "make bench-check  is this code slower than the last release? A few minutes; BASE=COMMIT names another"
 	@echo "make results-stale  which results are older than the code that they measure?"
+	@echo "make results        measure those again, for hours"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    rewrite the sources as ruff wants them"
 	@echo "make clean     remove $(VENV) and caches"
@@ -102,6 +103,9 @@ bench-check: $(MEASURING)
 
 results-stale: $(MEASURING)
 	@$(BIN)/python -m lab.stale
+
+results: $(MEASURING)
+	$(BIN)/python -m lab.rerun $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,121 @@
+"""`python -m lab.rerun`: measures committed results again that are stale, one after the other.
+
+Each command has a log of its own. One that fails is told and the others go on, so that it can run over night
+and be started again. Knows commands and files, not what they measure.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.stale import judge_results
+from ssd_serve.bench.provenance import ROOT
+from ssd_serve.cli.main import exit_code
+
+
+def _of_lab(name: str, *words: str) -> tuple[str, ...]:
+    return ("-m", f"lab.{name}", *words)
+
+
+def _of_bench(name: str, *words: str) -> tuple[str, ...]:
+    return ("-m", "ssd_serve", "bench", name, *words)
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "bench/results/modes.json": _of_bench("modes"),
+    "bench/results/pair.json": _of_lab("pair"),
+    "bench/results/quality.json": _of_bench("quality"),
+    "bench/results/lossless.json": _of_bench("lossless"),
+    "bench/results/lossless-torch.json": _of_bench("lossless", "--quick"),
+    "bench/results/lossless-batch-invariant.json": _of_bench("lossless", "--quick"),
+    "bench/results/kernels.json": _of_bench("kernels"),
+    "lab/results/packed.json": _of_lab("packed"),
+    "lab/results/host-drafter.json": _of_lab("host", "--drafter-only"),
+    "lab/results/host.json": _of_lab("host"),
+    "lab/results/channels.json": _of_lab("channels"),
+    "lab/results/bodies.json": _of_lab("bodies"),
+    "lab/results/invariance.json": _of_lab("invariance"),
+    "lab/results/ablate.json": _of_lab("ablate"),
+    "lab/results/calibration.json": _of_lab("calibration"),
+    "lab/results/drafters.json": _of_lab("drafters"),
+    "lab/results/governor.json": _of_lab("governor"),
+    "lab/results/prediction.json": _of_lab("prediction"),
+    "lab/results/faults.json": _of_lab("faults"),
+    "bench/results/load.json": _of_bench("load", "--ballast"),
+    "bench/results/load-all-devices.json": _of_bench("load", "--ballast", "--devices", "all"),
+    "bench/results/peers.json": _of_bench("peers"),
+    "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
+}
+"""What writes each result, in the order in which they are measured; it is told where by `--json`."""
+VARIABLES = {
+    "bench/results/lossless-torch.json": {"SSD_NATIVE_KERNELS": "false"},
+    "bench/results/lossless-batch-invariant.json": {"SSD_BATCH_INVARIANT": "true"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one result; `code` is its command's exit code."""
+
+    file: str
+    code: int
+    minutes: float
+
+
+Runner = Callable[[Sequence[str], dict[str, str], Path], int]
+"""Runs words of Python with more variables, into a log; returns the exit code."""
+
+
+def stale(root: Path) -> list[str]:
+    """Results that are not there or older than their code, in the order of `COMMANDS`."""
+    fresh = {each.file for each in judge_results(root) if not each.why}
+    return [file for file in COMMANDS if file not in fresh]
+
+
+def rerun(
+    files: Sequence[str], logs: Path, run: Runner, say: Callable[[str], None], clock: Callable[[], float]
+) -> list[Outcome]:
+    """Measure these again."""
+    outcomes: list[Outcome] = []
+    logs.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        log = logs / f"{Path(file).stem}.log"
+        say(f"{file}: python {' '.join(COMMANDS[file])}; log {log}")
+        began = clock()
+        code = run([*COMMANDS[file], "--json", file], VARIABLES.get(file, {}), log)
+        outcomes.append(Outcome(file, code, (clock() - began) / 60))
+        say(f"  {'measured' if code == 0 else f'ended with {code}'} after {outcomes[-1].minutes:.1f} minutes")
+    return outcomes
+
+
+def _run(words: Sequence[str], variables: dict[str, str], log: Path) -> int:
+    with log.open("w", encoding="utf-8") as output:
+        environment = {**os.environ, **variables}
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=output, check=False
+        )
+    return done.returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """1 when any command failed."""
+    parser = argparse.ArgumentParser(prog="python -m lab.rerun", description="measure stale results again")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="these only, stale or not")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "rerun", metavar="FOLDER")
+    args = parser.parse_args(argv)
+    unknown = [file for file in args.files if file not in COMMANDS]
+    if unknown:
+        parser.error(f"nothing is known of {', '.join(unknown)}; known are {', '.join(COMMANDS)}")
+    outcomes = rerun(
+        args.files or stale(ROOT), args.logs, _run, lambda line: print(line, flush=True), time.monotonic
+    )
+    return int(any(each.code for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main, "python -m lab.rerun"))
