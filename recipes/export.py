@@ -3,6 +3,7 @@
 Works at any time of a training. Knows the checkpoint's contents and the figures measured; does not train.
 """
 
+import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from ssd_serve.recipes.checkpoint import replaced_folder, write_decoder, write_json
 from ssd_serve.recipes.decoder import Decoder, Shape
-from ssd_serve.recipes.functions import NEW_TOKENS
+from ssd_serve.recipes.functions import NEW_TOKENS, TOP_P
 from ssd_serve.recipes.tokenizer import save_tokenizer
 from ssd_serve.recipes.training import read_state
 from ssd_serve.recipes.workspace import LIBRARY_TIMES, Workspace
@@ -55,8 +56,24 @@ def export_pair(
             save_tokenizer(tokenizer, folder, trained.decoder.shape.context)
             if role == "target":
                 write_json(folder / "held_out.json", summary["held_out"])
+                _set_sampling(folder / "generation_config.json", figures)
             card = model_card(role, trained, summary, figures)
             (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def best_temperature(figures: Mapping[str, Any] | None) -> float | None:
+    """That at which most functions after held-out signatures parse; None where none were sampled."""
+    sampled = (figures or {}).get("sampled", [])
+    best = max(sampled, key=lambda entry: entry[SIGNATURES]["parsed"], default=None)
+    return None if best is None else float(best["temperature"])
+
+
+def _set_sampling(file: Path, figures: Mapping[str, Any] | None) -> None:
+    """Let requests that name no sampling take what parses best."""
+    temperature = best_temperature(figures)
+    if temperature is not None:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        write_json(file, {**known, "do_sample": True, "temperature": temperature, "top_p": TOP_P})
 
 
 def model_card(
@@ -196,10 +213,11 @@ def figure_lines(figures: Mapping[str, Any] | None) -> list[str]:
     return [*lines, *sampled_lines(figures.get("sampled", []))]
 
 
+SIGNATURES = "prompt_held_out_signature"
 PROMPTS = {
     "prompt_def": "`def`",
     "prompt_def_space": "`def` and a token for the space",
-    "prompt_held_out_signature": "a held-out signature",
+    SIGNATURES: "a held-out signature",
 }
 """What the kinds of prompts are called in a card."""
 
@@ -210,8 +228,8 @@ def sampled_lines(sampled: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     lines = [
         "",
-        "Functions sampled from the target, cut at their end. *Parse*: pass `ast.parse` as one whole "
-        "function; *broken*: a syntax error before the end; *unfinished*: no end within "
+        f"Functions sampled from the target at top-p {TOP_P:g}, cut at their end. *Parse*: pass `ast.parse` "
+        "as one whole function; *broken*: a syntax error before the end; *unfinished*: no end within "
         f"{NEW_TOKENS} new tokens. Of those that parse, *distinct*: unlike one another; *empty*: a body "
         "of nothing but a docstring, `pass` or `...`; *repetitive*: fewer than half of the lines differ; "
         "*lines*: the median.",

@@ -22,6 +22,9 @@ from ssd_serve.errors import UserError
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 """The temperatures at which functions are sampled unless others are asked for."""
 
+TOP_P = 0.95
+"""They are sampled from the fewest tokens that have so much of the probability."""
+
 NEW_TOKENS = 512
 """A function that has not ended after so many tokens is not whole."""
 
@@ -247,9 +250,14 @@ class FunctionSampler:
 def choose(
     logits: Tensor, temperature: float, rows: Tensor, samples: int, generator: torch.Generator
 ) -> Tensor:
-    """A token for each row, int64 [rows], by an exponential race; noise is drawn for all `samples`."""
+    """A token for each row, int64 [rows], by an exponential race among the likeliest ones; noise is drawn for
+    all `samples`."""
     noise = torch.empty(samples, logits.shape[-1]).exponential_(generator=generator)[rows]
-    return (logits.float() / temperature - noise.log()).argmax(-1)
+    scores = logits.float() / temperature
+    ranked, order = scores.softmax(-1).sort(-1, descending=True)
+    beyond = ranked.cumsum(-1) - ranked >= TOP_P  # the token that crosses it stays
+    scores = scores.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    return (scores - noise.log()).argmax(-1)
 
 
 def is_decided(text: str) -> bool:

@@ -14,7 +14,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.recipes.data import Sampler
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise
 from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows
-from ssd_serve.recipes.export import export_pair, read_trained
+from ssd_serve.recipes.export import best_temperature, export_pair, read_trained
 from ssd_serve.recipes.optimiser import Schedule, orthogonalise
 from ssd_serve.recipes.pair import PairRecipe, train_pair
 from ssd_serve.recipes.tokenizer import load_tokenizer, train_tokenizer
@@ -148,6 +148,22 @@ def test_export_equals_transformers_and_evaluates(
         for entry in figures["sampled"]
     ]
     json.dumps(figures)
+    usual = json.loads((target / "generation_config.json").read_text())
+    assert usual == {
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "do_sample": True,
+        "temperature": best_temperature(figures),
+        "top_p": 0.95,
+    }
+
+
+def test_the_temperature_is_that_at_which_most_functions_parse() -> None:
+    def sampled(temperature: float, parsed: int) -> dict[str, object]:
+        return {"temperature": temperature, "prompt_held_out_signature": {"parsed": parsed}}
+
+    assert best_temperature({"sampled": [sampled(0.2, 3), sampled(0.6, 7), sampled(1.0, 5)]}) == 0.6
+    assert best_temperature({}) is best_temperature(None) is None
 
 
 def test_evaluation_scores_every_position_once(workspace: Workspace) -> None:
