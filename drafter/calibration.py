@@ -1,4 +1,4 @@
-"""The scale that makes reach honest: fitted online, one for each band of temperature.
+"""The scale that makes reach honest: fitted online, by temperature and depth.
 
 The probability of a child is softmax(noisy score / scale). Outcomes tell which child was the truth; the scale
 follows the gradient of its negative log-likelihood. Knows no trees and no models.
@@ -12,32 +12,53 @@ _GREEDY_SCALE = 0.7
 _SAMPLED_SCALE = 1.0
 _RATE = 0.02
 _LEAST, _MOST = 0.2, 5.0
+_DEPTHS = (0, 1, 2, 4)
+"""The least depth of each group that has a scale of its own."""
+DEEPEST = _DEPTHS[-1]
+_KNOWN = 64
+"""Outcomes from which on a group goes by what it has seen itself."""
 
 
 class Calibration:
-    """Scales by temperature band: greedy, up to 0.85, above. Start values: design section 3, as measured."""
+    """Scales by temperature band (greedy, up to 0.85, above) and by the depth below the root at which a node
+    was expanded. Start values: design section 3, as measured; a depth that is hardly known yet takes the one
+    above it."""
 
     def __init__(self) -> None:
-        self._scales = {0: _GREEDY_SCALE, 1: _SAMPLED_SCALE, 2: _SAMPLED_SCALE}
+        start = {0: _GREEDY_SCALE, 1: _SAMPLED_SCALE, 2: _SAMPLED_SCALE}
+        self._scales = {band: [scale] * len(_DEPTHS) for band, scale in start.items()}
+        self._seen = {band: [0] * len(_DEPTHS) for band in start}
 
-    def scale(self, temperature: float) -> float:
-        """The scale to divide noisy scores by."""
-        return self._scales[temperature_band(temperature)]
+    def scale(self, temperature: float, depth: int = 0) -> float:
+        """The scale to divide noisy scores by, of candidates of a node so deep."""
+        band, place = temperature_band(temperature), _place(depth)
+        while place and self._seen[band][place] < _KNOWN:
+            place -= 1
+        return self._scales[band][place]
 
-    def observe(self, temperature: float, candidates: Candidates, token: int) -> None:
-        """The target chose `token` where `candidates` were ranked.
+    def scales(self, temperature: float) -> list[float]:
+        """The scales of depths 0 to `DEEPEST`; all deeper ones have the last."""
+        return [self.scale(temperature, depth) for depth in range(DEEPEST + 1)]
+
+    def observe(self, temperature: float, candidates: Candidates, token: int, depth: int = 0) -> None:
+        """The target chose `token` where `candidates` of a node so deep were ranked.
 
         d/d(log scale) of -log softmax(s / scale)[truth] is (s[truth] - E[s]) / scale. A truth outside the
         ranked children scores at most as much as the last of them; that bound stands in for it.
         """
-        band = temperature_band(temperature)
+        band, place = temperature_band(temperature), _place(depth)
         ranks = (candidates.tokens == token).nonzero()[0]
         index = int(ranks[0]) if len(ranks) else len(candidates.scores) - 1
         score = float(candidates.scores[index])
-        scale = self._scales[band]
+        scale = self.scale(temperature, depth)
         gradient = (score - candidates.expected_score) / scale
         step = _RATE * max(-4.0, min(4.0, gradient))
-        self._scales[band] = max(_LEAST, min(_MOST, scale * math.exp(-step)))
+        self._scales[band][place] = max(_LEAST, min(_MOST, scale * math.exp(-step)))
+        self._seen[band][place] += 1
+
+
+def _place(depth: int) -> int:
+    return max(place for place, least in enumerate(_DEPTHS) if depth >= least)
 
 
 def temperature_band(temperature: float) -> int:

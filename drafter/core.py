@@ -16,7 +16,7 @@ import numpy as np
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_together
 from ssd_serve.cache.tree import Node, SpeculationTree
-from ssd_serve.drafter.calibration import Calibration
+from ssd_serve.drafter.calibration import DEEPEST, Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.sources.contract import (
     Branch,
@@ -31,7 +31,7 @@ from ssd_serve.drafter.width import StepWidth
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 
-_NOTHING: tuple[Sequence[Found], int] = ((None,), 0)
+_NOTHING: tuple[Sequence[Found], int, int] = ((None,), 0, 0)
 
 
 class _Drafted:
@@ -54,12 +54,12 @@ class _Drafted:
         deepest = min(left - 1, limits.context - self.position)
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
-        self.guesses: dict[int, tuple[Sequence[Found], int]] = {}
-        """The step in which each node was expanded, and its place there."""
+        self.guesses: dict[int, tuple[Sequence[Found], int, int]] = {}
+        """The step in which each node was expanded, its place there, and how deep it stood below the root."""
 
     def grew(self, node: Node, found: Sequence[Found], index: int) -> None:
         """The tree has a node's candidates, those at `index` of what its step found."""
-        self.guesses[node.name] = found, index
+        self.guesses[node.name] = found, index, node.depth - self.tree.root.depth
         self.frontier.offer(node)
 
     def attach(self, top: Node, branches: Sequence[Branch]) -> list[Expansion]:
@@ -155,8 +155,10 @@ class DrafterCore:
         picked = self._pick()
         if not picked:
             return []
-        scales = {request: self._scale(request) for request in {pick.request for pick in picked}}
-        found = self._source.expand(picked, [scales[pick.request] for pick in picked])
+        scales = {request: self._scales(request) for request in {pick.request for pick in picked}}
+        found = self._source.expand(
+            picked, [scales[request][min(self._depth(request, node), DEEPEST)] for request, node in picked]
+        )
         growth = self._grow(picked, found)
         if self._widths is not None and not self.captured_now:
             self._widths.observe(len(picked), time.perf_counter() - started)
@@ -228,8 +230,11 @@ class DrafterCore:
         drafted.sequence += 1
         return growth
 
-    def _scale(self, request: int) -> float:
-        return self._calibration.scale(self._requests[request].parameters.temperature)
+    def _scales(self, request: int) -> list[float]:
+        return self._calibration.scales(self._requests[request].parameters.temperature)
+
+    def _depth(self, request: int, node: Node) -> int:
+        return node.depth - self._requests[request].tree.root.depth
 
     def _growth(self, request: int, expansions: Sequence[Expansion], snapshot: bool = False) -> Growth:
         drafted = self._requests[request]
@@ -276,11 +281,11 @@ class DrafterCore:
     def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
         node: Node | None = drafted.tree.root
         for token in tokens:
-            found, index = drafted.guesses.get(node.name, _NOTHING) if node is not None else _NOTHING
+            found, index, depth = drafted.guesses.get(node.name, _NOTHING) if node is not None else _NOTHING
             candidates = found[index]
             if node is None or not isinstance(candidates, Candidates):
                 return
-            self._calibration.observe(drafted.parameters.temperature, candidates, token)
+            self._calibration.observe(drafted.parameters.temperature, candidates, token, depth)
             node = node.children.get(token)
 
     def _snapshot(self, message: Resync) -> list[DrafterMessage]:
