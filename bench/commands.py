@@ -71,7 +71,7 @@ def _add_modes(commands: Commands) -> None:
 
 def _run_modes(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
-    from ssd_serve.bench.mode_settings import Plan, run_settings
+    from ssd_serve.bench.mode_settings import ModesPlan, run_settings
     from ssd_serve.bench.own_pair import check_in_process
     from ssd_serve.bench.stage import CORES
 
@@ -83,7 +83,7 @@ def _run_modes(args: argparse.Namespace) -> Report:
     setting = args.setting or ("both" if embedded and not devices.on_gpu else "real")
     if devices.on_gpu and setting != "real":
         raise SettingsError(f"--setting {setting}: devices are emulated on CPUs; use --setting real on a GPU")
-    plan = Plan(
+    plan = ModesPlan(
         settings=("real", "emulated") if setting == "both" else (setting,),
         temperatures=args.temperatures,
         prompts=args.num_prompts,

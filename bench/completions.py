@@ -22,7 +22,7 @@ class Speculation(msgspec.Struct, frozen=True):
     cache_misses: int | None = None
 
 
-class Delta(msgspec.Struct, frozen=True):
+class _Delta(msgspec.Struct, frozen=True):
     """What a chunk adds to a chat message; servers have two names for thoughts."""
 
     content: str | None = None
@@ -30,17 +30,17 @@ class Delta(msgspec.Struct, frozen=True):
     reasoning: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class _Choice(msgspec.Struct, frozen=True):
     """New text, and its ids where the server tells them."""
 
     text: str | None = ""
     token_ids: list[int] | None = None
-    delta: Delta | None = None
+    delta: _Delta | None = None
 
     @property
     def says(self) -> bool:
         """Whether it brings anything of the answer."""
-        delta = self.delta or Delta()
+        delta = self.delta or _Delta()
         return bool(
             self.text or self.token_ids or delta.content or delta.reasoning_content or delta.reasoning
         )
@@ -60,7 +60,7 @@ class Timings(msgspec.Struct, frozen=True):
     draft_n_accepted: int = 0
 
 
-class Metrics(msgspec.Struct, frozen=True):
+class _Metrics(msgspec.Struct, frozen=True):
     """This engine's report of a request."""
 
     speculative_decoding: Speculation | None = None
@@ -69,10 +69,10 @@ class Metrics(msgspec.Struct, frozen=True):
 class Chunk(msgspec.Struct, frozen=True):
     """One event of a stream."""
 
-    choices: list[Choice] = []
+    choices: list[_Choice] = []
     usage: Usage | None = None
     timings: Timings | None = None
-    metrics: Metrics | None = None
+    metrics: _Metrics | None = None
     error: dict[str, object] | str | None = None
 
     @property

@@ -18,7 +18,7 @@ from ssd_serve.plan.known_models import Computing, PlannedModel, known_model, si
 Role = Literal["target", "draft"]
 
 
-class StepTimes(Protocol):
+class ForwardTimes(Protocol):
     """What forwards of one model take."""
 
     def seconds(self, forward: Forward) -> float:
@@ -54,12 +54,12 @@ class DeviceTable:
     """The times of a pair, and how many devices each of the two has."""
 
     name: str
-    target: StepTimes
-    draft: StepTimes
+    target: ForwardTimes
+    draft: ForwardTimes
     target_devices: int = 1
     draft_devices: int = 1
 
-    def of(self, role: Role) -> StepTimes:
+    def of(self, role: Role) -> ForwardTimes:
         """The times of one of the two."""
         return self.target if role == "target" else self.draft
 
@@ -126,5 +126,5 @@ def _shape(name: str) -> PlannedModel:
     return sized(name, description, Computing("cuda:0", torch.bfloat16))
 
 
-def _ms(times: StepTimes, forward: Forward) -> float:
+def _ms(times: ForwardTimes, forward: Forward) -> float:
     return round(1e3 * times.seconds(forward), 3)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.bench.device_tables import Role, StepTimes, device_table, forward_of
+from ssd_serve.bench.device_tables import ForwardTimes, Role, device_table, forward_of
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
@@ -62,7 +62,7 @@ class EmulatedModel(WrappedModel):
     def __init__(
         self,
         model: Model,
-        times: StepTimes,
+        times: ForwardTimes,
         told: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,

@@ -10,7 +10,7 @@ import msgspec
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.modes import run_modes
-from ssd_serve.bench.modes_result import Row
+from ssd_serve.bench.modes_result import ModesRow
 from ssd_serve.bench.rig import Rig
 from ssd_serve.bench.stage import RigStage
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
@@ -22,7 +22,7 @@ TUNING_PROMPTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ModesPlan:
     """What to run: `settings` are real, emulated or both; `file` has the prompts, None: held-out files;
     `chat` asks them by the model's template, None: where they are questions."""
 
@@ -35,13 +35,13 @@ class Plan:
     chat: bool | None = None
 
 
-def run_settings(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
-    """The fields of `modes_result.Result`."""
+def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]) -> dict[str, object]:
+    """The fields of `modes_result.ModesResult`."""
     devices = plan.devices
     where = devices.target if devices.on_gpu and settings.target != EMBEDDED else None
     if devices.target.kind == "cuda":
         pin(devices.target)  # kernels are tried while a model is loaded, on the current GPU
-    rows: list[Row] = []
+    rows: list[ModesRow] = []
     notes: dict[str, object] = {}
     pairs: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ssd_serve.bench.modes_result import Row
+from ssd_serve.bench.modes_result import ModesRow
 from ssd_serve.bench.prompts import Chosen, Prompt, refuse_loops
-from ssd_serve.bench.rig import Way
+from ssd_serve.bench.rig import EngineWay
 from ssd_serve.bench.rotation import next_to, rotate, tune
 from ssd_serve.bench.statistics import quartiles, ratio_interval
-from ssd_serve.bench.timed_request import Sample
+from ssd_serve.bench.timed_request import TimedRequest
 
-PLAIN, SSD = Way("ar"), Way("ssd")
+PLAIN, SSD = EngineWay("ar"), EngineWay("ssd")
 _STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _FAN_OUTS = (1, 2, 4, 8)
@@ -36,11 +36,11 @@ class Share:
 class Entry:
     """A way on a share."""
 
-    way: Way
+    way: EngineWay
     share: Share
 
 
-class Stage(Protocol):
+class ModesStage(Protocol):
     """Where entries run. `alone`: the shares of ways without a device for the drafter."""
 
     setting: str
@@ -48,14 +48,16 @@ class Stage(Protocol):
     beside: Share
     alone: Sequence[Share]
 
-    def run(self, entry: Entry, prompt: Prompt, temperature: float) -> Sample:
+    def run(self, entry: Entry, prompt: Prompt, temperature: float) -> TimedRequest:
         """One request on the entry's own devices."""
         ...
 
 
-def run_modes(stage: Stage, chosen: Mapping[float, Chosen], say: Callable[[str], None]) -> list[Row]:
+def run_modes(
+    stage: ModesStage, chosen: Mapping[float, Chosen], say: Callable[[str], None]
+) -> list[ModesRow]:
     """A row for each temperature of `chosen` and each entry; in the end SSD's."""
-    rows: list[Row] = []
+    rows: list[ModesRow] = []
     for temperature, texts in chosen.items():
         say(f"{stage.setting}, temperature {temperature:g}: tuning")
         tuned: dict[Entry, dict[str, float]] = {}
@@ -72,16 +74,16 @@ def run_modes(stage: Stage, chosen: Mapping[float, Chosen], say: Callable[[str],
     return rows
 
 
-def shapes(mode: str, fan_out: int) -> list[Way]:
+def shapes(mode: str, fan_out: int) -> list[EngineWay]:
     """Where the tuning of a way begins."""
     if mode == "sd-chain":
-        return [Way(mode, steps) for steps in (1, 2, 4, 8)]
+        return [EngineWay(mode, steps) for steps in (1, 2, 4, 8)]
     if mode == "ngram":
-        return [Way(mode, fan_out=fan_out) for fan_out in (1, 4)]
-    return [Way(mode, steps, width, fan_out) for steps in (0, 2, 4) for width in (4, 16)]
+        return [EngineWay(mode, fan_out=fan_out) for fan_out in (1, 4)]
+    return [EngineWay(mode, steps, width, fan_out) for steps in (0, 2, 4) for width in (4, 16)]
 
 
-def neighbours(way: Way) -> Iterator[Way]:
+def neighbours(way: EngineWay) -> Iterator[EngineWay]:
     """One step to either side in each direction of a way's shape."""
     if way.steps:
         yield from (replace(way, steps=steps) for steps in next_to(_STEPS, way.steps))
@@ -92,11 +94,11 @@ def neighbours(way: Way) -> Iterator[Way]:
 
 
 def _tuned(
-    stage: Stage, share: Share, temperature: float, prompts: Sequence[Prompt], say: Callable[[str], None]
+    stage: ModesStage, share: Share, temperature: float, prompts: Sequence[Prompt], say: Callable[[str], None]
 ) -> Iterator[tuple[Entry, dict[str, float]]]:
     """The fastest shape of each baseline, and the tokens/s of all shapes that were tried."""
 
-    def speeds(ways: Sequence[Way], some: Sequence[Prompt]) -> dict[Way, float]:
+    def speeds(ways: Sequence[EngineWay], some: Sequence[Prompt]) -> dict[EngineWay, float]:
         found = _samples(stage, [Entry(way, share) for way in ways], some, temperature)
         return {entry.way: _speed(samples) for entry, samples in found.items()}
 
@@ -108,12 +110,12 @@ def _tuned(
 
 
 def _samples(
-    stage: Stage, entries: Sequence[Entry], prompts: Sequence[Prompt], temperature: float
-) -> dict[Entry, list[Sample]]:
+    stage: ModesStage, entries: Sequence[Entry], prompts: Sequence[Prompt], temperature: float
+) -> dict[Entry, list[TimedRequest]]:
     return rotate(entries, prompts, lambda entry, prompt: stage.run(entry, prompt, temperature))
 
 
-def _speed(samples: Sequence[Sample]) -> float:
+def _speed(samples: Sequence[TimedRequest]) -> float:
     return sum(sample.decoded for sample in samples) / sum(sample.seconds for sample in samples)
 
 
@@ -121,10 +123,10 @@ def _row(
     setting: str,
     entry: Entry,
     temperature: float,
-    samples: Sequence[Sample],
-    ours: Sequence[Sample],
+    samples: Sequence[TimedRequest],
+    ours: Sequence[TimedRequest],
     tuned: dict[str, float],
-) -> Row:
+) -> ModesRow:
     way, share = entry.way, entry.share
     speeds = [sample.tokens_per_s for sample in samples]
     wall = sum(sample.seconds for sample in samples)
@@ -133,7 +135,7 @@ def _row(
     hits, misses = sum(each.hits for each in figures), sum(each.misses for each in figures)
     drafted = sum(each.drafted for each in figures)
     ratios = [own.tokens_per_s / speed for own, speed in zip(ours, speeds, strict=True)]
-    return Row(
+    return ModesRow(
         setting=setting,
         mode=way.mode,
         shape=way.label,

@@ -36,7 +36,7 @@ _NOTES = {
 }
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ModesRow(msgspec.Struct, frozen=True, kw_only=True):
     """One way on one share of the devices at one temperature.
 
     `ssd` has SSD's tokens/s over this row's, prompt by prompt; `tuned` the tokens/s of the shapes that were
@@ -69,11 +69,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return f"{_MODES.get(self.mode, self.mode)} {self.shape.removeprefix(self.mode).strip()}".strip()
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ModesResult(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of a result file; whatever else it holds is left alone. `pairs` says by setting what
     was measured, as `notes` are by setting."""
 
-    results: list[Row]
+    results: list[ModesRow]
     pairs: dict[str, str]
     prompts: str
     notes: dict[str, dict[str, object]]
@@ -83,7 +83,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def modes_tables(result: Mapping[str, object]) -> str:
     """Tables of all settings, below each what they say of equal hardware, and where they were measured."""
-    found = read_as(Result, result, "ssd bench modes")
+    found = read_as(ModesResult, result, "ssd bench modes")
     parts: list[str] = []
     for setting in dict.fromkeys(row.setting for row in found.results):
         rows = [row for row in found.results if row.setting == setting]
@@ -97,12 +97,12 @@ def modes_tables(result: Mapping[str, object]) -> str:
     return "\n\n".join([*parts, _where(found)])
 
 
-def _by_device(row: Row, ours: Row) -> Interval | None:
+def _by_device(row: ModesRow, ours: ModesRow) -> Interval | None:
     """SSD's tokens/s a device over this row's."""
     return None if row.ssd is None else row.ssd.scaled(row.devices / ours.devices)
 
 
-def _cells(row: Row, ours: Row) -> tuple[str, ...]:
+def _cells(row: ModesRow, ours: ModesRow) -> tuple[str, ...]:
     low, high = row.tokens_per_s_quartiles[0], row.tokens_per_s_quartiles[-1]
     return (
         row.name,
@@ -123,7 +123,7 @@ def _judged(interval: Interval | None) -> tuple[str, str]:
     return ("", "") if interval is None else (str(interval), interval.verdict.value)
 
 
-def _equal_hardware(ours: Row, rows: Sequence[Row]) -> str:
+def _equal_hardware(ours: ModesRow, rows: Sequence[ModesRow]) -> str:
     """SSD against whoever is the fastest with as many devices or fewer, for they may leave some idle; where
     nobody was measured with so many, by device."""
     others = [row for row in rows if row.temperature == ours.temperature and row.ssd is not None]
@@ -154,7 +154,7 @@ def _plain(value: object) -> str:
     return str(value)
 
 
-def _where(found: Result) -> str:
+def _where(found: ModesResult) -> str:
     hardware, versions = found.hardware, found.versions
     requests = sorted({row.requests for row in found.results})
     gpus = hardware.get("gpus")

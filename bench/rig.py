@@ -55,7 +55,7 @@ _JOIN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class EngineWay:
     """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay.
 
     `sd-chain` drafts all its steps in one call, so that no Python between them is measured.
@@ -127,7 +127,7 @@ class Rig:
 
     def engine(
         self,
-        way: Way,
+        way: EngineWay,
         cost: CostTable | None = None,
         model: Model | None = None,
         verified: int | None = None,
@@ -168,7 +168,7 @@ class Rig:
             engine.drafters.drain({})
         return engine
 
-    def _inline(self, way: Way) -> Channel:
+    def _inline(self, way: EngineWay) -> Channel:
         if way.mode == "ngram":
             settings = self.settings.model_copy(update={"draft_fan_out": way.fan_out})
             return instant_channel(way.mode, settings, self.hello, self.real.facts.eos_token_ids)
@@ -189,7 +189,7 @@ class Rig:
             policies,
         )
 
-    def core(self, way: Way, draft: Model | None = None) -> DrafterCore:
+    def core(self, way: EngineWay, draft: Model | None = None) -> DrafterCore:
         """A fresh drafter in this process."""
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)

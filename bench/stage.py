@@ -12,7 +12,7 @@ from ssd_serve.bench.emulated import EmulatedModel, emulated_table, overrun_shar
 from ssd_serve.bench.modes import SSD, Entry, Share
 from ssd_serve.bench.prompts import NEW_TOKENS, Prompt
 from ssd_serve.bench.rig import Rig, remote_drafter
-from ssd_serve.bench.timed_request import Runner, Sample
+from ssd_serve.bench.timed_request import Runner, TimedRequest
 from ssd_serve.devices import Device, parse_device, pin
 from ssd_serve.memory import settle_memory
 from ssd_serve.verifier.engine import Engine
@@ -57,7 +57,7 @@ class RigStage:
         with remote_drafter(self._rig, engine, self.beside.draft):
             yield
 
-    def run(self, entry: Entry, prompt: Prompt, temperature: float) -> Sample:
+    def run(self, entry: Entry, prompt: Prompt, temperature: float) -> TimedRequest:
         """One request on the entry's own devices, by an engine that knows what forwards cost there."""
         if temperature != self._temperature:  # the baselines of another one are over
             self._engines = {known: engine for known, engine in self._engines.items() if known.way == SSD}

@@ -11,7 +11,7 @@ from ssd_serve.verifier.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TimedRequest:
     """What one request gave. Shares are of the wall time of its decoding."""
 
     tokens: tuple[int, ...]
@@ -47,7 +47,7 @@ class Runner:
                     texts[report.request] += report.tokens
         return [texts[number] for number in numbers]
 
-    def run(self, engine: Engine, prompt: Prompt, temperature: float) -> Sample:
+    def run(self, engine: Engine, prompt: Prompt, temperature: float) -> TimedRequest:
         """One request alone on the engine."""
         self._submit(engine, prompt, temperature)
         tokens: list[int] = []
@@ -62,7 +62,7 @@ class Runner:
                     seconds = time.perf_counter() - started
                     now = _clocked(engine)
                     forward, wait, host = (end - start for start, end in zip(clocked, now, strict=True))
-                    return Sample(
+                    return TimedRequest(
                         tuple(tokens), len(tokens) - before, seconds, forward, wait, host, report.figures
                     )
             if not started and tokens:

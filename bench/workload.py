@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssd_serve.bench.datasets import as_prompts, read_questions
 from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, choose, held_out_prompts
-from ssd_serve.bench.rig import Rig, Way
+from ssd_serve.bench.rig import EngineWay, Rig
 from ssd_serve.bench.timed_request import Runner
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.recipes.ballast import add_ballast
@@ -42,7 +42,7 @@ def choose_prompts(
         pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
     else:
         pool = as_prompts(read_questions(file), rig.tokenizer, rig.target.facts.context - tokens, chat)
-    engine, runner = rig.engine(Way("ar")), Runner(tokens)
+    engine, runner = rig.engine(EngineWay("ar")), Runner(tokens)
     chosen: dict[float, Chosen] = {}
     for temperature in temperatures:
         go_on = partial(runner.run_together, engine, temperature=temperature)

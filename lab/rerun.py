@@ -59,7 +59,7 @@ VARIABLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class _Outcome:
     """What became of one result; `code` is its command's exit code."""
 
     file: str
@@ -79,16 +79,16 @@ def stale(root: Path) -> list[str]:
 
 def rerun(
     files: Sequence[str], logs: Path, run: Runner, say: Callable[[str], None], clock: Callable[[], float]
-) -> list[Outcome]:
+) -> list[_Outcome]:
     """Measure these again."""
-    outcomes: list[Outcome] = []
+    outcomes: list[_Outcome] = []
     logs.mkdir(parents=True, exist_ok=True)
     for file in files:
         log = logs / f"{Path(file).stem}.log"
         say(f"{file}: python {' '.join(COMMANDS[file])}; log {log}")
         began = clock()
         code = run([*COMMANDS[file], "--json", file], VARIABLES.get(file, {}), log)
-        outcomes.append(Outcome(file, code, (clock() - began) / 60))
+        outcomes.append(_Outcome(file, code, (clock() - began) / 60))
         say(f"  {'measured' if code == 0 else f'ended with {code}'} after {outcomes[-1].minutes:.1f} minutes")
     return outcomes
 

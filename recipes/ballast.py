@@ -19,7 +19,7 @@ from torch import Tensor
 from ssd_serve.errors import UserError
 from ssd_serve.recipes.checkpoint import (
     TOKENIZER_FILES,
-    Checkpoint,
+    LlamaCheckpoint,
     read_checkpoint,
     replaced_folder,
     write_json,
@@ -32,7 +32,7 @@ SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BallastSizes:
     """The sizes that ballast changes; `head` stays."""
 
     hidden: int
@@ -43,10 +43,10 @@ class Sizes:
     intermediate: int
 
     @staticmethod
-    def of(config: dict[str, Any]) -> "Sizes":
+    def of(config: dict[str, Any]) -> "BallastSizes":
         """The sizes that a `config.json` declares."""
         heads = int(config["num_attention_heads"])
-        return Sizes(
+        return BallastSizes(
             hidden=int(config["hidden_size"]),
             layers=int(config["num_hidden_layers"]),
             heads=heads,
@@ -56,7 +56,9 @@ class Sizes:
         )
 
 
-def enlarged(old: Sizes, hidden: int, layers: int, heads: int | None, intermediate: int | None) -> Sizes:
+def enlarged(
+    old: BallastSizes, hidden: int, layers: int, heads: int | None, intermediate: int | None
+) -> BallastSizes:
     """The sizes of the copy; each KV head keeps its query heads and may get more that do nothing.
 
     By default heads fill `hidden`, and their number divides it, which some loaders demand; `intermediate` is
@@ -70,14 +72,14 @@ def enlarged(old: Sizes, hidden: int, layers: int, heads: int | None, intermedia
         )
     if intermediate is None:
         intermediate = max(old.intermediate, hidden * 11 // 4)
-    new = Sizes(hidden, layers, layout[0], layout[1], old.head, intermediate)
+    new = BallastSizes(hidden, layers, layout[0], layout[1], old.head, intermediate)
     for name in ("hidden", "layers", "heads", "intermediate"):
         if getattr(new, name) < getattr(old, name):
             raise UserError(f"--{name} must be at least {getattr(old, name)}, the size of the source.")
     return new
 
 
-def head_layout(old: Sizes, hidden: int, heads: int) -> tuple[int, int] | None:
+def head_layout(old: BallastSizes, hidden: int, heads: int) -> tuple[int, int] | None:
     """Query heads and KV heads with `heads` query heads, in the smallest groups that hold the source's."""
     if hidden % heads:
         return None
@@ -92,7 +94,7 @@ def add_ballast(
     layers: int,
     heads: int | None = None,
     intermediate: int | None = None,
-) -> Sizes:
+) -> BallastSizes:
     """Write the enlarged copy of `source` to `destination`; returns its sizes.
 
     Norm weights are stored in fp32: their factor is not a power of two, and rounding it would change the
@@ -108,7 +110,7 @@ def add_ballast(
         raise UserError(
             f"Ballast supports {', '.join(SUPPORTED)} without biases, not {config.get('architectures')}."
         )
-    old = Sizes.of(config)
+    old = BallastSizes.of(config)
     new = enlarged(old, hidden, layers, heads, intermediate)
     weights = Enlarger(old, new).weights(checkpoint)
     with replaced_folder(destination) as folder:
@@ -120,7 +122,7 @@ def add_ballast(
     return new
 
 
-def enlarged_config(config: dict[str, Any], old: Sizes, new: Sizes) -> dict[str, Any]:
+def enlarged_config(config: dict[str, Any], old: BallastSizes, new: BallastSizes) -> dict[str, Any]:
     """`config.json` of the copy."""
     return config | {
         "hidden_size": new.hidden,
@@ -136,7 +138,7 @@ def enlarged_config(config: dict[str, Any], old: Sizes, new: Sizes) -> dict[str,
 class Enlarger:
     """Makes every weight of the copy from those of the source; random filler from a fixed seed."""
 
-    def __init__(self, old: Sizes, new: Sizes) -> None:
+    def __init__(self, old: BallastSizes, new: BallastSizes) -> None:
         self.old = old
         self.new = new
         self.generator = torch.Generator().manual_seed(0)
@@ -145,7 +147,7 @@ class Enlarger:
         places = torch.tensor(slots)[:, None] * old.head + torch.arange(old.head)  # [heads, head]
         self.queries = places.flatten()  # where each query dimension of the source goes
 
-    def weights(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    def weights(self, checkpoint: LlamaCheckpoint) -> dict[str, Tensor]:
         """All weights by name."""
         source = checkpoint.weights
         embedding = source["model.embed_tokens.weight"]

@@ -32,14 +32,14 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class LlamaCheckpoint:
     """One Llama checkpoint: the parsed `config.json` and every weight by name."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> LlamaCheckpoint:
     """Read `config.json` and all safetensors files of `folder`."""
     path = folder / "config.json"
     if not path.is_file():
@@ -51,7 +51,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     weights: dict[str, Tensor] = {}
     for file in files:
         weights.update(load_file(file))
-    return Checkpoint(config, weights)
+    return LlamaCheckpoint(config, weights)
 
 
 def read_decoder(folder: Path) -> Decoder:

@@ -41,7 +41,7 @@ _LARGEST = 300_000
 
 
 @dataclass(frozen=True)
-class Package:
+class PythonPackage:
     """An installed package: its licence as an SPDX expression and its Python sources."""
 
     name: str
@@ -50,16 +50,16 @@ class Package:
     files: tuple[SourceFile, ...]
 
 
-def permissive_packages() -> tuple[Package, ...]:
+def permissive_packages() -> tuple[PythonPackage, ...]:
     """Those with sources, by name; a file's path begins with the package's name."""
-    found: dict[str, Package] = {}
+    found: dict[str, PythonPackage] = {}
     for distribution in distributions():
         licence = permissive_licence(distribution)
         if licence is None or distribution.name == _OWN or distribution.name in found:
             continue
         files = tuple(_sources(distribution))
         if files:
-            found[distribution.name] = Package(distribution.name, distribution.version, licence, files)
+            found[distribution.name] = PythonPackage(distribution.name, distribution.version, licence, files)
     return tuple(found[name] for name in sorted(found))
 
 

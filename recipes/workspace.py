@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from ssd_serve.errors import UserError
 from ssd_serve.recipes.corpus import SourceFile, added_files, read_sources, split_corpus
 from ssd_serve.recipes.data import Document, encode, save_stream
-from ssd_serve.recipes.packages import Package
+from ssd_serve.recipes.packages import PythonPackage
 from ssd_serve.recipes.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 LIBRARY_TIMES = 3
@@ -45,7 +45,7 @@ class Workspace:
         library: Path,
         entries: int,
         context: int,
-        packages: Sequence[Package] = (),
+        packages: Sequence[PythonPackage] = (),
         tokenizer: Tokenizer | None = None,
         held_out_share: float = 0.0225,
     ) -> None:
@@ -102,7 +102,7 @@ class Workspace:
         return tuple(Document("", ids, 0) for ids in np.split(stream, starts[1:]))
 
 
-def _package_lines(packages: Sequence[Package], documents: Sequence[Document]) -> list[dict[str, Any]]:
+def _package_lines(packages: Sequence[PythonPackage], documents: Sequence[Document]) -> list[dict[str, Any]]:
     files, tokens = Counter[str](), Counter[str]()
     for document in documents:
         name = document.path.split("/")[0]

@@ -13,9 +13,9 @@ from ssd_serve.cli import main as cli
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.plan.device_tables import DeviceSheet, device_sheet, sheet_names
-from ssd_serve.plan.devices import Measured, Sheets, cost_table
+from ssd_serve.plan.devices import MeasuredRoofs, Sheets, cost_table
 from ssd_serve.plan.forwards import Forward
-from ssd_serve.plan.guesses import Guesses
+from ssd_serve.plan.guesses import DraftQuality
 from ssd_serve.plan.known_models import (
     Computing,
     PlannedModel,
@@ -25,7 +25,7 @@ from ssd_serve.plan.known_models import (
     sized,
 )
 from ssd_serve.plan.page import as_json, page
-from ssd_serve.plan.plan import Plan, PlanOptions, make_plan
+from ssd_serve.plan.plan import PlanEstimate, PlanOptions, make_plan
 from ssd_serve.plan.roof import Roof
 from ssd_serve.plan.simulation import Costs, simulate
 from ssd_serve.plan.this_machine import never_slower
@@ -196,14 +196,14 @@ def test_a_key_value_head_is_held_whole_by_every_device_that_needs_it() -> None:
 
 def test_measured_cores_interpolate_between_rows_and_grow_beyond() -> None:
     roof = Roof(1, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15)
-    platform = Measured("CPU core", 1, {1: roof}, 1e10, True, 0, layer_s=0.0)
+    platform = MeasuredRoofs("CPU core", 1, {1: roof}, 1e10, True, 0, layer_s=0.0)
     seconds = [platform.step_s(small_model(), 1, Forward(rows)) for rows in (1, 2, 4, 8)]
     assert seconds == pytest.approx([0.1, 0.15, 0.25, 0.5])
 
 
 def test_a_drafter_that_streams_takes_bandwidth_and_one_that_fits_the_cache_does_not() -> None:
     roofs = {count: Roof(count, "bfloat16", {1: 1 / speed}, 1e12) for count, speed in ((1, 30e9), (2, 40e9))}
-    platform = Measured("CPU core", 2, roofs, 1e10, True, cache_bytes=32 << 20)
+    platform = MeasuredRoofs("CPU core", 2, roofs, 1e10, True, cache_bytes=32 << 20)
     assert platform.disturbance(1, small_model(1e9)) == pytest.approx(1.5)
     assert platform.disturbance(1, small_model(1e6)) == 1.0
 
@@ -216,7 +216,7 @@ def test_more_cores_never_read_slower() -> None:
 
 def test_a_target_that_fits_the_cache_is_noted() -> None:
     roofs = {1: Roof(1, "bfloat16", {1: 1e-10, 64: 1e-9}, 1e12)}
-    platform = Measured("CPU core", 1, roofs, 1e10, True, cache_bytes=32 << 20)
+    platform = MeasuredRoofs("CPU core", 1, roofs, 1e10, True, cache_bytes=32 << 20)
     small, large = (
         page([make_plan(platform, small_model(size), None, PlanOptions(context=64))]) for size in (1e6, 1e9)
     )
@@ -245,12 +245,12 @@ def test_the_cost_table_is_the_devices_step_time() -> None:
 def test_simulated_speed_agrees_with_the_designs_table(layout: Layout, draft_s: float, tokens: float) -> None:
     """Section 5 of the design: tokens a target step at an acceptance of 0.725. Of one text: texts differ by
     3 %, and their mean is 6 to 8 % above the design's for a drafter in turns, 1 to 2 % below it beside."""
-    found = simulate(layout, Guesses(0.725), flat(1.0, draft_s), requests=1, rounds=240, seed=3)
+    found = simulate(layout, DraftQuality(0.725), flat(1.0, draft_s), requests=1, rounds=240, seed=3)
     assert found.tokens_per_s == pytest.approx(tokens, rel=0.08)
 
 
 def test_guesses_are_a_distribution_that_covers_what_the_embedded_pair_covers() -> None:
-    values = Guesses(0.55).probabilities(16)
+    values = DraftQuality(0.55).probabilities(16)
     assert values == sorted(values, reverse=True)
     assert values[0] == 0.55
     assert sum(values[:4]) == pytest.approx(0.81, abs=0.02)
@@ -259,7 +259,7 @@ def test_guesses_are_a_distribution_that_covers_what_the_embedded_pair_covers() 
 
 def test_the_hosts_time_is_part_of_a_round() -> None:
     slow = replace(flat(1.0, 0.1), host=HostCost(node_s=1e-3))
-    found = simulate(Layout.OFF, Guesses(0.5), slow, requests=2, rounds=20)
+    found = simulate(Layout.OFF, DraftQuality(0.5), slow, requests=2, rounds=20)
     assert found.tokens_per_s == pytest.approx(2 / (1.0 + slow.host.seconds(2, 0)))
     assert slow.host.seconds(2, 0) == pytest.approx(0.03)
 
@@ -267,7 +267,7 @@ def test_the_hosts_time_is_part_of_a_round() -> None:
 @pytest.mark.parametrize("layout", [Layout.SYNC, Layout.ASYNC])
 def test_a_round_is_split_into_devices_hosts_and_messages(layout: Layout) -> None:
     costs = replace(flat(1.0, 0.1), host=HostCost(node_s=1e-3), draft_host_s=0.025, message_s=0.001)
-    found = simulate(layout, Guesses(0.7), costs, 1, rounds=60)
+    found = simulate(layout, DraftQuality(0.7), costs, 1, rounds=60)
     split, mean_s = found.split, sum(seconds for _, seconds in found.rounds) / len(found.rounds)
     assert split.target_s == pytest.approx(1.0)
     assert split.verifier_host_s > 0.02
@@ -286,20 +286,22 @@ def test_a_round_is_split_into_devices_hosts_and_messages(layout: Layout) -> Non
 
 def test_messages_that_take_long_cost_tokens() -> None:
     near, far = (
-        simulate(Layout.ASYNC, Guesses(0.7), replace(flat(1.0, 0.1), message_s=each), 1, rounds=120)
+        simulate(Layout.ASYNC, DraftQuality(0.7), replace(flat(1.0, 0.1), message_s=each), 1, rounds=120)
         for each in (0.0, 0.5)
     )
     assert far.tokens_per_s < 0.95 * near.tokens_per_s
 
 
 def test_simulations_repeat() -> None:
-    first, second = (simulate(Layout.ASYNC, Guesses(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2))
+    first, second = (
+        simulate(Layout.ASYNC, DraftQuality(0.6), flat(1.0, 0.2), 2, rounds=20) for _ in range(2)
+    )
     assert first == second
 
 
 def test_a_better_draft_and_a_faster_draft_give_more() -> None:
     def speed(acceptance: float, draft_s: float) -> float:
-        return simulate(Layout.ASYNC, Guesses(acceptance), flat(1.0, draft_s), 1, rounds=60).tokens_per_s
+        return simulate(Layout.ASYNC, DraftQuality(acceptance), flat(1.0, draft_s), 1, rounds=60).tokens_per_s
 
     assert speed(0.9, 0.1) > speed(0.7, 0.1) > speed(0.4, 0.1)
     assert speed(0.7, 0.1) > speed(0.7, 0.5)
@@ -308,12 +310,12 @@ def test_a_better_draft_and_a_faster_draft_give_more() -> None:
 def test_dear_rows_are_not_verified() -> None:
     dear = CostTable([Timing(rows, 0, 1.0 * rows) for rows in (1, 64)])
     costs = Costs(dear, HostCost(), 0.1, LIMITS, context=0)
-    found = simulate(Layout.SYNC, Guesses(0.5), costs, 1, rounds=60)
+    found = simulate(Layout.SYNC, DraftQuality(0.5), costs, 1, rounds=60)
     assert found.nodes_per_round < 0.5
     assert found.node_price == pytest.approx(1.0, rel=0.2)
 
 
-def plan(devices: int, acceptance: float = 0.75, sheet: str = "mi300x") -> Plan:
+def plan(devices: int, acceptance: float = 0.75, sheet: str = "mi300x") -> PlanEstimate:
     wish = PlanOptions(acceptance=acceptance, context=512)
     return make_plan(
         Sheets(device_sheet(sheet), devices), known("llama-3.1-70b"), known("llama-3.2-1b"), wish
@@ -321,11 +323,11 @@ def plan(devices: int, acceptance: float = 0.75, sheet: str = "mi300x") -> Plan:
 
 
 @pytest.fixture(scope="module")
-def of_five() -> Plan:
+def of_five() -> PlanEstimate:
     return plan(5)
 
 
-def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: Plan) -> None:
+def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: PlanEstimate) -> None:
     best = of_five.best
     assert best is not None
     assert (best.drafting, best.target, best.draft) == (Layout.ASYNC, 4, 1)
@@ -377,7 +379,7 @@ def test_the_mi355x_computes_faster_than_the_mi350x_and_reads_as_fast() -> None:
     assert faster.step_s(model, 1, computed) < slower.step_s(model, 1, computed)
 
 
-def test_the_json_holds_every_layout(of_five: Plan) -> None:
+def test_the_json_holds_every_layout(of_five: PlanEstimate) -> None:
     (entry,) = json.loads(json.dumps(as_json([of_five])))
     assert [layout["mode"] for layout in entry["layouts"]] == ["ar", "sd", "ssd"]
     assert entry["take"] == "ssd"

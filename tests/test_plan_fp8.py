@@ -14,7 +14,7 @@ from ssd_serve.models.weights import linear
 from ssd_serve.models.weights.quantization import Fp8Scheme
 from ssd_serve.plan import known_models as plan_models
 from ssd_serve.plan.device_tables import device_sheet, sheet_names
-from ssd_serve.plan.devices import Measured, Sheets
+from ssd_serve.plan.devices import MeasuredRoofs, Sheets
 from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.known_models import (
     Computing,
@@ -115,7 +115,9 @@ def test_models_that_are_not_fp8_are_as_before() -> None:
 
 def test_a_measured_device_reads_less_and_computes_as_long() -> None:
     """1 GB in bf16 takes 100 ms for one row and 250 ms for four; in fp8 reading takes 50 ms less."""
-    platform = Measured("GPU", 1, {1: Roof(0, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15)}, 1e10, False, 0, 0.0)
+    platform = MeasuredRoofs(
+        "GPU", 1, {1: Roof(0, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15)}, 1e10, False, 0, 0.0
+    )
     size = 1_000_000_000
     wide = PlannedModel("small", 1, 8, 1000, 4096, size // 2, size, size, size, 1000, 0.0)
     narrow = replace(wide, matrix_bytes=size // 2)

@@ -37,7 +37,7 @@ from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.environment import Environment, Measured
+from ssd_serve.verifier.environment import Environment, MeasuredStart
 from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
@@ -59,7 +59,7 @@ class AssembledVerifier:
     engine: Engine
     facts: ModelFacts
     hello: Hello
-    measured: Measured
+    measured: MeasuredStart
     step_s: float
     gains: GainFile
     differences: DifferenceLog
@@ -208,10 +208,10 @@ def _layouts(mode: Mode, cores: Cores) -> tuple[Layout, ...]:
 
 def _measured(
     slots: int, model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles, gains: GainFile
-) -> Measured:
+) -> MeasuredStart:
     """What is measured or remembered; of layouts nothing is remembered where forwards take other times."""
     timings = _timings(model, cores, layouts, files)
-    return Measured(slots, timings, {} if files.measured_otherwise else gains.read())
+    return MeasuredStart(slots, timings, {} if files.measured_otherwise else gains.read())
 
 
 def _timings(
@@ -228,7 +228,7 @@ def _timings(
 
 
 def _governing(
-    settings: Settings, cores: Cores, layouts: tuple[Layout, ...], measured: Measured
+    settings: Settings, cores: Cores, layouts: tuple[Layout, ...], measured: MeasuredStart
 ) -> Governing:
     """What may change while the engine runs, beginning with the first layout."""
     cores.enter(layouts[0])

@@ -18,7 +18,7 @@ from ssd_serve.verifier.planning.cost import Timing
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStart:
     """What a verifier finds out while it starts, about this machine at this moment."""
 
     slots: int
@@ -49,7 +49,7 @@ class Environment:
     """Stands before each drafter's channel."""
     model: Callable[[Model], Model] = _unwrapped
     """Stands before the target as rounds see it."""
-    measured: Measured | None = None
+    measured: MeasuredStart | None = None
     """None: it is measured."""
     drafts_inline: bool = True
     """Whether a draft model must be loaded where one drafts inline."""

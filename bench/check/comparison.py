@@ -27,7 +27,7 @@ class Code(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Passes:
     """Speeds in tokens/s by mode and pass, of both codes, and the ratios new/old."""
 
     new: dict[str, list[float]]
@@ -65,7 +65,7 @@ def compare(
     least: int,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
-) -> Found:
+) -> Passes:
     """Pairs of passes until `seconds` have gone by, at least `least`, after one that is not counted."""
     codes = {"new": new, "old": old}
     speeds: dict[str, dict[str, list[float]]] = {name: {mode: [] for mode in MODES} for name in codes}
@@ -87,10 +87,10 @@ def compare(
         if interval is None:
             raise SsdError("one pair of passes says nothing about spread; measure for longer")
         ratios[mode] = interval
-    return Found(speeds["new"], speeds["old"], ratios)
+    return Passes(speeds["new"], speeds["old"], ratios)
 
 
-def table(found: Found, base: str) -> str:
+def table(found: Passes, base: str) -> str:
     """The verdict for people."""
     rows = (
         (

@@ -20,7 +20,7 @@ def main(job: dict[str, Any]) -> None:
 
     import ssd_serve
     from ssd_serve.bench.prompts import Prompt, refuse_loops
-    from ssd_serve.bench.rig import Rig, Way, remote_drafter, use_cores
+    from ssd_serve.bench.rig import EngineWay, Rig, remote_drafter, use_cores
     from ssd_serve.bench.stage import CORES
     from ssd_serve.bench.timed_request import Runner
     from ssd_serve.settings import Mode, Settings
@@ -28,7 +28,7 @@ def main(job: dict[str, Any]) -> None:
     use_cores(str(CORES.target))
     settings = Settings(target=job["target"], draft=job["draft"], mode=Mode.SSD, prefix_cache=False)
     rig = Rig(settings)
-    ar, ssd = rig.engine(Way("ar")), rig.engine(Way("ssd"))
+    ar, ssd = rig.engine(EngineWay("ar")), rig.engine(EngineWay("ssd"))
     prompts = [Prompt(each["path"], tuple(each["tokens"]), each["seed"]) for each in job["prompts"]]
     runner, count = Runner(job["tokens"]), job["prompts_of_a_pass"]
     with remote_drafter(rig, ssd, str(CORES.draft)):

@@ -36,14 +36,14 @@ def _repeats(text: str) -> int:
 
 def _run_kernels(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
-    from ssd_serve.bench.kernels.timing import Plan, run_kernels, table
+    from ssd_serve.bench.kernels.timing import KernelPlan, run_kernels, table
     from ssd_serve.kernels.native.library import native_library
     from ssd_serve.settings import Settings
 
     heads, kv_heads, head_dim = args.heads
     if min(args.heads) < 1 or heads % kv_heads:
         raise SettingsError("--heads: query heads must be a multiple of KV heads, and all at least 1")
-    plan = Plan(_chosen(args.device), heads, kv_heads, head_dim, args.repeats)
+    plan = KernelPlan(_chosen(args.device), heads, kv_heads, head_dim, args.repeats)
     result = run_kernels(plan, native_library(Settings()), say)
     return Report(result, table)
 

@@ -10,22 +10,26 @@ from dataclasses import dataclass
 import torch
 
 from ssd_serve.kernels.attention.contract import Maker
-from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Asked, Heads, Trial, largest_error
+from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Heads, Trial, TriedRequest, largest_error
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BATCHES: dict[str, tuple[Asked, ...]] = {
+BATCHES: dict[str, tuple[TriedRequest, ...]] = {
     "trees beside a chunk": SMALL[0],
     "single rows": SMALL[1],
     "more than is read at once": SMALL[2],
-    "parts of a long prefix": (Asked(1100, 6), Asked(513, 1), Asked(512, 2)),
-    "one row, nothing before it": (Asked(0, 1),),
-    "a root without nodes beside a deep tree": (Asked(300, 1), Asked(40, 17, depth=16)),
-    "128 nodes": (Asked(200, 128, in_order=True),),
-    "a crowd": tuple(Asked(7 * index, 1 + index % 4) for index in range(64)),
-    "prompts": (Asked(0, 128, depth=0), Asked(130, 65, depth=0, in_order=True), Asked(31, 12)),
-    "8,192 tokens": (Asked(8192 - 16, 16), Asked(3, 4)),
-    "padding rows": (Asked(90, 8), *(Asked(0, 1),) * 7),
+    "parts of a long prefix": (TriedRequest(1100, 6), TriedRequest(513, 1), TriedRequest(512, 2)),
+    "one row, nothing before it": (TriedRequest(0, 1),),
+    "a root without nodes beside a deep tree": (TriedRequest(300, 1), TriedRequest(40, 17, depth=16)),
+    "128 nodes": (TriedRequest(200, 128, in_order=True),),
+    "a crowd": tuple(TriedRequest(7 * index, 1 + index % 4) for index in range(64)),
+    "prompts": (
+        TriedRequest(0, 128, depth=0),
+        TriedRequest(130, 65, depth=0, in_order=True),
+        TriedRequest(31, 12),
+    ),
+    "8,192 tokens": (TriedRequest(8192 - 16, 16), TriedRequest(3, 4)),
+    "padding rows": (TriedRequest(90, 8), *(TriedRequest(0, 1),) * 7),
 }
 """What is asked of one forward, by name. A padding row is a request that sees only itself."""
 LARGE = ("a crowd", "8,192 tokens")
@@ -35,7 +39,7 @@ _FEW_HEADS = ((4, 1), (2, 2), (4, 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ConformanceRow:
     """One batch with one shape of heads."""
 
     batch: str
@@ -44,7 +48,7 @@ class Result:
 
 def conformance(
     make: Maker, device: str, dtypes: Sequence[torch.dtype] = DTYPES, *, quick: bool = False
-) -> Iterator[Result]:
+) -> Iterator[ConformanceRow]:
     """Every batch with one shape of heads, and one batch with all shapes, for each dtype; `quick`: with
     few heads, and without the largest. Errors that the backend raises are the caller's."""
     for dtype in dtypes:
@@ -52,19 +56,19 @@ def conformance(
         yield from every_shape(make, device, dtype, quick=quick)
 
 
-def every_batch(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[Result]:
+def every_batch(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[ConformanceRow]:
     """The first part: all batches, with one shape of heads."""
     for name, asked in BATCHES.items():
         if quick and name in LARGE:
             continue
         heads = Heads(*(_FEW_HEADS[0] if quick else (8, 2)), 64, dtype)
-        yield Result(name, Trial(heads, largest_error(make, heads, asked, device)))
+        yield ConformanceRow(name, Trial(heads, largest_error(make, heads, asked, device)))
 
 
-def every_shape(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[Result]:
+def every_shape(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[ConformanceRow]:
     """The second part: all shapes of heads, with one batch."""
     name, asked = next(iter(BATCHES.items()))
     for head_dim in HEAD_DIMS:
         for query_heads, kv_heads in _FEW_HEADS if quick else RATIOS:
             heads = Heads(query_heads, kv_heads, head_dim, dtype)
-            yield Result(name, Trial(heads, largest_error(make, heads, asked, device)))
+            yield ConformanceRow(name, Trial(heads, largest_error(make, heads, asked, device)))

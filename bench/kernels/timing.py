@@ -22,7 +22,7 @@ from ssd_serve.errors import UserError, in_a_line
 from ssd_serve.kernels.attention.backends import Candidate, candidates
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.kernels.attention.self_test import Asked, first_failure, layout_order, random_batch
+from ssd_serve.kernels.attention.self_test import TriedRequest, first_failure, layout_order, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.dtypes import dtype_name
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
@@ -30,15 +30,15 @@ from ssd_serve.models.sizes import attention_dtype
 from ssd_serve.plan.roof import Effort, Roof, measure_roof
 from ssd_serve.settings import Settings
 
-SHAPES: dict[str, tuple[Asked, ...]] = {
-    "1 row after 512": (Asked(512, 1),),
-    "1 row after 4,096": (Asked(4096, 1),),
-    "16 nodes after 512": (Asked(512, 17),),
-    "16 nodes after 4,096": (Asked(4096, 17),),
-    "64 nodes after 4,096": (Asked(4096, 65),),
-    "8 x 8 nodes after 1,024": (Asked(1024, 9),) * 8,
-    "32 x 1 row after 1,024": (Asked(1024, 1),) * 32,
-    "512 rows of a prompt": (Asked(0, 512, depth=0),),
+SHAPES: dict[str, tuple[TriedRequest, ...]] = {
+    "1 row after 512": (TriedRequest(512, 1),),
+    "1 row after 4,096": (TriedRequest(4096, 1),),
+    "16 nodes after 512": (TriedRequest(512, 17),),
+    "16 nodes after 4,096": (TriedRequest(4096, 17),),
+    "64 nodes after 4,096": (TriedRequest(4096, 65),),
+    "8 x 8 nodes after 1,024": (TriedRequest(1024, 9),) * 8,
+    "32 x 1 row after 1,024": (TriedRequest(1024, 1),) * 32,
+    "512 rows of a prompt": (TriedRequest(0, 512, depth=0),),
 }
 _MIN_LAYERS = 8
 _MAX_LAYERS = 256
@@ -47,7 +47,7 @@ _KEPT_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class KernelPlan:
     """The model's shape and how often each is timed, at least twice. `device` is torch's name."""
 
     device: str = "cpu"
@@ -57,7 +57,9 @@ class Plan:
     repeats: int = 7
 
 
-def run_kernels(plan: Plan, native: NativeLibrary | None, say: Callable[[str], None]) -> dict[str, object]:
+def run_kernels(
+    plan: KernelPlan, native: NativeLibrary | None, say: Callable[[str], None]
+) -> dict[str, object]:
     """`{"benchmark", "results", "skipped", ...}`: a row for each shape and backend that works, and why
     others do not."""
     dtype = attention_dtype(plan.device, torch.bfloat16)
@@ -181,7 +183,11 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _shape(
-    plan: Plan, dtype: torch.dtype, asked: Sequence[Asked], native: NativeLibrary | None, roof: Roof
+    plan: KernelPlan,
+    dtype: torch.dtype,
+    asked: Sequence[TriedRequest],
+    native: NativeLibrary | None,
+    roof: Roof,
 ) -> tuple[list[dict[str, object]], dict[str, str]]:
     """A row for each backend that works, and why others do not."""
     slots = 64 + sum(each.prefix + each.rows for each in asked)
@@ -252,13 +258,15 @@ def _forward(backend: AttentionBackend[Any], batch: Batch, queries: torch.Tensor
     return time.perf_counter() - started
 
 
-def _bytes(plan: Plan, dtype: torch.dtype, asked: Sequence[Asked]) -> int:
+def _bytes(plan: KernelPlan, dtype: torch.dtype, asked: Sequence[TriedRequest]) -> int:
     """Keys and values of all requests, each read once."""
     entries = sum(each.prefix + each.rows for each in asked)
     return entries * 2 * plan.kv_heads * plan.head_dim * dtype.itemsize
 
 
-def min_seconds(plan: Plan, dtype: torch.dtype, asked: Sequence[Asked], batch: Batch, roof: Roof) -> float:
+def min_seconds(
+    plan: KernelPlan, dtype: torch.dtype, asked: Sequence[TriedRequest], batch: Batch, roof: Roof
+) -> float:
     """What the device cannot beat: only entries that a row sees need products."""
     products = sum(each.rows * each.prefix for each in asked) + int(batch.ancestry_bits().sum())
     return roof.seconds(_bytes(plan, dtype, asked), 4.0 * products * plan.heads * plan.head_dim)

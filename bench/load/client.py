@@ -48,7 +48,7 @@ class Endpoint:
         """Of the requests."""
         return CHAT if self.chat else COMPLETIONS
 
-    def body(self, wanted: "Wanted") -> dict[str, object]:
+    def body(self, wanted: "LoadRequest") -> dict[str, object]:
         """One request. Optional fields are left out where nothing was said about them."""
         prompt = wanted.prompt if isinstance(wanted.prompt, str) else list(wanted.prompt)
         asked: dict[str, object] = (
@@ -71,7 +71,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadRequest:
     """A request to send: prompt (ids, or text), how many tokens to generate at most, in an open loop its time
     of arrival, and the file that it goes on with, where it is known."""
 
@@ -133,7 +133,7 @@ class Answer:
 class Recording:
     """A stream as it comes in: bytes with their times."""
 
-    wanted: Wanted
+    wanted: LoadRequest
     due_s: float = 0.0
     sent_s: float = 0.0
     ended_s: float = 0.0
@@ -156,7 +156,7 @@ class LoadClient:
     ) -> None:
         await self._http.aclose()
 
-    async def closed_loop(self, wanted: Sequence[Wanted], concurrency: int) -> list[Answer]:
+    async def closed_loop(self, wanted: Sequence[LoadRequest], concurrency: int) -> list[Answer]:
         """Send all requests, `concurrency` at a time, each as soon as another has ended."""
         waiting = iter(wanted)
         recordings: list[Recording] = []
@@ -169,7 +169,7 @@ class LoadClient:
         await asyncio.gather(*(send_one_after_another() for _ in range(concurrency)))
         return [read(recording, self._endpoint.exact) for recording in recordings]
 
-    async def open_loop(self, wanted: Sequence[Wanted], concurrency: int | None = None) -> list[Answer]:
+    async def open_loop(self, wanted: Sequence[LoadRequest], concurrency: int | None = None) -> list[Answer]:
         """Send each request at its time of arrival, however many are still running; with a `concurrency`
         those beyond it wait here."""
         start = time.perf_counter() + _START_S

@@ -137,18 +137,18 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
 def _run_load(args: argparse.Namespace) -> Report:
     need("ssd bench load", "httpx", "scipy", *(("matplotlib",) if args.plot else ()))
-    from ssd_serve.bench.load.plan import Plan
+    from ssd_serve.bench.load.plan import LoadPlan
     from ssd_serve.bench.load.report import load_plot, load_tables
     from ssd_serve.bench.load.requests import Mix
     from ssd_serve.bench.load.run import run_load
-    from ssd_serve.bench.load.statistics import Limits
+    from ssd_serve.bench.load.statistics import GoodLimits
     from ssd_serve.bench.load.traffic import OpenLoop
 
     if args.no_closed_loop and not args.offered and args.trace is None:
         raise UserError("--no-closed-loop and no --offered leave nothing to do: give --trace")
     if args.busy_core is not None and args.busy_core not in this_machine().cores:
         raise UserError(f"--busy-core {args.busy_core}: this process may not use that core")
-    plan = Plan(
+    plan = LoadPlan(
         modes=tuple(dict.fromkeys(args.modes)),
         concurrencies=() if args.no_closed_loop else tuple(sorted(set(args.concurrency))),
         pairs=args.pairs,
@@ -160,7 +160,7 @@ def _run_load(args: argparse.Namespace) -> Report:
         mix=Mix(min(args.prompt_tokens), max(args.prompt_tokens), args.tokens, args.shared_prefixes),
         open_loop=OpenLoop(tuple(sorted(set(args.offered))), args.open_requests, args.open_runs),
         temperature=args.temperature,
-        limits=Limits(args.ttft_limit_ms, args.tpot_limit_ms),
+        limits=GoodLimits(args.ttft_limit_ms, args.tpot_limit_ms),
         ballast=args.ballast,
         devices=args.devices,
         resume=not args.no_resume,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.load.groups import ALL, SAME
 from ssd_serve.bench.load.keys import most_at_once
-from ssd_serve.bench.load.result import Ratio
-from ssd_serve.bench.load.statistics import Limits, duration, is_good, summary, throughput, whole_ms
+from ssd_serve.bench.load.result import LoadRatio
+from ssd_serve.bench.load.statistics import GoodLimits, duration, is_good, summary, throughput, whole_ms
 from ssd_serve.bench.statistics import quartiles, ratio_interval
 
 
@@ -52,7 +52,7 @@ class Burst:
         return throughput(self.answers)
 
 
-def results(bursts: Sequence[Burst], setting: str, limits: Limits) -> list[dict[str, object]]:
+def results(bursts: Sequence[Burst], setting: str, limits: GoodLimits) -> list[dict[str, object]]:
     """One row for each load and mode. Throughput is the median burst's."""
     rows: list[dict[str, object]] = []
     for ((offered, concurrency), mode), some in _grouped(bursts).items():
@@ -102,7 +102,7 @@ def pairs(bursts: Sequence[Burst], setting: str) -> list[dict[str, object]]:
     ]
 
 
-def ratios(bursts: Sequence[Burst]) -> list[Ratio]:
+def ratios(bursts: Sequence[Burst]) -> list[LoadRatio]:
     """Auto against every other mode of its group, pair by pair; bursts with a failed request are left out."""
     speeds: dict[tuple[float, int], dict[str, dict[int, float]]] = {}
     for burst in bursts:
@@ -122,7 +122,7 @@ def ratios(bursts: Sequence[Burst]) -> list[Ratio]:
 
 def _against(
     load: tuple[float, int], own: Mapping[int, float], name: str, others: Mapping[str, Mapping[int, float]]
-) -> Iterator[Ratio]:
+) -> Iterator[LoadRatio]:
     """One mode's speeds by pair against those of others, of which the best has the highest geometric mean."""
     means = {mode: statistics.geometric_mean(list(speeds.values())) for mode, speeds in others.items()}
     best = max(means, key=means.__getitem__, default=None)
@@ -130,7 +130,7 @@ def _against(
     for mode, speeds in others.items():
         found = [speed / speeds[pair] for pair, speed in own.items() if pair in speeds]
         if found:
-            yield Ratio(
+            yield LoadRatio(
                 concurrency=concurrency,
                 offered=offered,
                 ratio=f"{name}/{mode}",

@@ -6,7 +6,7 @@ from pathlib import Path
 from ssd_serve.bench.load.outcome import Burst
 from ssd_serve.bench.load.requests import Mix
 from ssd_serve.bench.load.setups import Devices
-from ssd_serve.bench.load.statistics import Limits
+from ssd_serve.bench.load.statistics import GoodLimits
 from ssd_serve.bench.load.traffic import OpenLoop
 
 _FEWEST = 4
@@ -15,7 +15,7 @@ _CROWD = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """What to run. `launches` share the pairs out; every launch has its own warm-up and resume check.
 
     `learning` bursts more warm up the modes that choose by measuring; a `fresh` launch remembers nothing of
@@ -34,7 +34,7 @@ class Plan:
     mix: Mix
     open_loop: OpenLoop
     temperature: float
-    limits: Limits
+    limits: GoodLimits
     ballast: bool
     devices: Devices
     resume: bool
@@ -54,7 +54,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Found:
+class Findings:
     """What was measured so far, of all launches."""
 
     bursts: list[Burst] = field(default_factory=list[Burst])

@@ -9,7 +9,7 @@ import msgspec
 
 from ssd_serve.bench.document import read_as
 from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
-from ssd_serve.bench.load.result import Percentiles, Ratio, Result, Resume, Row, Steps
+from ssd_serve.bench.load.result import ChunkStepsMs, LoadRatio, LoadResult, LoadRow, Percentiles, Resume
 from ssd_serve.bench.tables import markdown_table
 
 _MODES = {
@@ -66,11 +66,13 @@ def load_plot(result: Mapping[str, object]) -> str:
     return as_svg(plot([Panel("tokens a second", speeds), Panel("ms per output token, median", waits)]))
 
 
-def _converted(result: Mapping[str, object]) -> Result:
-    return read_as(Result, result, "ssd bench load")
+def _converted(result: Mapping[str, object]) -> LoadResult:
+    return read_as(LoadResult, result, "ssd bench load")
 
 
-def _lines(rows: Sequence[Row], value: Callable[[Row], float | None]) -> dict[str, list[tuple[int, float]]]:
+def _lines(
+    rows: Sequence[LoadRow], value: Callable[[LoadRow], float | None]
+) -> dict[str, list[tuple[int, float]]]:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         found = value(row)
@@ -79,14 +81,14 @@ def _lines(rows: Sequence[Row], value: Callable[[Row], float | None]) -> dict[st
     return lines
 
 
-def _closed(rows: Sequence[Row]) -> str:
+def _closed(rows: Sequence[LoadRow]) -> str:
     if not rows:
         return ""
     table = markdown_table(("at once", *_columns(rows)), ((row.concurrency, *_cells(row)) for row in rows))
     return f"Closed loop: always so many requests at once.\n\n{table}"
 
 
-def _open(rows: Sequence[Row], found: Result) -> str:
+def _open(rows: Sequence[LoadRow], found: LoadResult) -> str:
     if not rows:
         return ""
     best = max(found.capacities, key=found.capacities.__getitem__, default="")
@@ -103,17 +105,17 @@ def _open(rows: Sequence[Row], found: Result) -> str:
     )
 
 
-def _trace_table(rows: Sequence[Row]) -> str:
+def _trace_table(rows: Sequence[LoadRow]) -> str:
     mode, _, *others = _columns(rows)
     return markdown_table((mode, "tokens/s", *others), map(_cells, rows))
 
 
-def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
+def _columns(rows: Sequence[LoadRow]) -> tuple[str, ...]:
     good = f"good at {' / '.join(rows[0].good)} times the limits"
     return (*_COLUMNS, good, "tokens a round", "nodes a round")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: LoadRow) -> tuple[str, ...]:
     """From the mode on."""
     quartiles = row.tokens_per_s_quartiles
     spread = f" ({quartiles[0]:.1f} to {quartiles[-1]:.1f})" if quartiles else ""
@@ -129,7 +131,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _ratio_table(ratios: Sequence[Ratio], prefix: str) -> str:
+def _ratio_table(ratios: Sequence[LoadRatio], prefix: str) -> str:
     """Auto's ratios, a row for each concurrency and a column for each other mode; the best mode is bold."""
     some = [each for each in ratios if each.ratio.startswith(prefix)]
     if not some:
@@ -158,12 +160,12 @@ def _ratio_table(ratios: Sequence[Ratio], prefix: str) -> str:
     return f"{markdown_table(('offered' if opened else 'at once', *names, 'auto is'), rows)}\n\n{told}"
 
 
-def _ratio(each: Ratio) -> str:
+def _ratio(each: LoadRatio) -> str:
     text = "one pair" if each.faster is None else str(each.faster)
     return f"**{text}**" if each.best else text
 
 
-def _trace_head(found: Result) -> str:
+def _trace_head(found: LoadResult) -> str:
     told = found.notes.get("trace")
     trace = msgspec.convert(told, type=dict[str, object]) if told else {}
     return (
@@ -196,11 +198,11 @@ def _resume_table(checks: Sequence[Resume]) -> str:
     return f"**When the load goes**: ms until a round accepts a guess again.\n\n{markdown_table(head, rows)}"
 
 
-def _resumed(steps: Steps) -> str:
+def _resumed(steps: ChunkStepsMs) -> str:
     return f"{_number(steps.speculated_ms, 'never')}, {_number(steps.longest_gap_ms)}"
 
 
-def _where(found: Result) -> str:
+def _where(found: LoadResult) -> str:
     plan, hardware, versions = found.plan, found.hardware, found.versions
     client = max((row.client_cpu_share for row in found.results), default=0.0)
     idle = max((row.idle_servers_cpu_share for row in found.results), default=0.0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ssd_serve.bench.load.client import Wanted
+from ssd_serve.bench.load.client import LoadRequest
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.models.hub import resolve_model
@@ -32,7 +32,7 @@ class Mix:
     prefix: int = 256
 
 
-Candidates = Callable[[int], Wanted]
+Candidates = Callable[[int], LoadRequest]
 """The n-th request of those that can be sent in the same place: another text of the same length."""
 
 
@@ -50,7 +50,7 @@ class RequestMaker:
     def __init__(self, pool: Sequence[Prompt]) -> None:
         self._pool = pool
 
-    def burst(self, name: str, count: int, mix: Mix) -> list[Wanted]:
+    def burst(self, name: str, count: int, mix: Mix) -> list[LoadRequest]:
         """The first candidates."""
         return [candidates(0) for candidates in self.candidates(name, count, mix)]
 
@@ -74,14 +74,14 @@ class RequestMaker:
         rest, path = self._text(_number(own) if attempt else start, length - len(begin))
         return Prompt(path, begin + rest, _number(own))
 
-    def _request(self, name: str, start: int, mix: Mix, attempt: int) -> Wanted:
+    def _request(self, name: str, start: int, mix: Mix, attempt: int) -> LoadRequest:
         prompt = self.prompt(name, start, mix, attempt)
-        return Wanted(prompt.tokens, mix.tokens, prompt.seed, path=prompt.path)
+        return LoadRequest(prompt.tokens, mix.tokens, prompt.seed, path=prompt.path)
 
-    def _arriving(self, name: str, arrival: Arrival, attempt: int) -> Wanted:
+    def _arriving(self, name: str, arrival: Arrival, attempt: int) -> LoadRequest:
         own = _attempt(name, attempt)
         text, path = self._text(_number(own), arrival.context_tokens)
-        return Wanted(text, arrival.generated_tokens, _number(f"seed:{own}"), arrival.at_s, path)
+        return LoadRequest(text, arrival.generated_tokens, _number(f"seed:{own}"), arrival.at_s, path)
 
     def _text(self, start: int, length: int) -> tuple[tuple[int, ...], str]:
         """So many tokens, and the file that they end in."""

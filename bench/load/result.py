@@ -13,7 +13,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
     """One mode under one load: a concurrency, arrivals at a share of the capacity, or a trace."""
 
     mode: str
@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.goodput_shares or {"1": self.goodput_share}
 
 
-class Ratio(msgspec.Struct, frozen=True):
+class LoadRatio(msgspec.Struct, frozen=True):
     """Auto against another mode under one load; `faster` is None where it is a single pair."""
 
     concurrency: int
@@ -51,7 +51,7 @@ class Ratio(msgspec.Struct, frozen=True):
     offered: float = 0.0
 
 
-class Steps(msgspec.Struct, frozen=True):
+class ChunkStepsMs(msgspec.Struct, frozen=True):
     """Chunks after a moment."""
 
     first_chunk_ms: float | None
@@ -67,19 +67,19 @@ class Resume(msgspec.Struct, frozen=True):
     concurrency: int
     outlived_the_burst: bool
     tokens_per_chunk_under_load: float | None
-    survivor_after_burst: Steps
-    single_before_burst: Steps
-    single_after_burst: Steps
+    survivor_after_burst: ChunkStepsMs
+    single_before_burst: ChunkStepsMs
+    single_after_burst: ChunkStepsMs
 
 
-class Limits(msgspec.Struct, frozen=True):
+class _Limits(msgspec.Struct, frozen=True):
     """What a good answer keeps."""
 
     ttft_ms: float
     tpot_ms: float
 
 
-class Mix(msgspec.Struct, frozen=True):
+class _Mix(msgspec.Struct, frozen=True):
     """What requests were like."""
 
     shortest: int
@@ -89,16 +89,16 @@ class Mix(msgspec.Struct, frozen=True):
     prefix: int
 
 
-class Plan(msgspec.Struct, frozen=True):
+class _Plan(msgspec.Struct, frozen=True):
     """What was run."""
 
     setting: str
     temperature: float
     launches: int
-    limits: Limits
+    limits: _Limits
     time_scale: float
     length_scale: float = 1.0
-    mix: Mix | None = None
+    mix: _Mix | None = None
     tokens: int = 0
     prompt_tokens: int = 0
 
@@ -114,13 +114,13 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
 
-class Result(msgspec.Struct, frozen=True):
+class LoadResult(msgspec.Struct, frozen=True):
     """What is read of a result; whatever else it holds is left alone."""
 
-    plan: Plan
-    results: list[Row]
-    ratios: list[Ratio]
-    trace: list[Row]
+    plan: _Plan
+    results: list[LoadRow]
+    ratios: list[LoadRatio]
+    trace: list[LoadRow]
     resume: list[Resume]
     notes: dict[str, object]
     hardware: dict[str, object]

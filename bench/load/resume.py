@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssd_serve.bench.load.client import Answer, LoadClient, Recording, Wanted, read
+from ssd_serve.bench.load.client import Answer, LoadClient, LoadRequest, Recording, read
 from ssd_serve.bench.load.statistics import speculation_figures
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class ChunkSteps:
     """Chunks after a moment, in seconds from it; None where it did not happen.
 
     `first_chunk_s` is when the first chunk came, `speculated_s` when the first with an accepted guess came.
@@ -27,12 +27,12 @@ class Steps:
     tokens_per_chunk: float | None
 
 
-def steps_after(arrivals: Sequence[tuple[float, int]], moment_s: float) -> Steps:
+def steps_after(arrivals: Sequence[tuple[float, int]], moment_s: float) -> ChunkSteps:
     """What came after the moment. Gaps are between chunks, the first one counted from the moment."""
     later = [(at - moment_s, count) for at, count in arrivals if at > moment_s]
     times = [0.0, *(at for at, _ in later)]
     gaps = [after - before for before, after in itertools.pairwise(times)]
-    return Steps(
+    return ChunkSteps(
         first_chunk_s=later[0][0] if later else None,
         speculated_s=next((at for at, count in later if count > 1), None),
         longest_gap_s=max(gaps, default=None),
@@ -44,9 +44,9 @@ def steps_after(arrivals: Sequence[tuple[float, int]], moment_s: float) -> Steps
 class ResumePlan:
     """One check: a request alone, a long one beside a burst, and the first one again right after it."""
 
-    single: Wanted
-    survivor: Wanted
-    burst: Sequence[Wanted]
+    single: LoadRequest
+    survivor: LoadRequest
+    burst: Sequence[LoadRequest]
     concurrency: int
     alone_s: float
     """How long the long request is followed after the burst has ended; then the client hangs up."""
@@ -77,12 +77,12 @@ async def check_resume(client: LoadClient, plan: ResumePlan) -> dict[str, object
     }
 
 
-def _whole(answer: Answer) -> Steps:
+def _whole(answer: Answer) -> ChunkSteps:
     """The steps of an answer after its first token, which no drafter could have guessed."""
     return steps_after(answer.arrivals, answer.arrivals[0][0]) if answer.arrivals else steps_after((), 0.0)
 
 
-def _told(steps: Steps) -> dict[str, float | None]:
+def _told(steps: ChunkSteps) -> dict[str, float | None]:
     return {
         "first_chunk_ms": _ms(steps.first_chunk_s),
         "speculated_ms": _ms(steps.speculated_s),

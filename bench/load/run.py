@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 
 from ssd_serve.bench.emulated import emulated_table
-from ssd_serve.bench.load.client import Endpoint, LoadClient, Wanted
+from ssd_serve.bench.load.client import Endpoint, LoadClient, LoadRequest
 from ssd_serve.bench.load.conditions import busy, empty_cache
 from ssd_serve.bench.load.groups import turn
 from ssd_serve.bench.load.outcome import pairs, ratios, results
-from ssd_serve.bench.load.plan import Found, Plan
+from ssd_serve.bench.load.plan import Findings, LoadPlan
 from ssd_serve.bench.load.requests import RequestMaker
 from ssd_serve.bench.load.servers import Server, served
-from ssd_serve.bench.load.session import Session
+from ssd_serve.bench.load.session import LoadSession
 from ssd_serve.bench.load.sets import Sets, candidate_sets, choose
 from ssd_serve.bench.load.setups import setups
 from ssd_serve.bench.load.trace import Arrival, fit, read_trace
@@ -35,7 +35,7 @@ from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import EMBEDDED, Mode, Settings
 
 
-def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
+def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> dict[str, object]:
     """`{"benchmark": "load", "plan", "results", "pairs", "ratios", "capacities", "trace", "resume",
     "notes"}`.
 
@@ -51,7 +51,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
     pool = held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target), plan.mix.longest)
     maker = RequestMaker(pool)
     setting = "emulated" if table else "ballast" if plan.ballast else "real"
-    found = Found()
+    found = Findings()
     with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
         folder = Path(name)
         own = settings.model_copy(update={"prefix_cache": plan.mix.shared > 0, "generation_config": "none"})
@@ -65,7 +65,7 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
         found.notes["device_table"] = table
         connect = _connector(plan.temperature, own.api_key)
         sets = _sets(own, plan, maker, trace, folder, connect, found, say)
-        session = Session(plan, maker, sets, chosen.client, connect, found, say)
+        session = LoadSession(plan, maker, sets, chosen.client, connect, found, say)
         for launch in range(plan.launches):
             order = turn(list(chosen.servers), launch)
             say(f"launch {launch + 1} of {plan.launches}: starting {', '.join(order)}")
@@ -91,14 +91,14 @@ def run_load(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict
 
 def _sets(
     settings: Settings,
-    plan: Plan,
+    plan: LoadPlan,
     maker: RequestMaker,
     trace: Sequence[Arrival],
     folder: Path,
     connect: Callable[[Server], LoadClient],
-    found: Found,
+    found: Findings,
     say: Callable[[str], None],
-) -> dict[str, list[Wanted]]:
+) -> dict[str, list[LoadRequest]]:
     """The requests that count: a plain server of the same weights continues them all, and is gone before
     anybody is measured."""
     plainly = settings.model_copy(update={"mode": Mode.AR, "model_wrapper": None})

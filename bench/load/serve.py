@@ -12,7 +12,7 @@ from datetime import datetime
 import httpx
 
 from ssd_serve.bench.load.arrivals import arrival_times
-from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted, open_client
+from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, LoadRequest, open_client
 from ssd_serve.bench.load.keys import detailed, serve_keys
 from ssd_serve.bench.metrics_page import metric
 from ssd_serve.bench.tables import text_table
@@ -31,14 +31,14 @@ _LATENCIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """What is sent: `wanted` at `rate` a second (infinite: all at once), at most `concurrency` at a time.
 
     `limits` of goodput are milliseconds by name.
     """
 
     endpoint: Endpoint
-    wanted: Sequence[Wanted]
+    wanted: Sequence[LoadRequest]
     rate: float = math.inf
     burstiness: float = 1.0
     concurrency: int | None = None
@@ -49,18 +49,18 @@ class Plan:
     detailed: bool = False
 
 
-def as_requests(texts: Sequence[str], count: int, tokens: int, seed: int) -> list[Wanted]:
+def as_requests(texts: Sequence[str], count: int, tokens: int, seed: int) -> list[LoadRequest]:
     """As many as are wanted, the texts one after another and from the first on again."""
-    return [Wanted(texts[index % len(texts)], tokens, seed + index) for index in range(count)]
+    return [LoadRequest(texts[index % len(texts)], tokens, seed + index) for index in range(count)]
 
 
-def run_serve(plan: Plan) -> dict[str, object]:
+def run_serve(plan: ServePlan) -> dict[str, object]:
     """The result file. Raises `UserError` for an endpoint that cannot be reached, `SsdError` where it fails
     every request."""
     return asyncio.run(_run(plan))
 
 
-async def _run(plan: Plan) -> dict[str, object]:
+async def _run(plan: ServePlan) -> dict[str, object]:
     endpoint = plan.endpoint
     async with open_client(endpoint.url, endpoint.api_key) as http:
         if endpoint.model is None:

@@ -83,7 +83,7 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
 def _run_serve(args: argparse.Namespace) -> Report:
     need("ssd bench serve", "httpx")
     from ssd_serve.bench.load.client import Endpoint
-    from ssd_serve.bench.load.serve import Plan, as_requests, run_serve, serve_table
+    from ssd_serve.bench.load.serve import ServePlan, as_requests, run_serve, serve_table
 
     endpoint = Endpoint(
         url=args.base_url.rstrip("/").removesuffix("/v1"),
@@ -95,7 +95,7 @@ def _run_serve(args: argparse.Namespace) -> Report:
         token_ids=False,
         more=_object(args.extra_body),
     )
-    plan = Plan(
+    plan = ServePlan(
         endpoint,
         as_requests(_texts(args), args.num_prompts, args.output_len, args.seed),
         rate=args.request_rate,

@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.bench.load.client import Answer, LoadClient, Wanted
+from ssd_serve.bench.load.client import Answer, LoadClient, LoadRequest
 from ssd_serve.bench.load.groups import AUTO, turn
 from ssd_serve.bench.load.outcome import Burst
-from ssd_serve.bench.load.plan import Found, Plan
+from ssd_serve.bench.load.plan import Findings, LoadPlan
 from ssd_serve.bench.load.requests import RequestMaker
 from ssd_serve.bench.load.resume import ResumePlan, check_resume
 from ssd_serve.bench.load.servers import Server, on_cores
@@ -43,7 +43,7 @@ class _Pair:
     offered: float = 0.0
 
 
-class Session:
+class LoadSession:
     """Measures the servers of one launch after the other, and keeps what it finds.
 
     `sets` are the requests that count, `maker` makes the others; `cores` is None where the client may run
@@ -52,12 +52,12 @@ class Session:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LoadPlan,
         maker: RequestMaker,
-        sets: Mapping[str, Sequence[Wanted]],
+        sets: Mapping[str, Sequence[LoadRequest]],
         cores: Device | None,
         connect: Callable[[Server], LoadClient],
-        found: Found,
+        found: Findings,
         say: Callable[[str], None],
         rest_s: float = _REST_S,
     ) -> None:
@@ -133,7 +133,7 @@ class Session:
     async def _pair(
         self,
         pair: "_Pair",
-        wanted: Sequence[Wanted],
+        wanted: Sequence[LoadRequest],
         servers: Mapping[str, Server],
         clients: Mapping[str, LoadClient],
     ) -> None:
@@ -153,7 +153,7 @@ class Session:
                 )
             )
 
-    def _requests(self, name: str, count: int) -> list[Wanted]:
+    def _requests(self, name: str, count: int) -> list[LoadRequest]:
         return self._maker.burst(name, count, self._plan.mix)
 
     def _tell(self, launch: int, what: str, load: tuple[float, int]) -> None:
@@ -173,7 +173,7 @@ class Session:
             return
         (alone,), (survivor,) = self._sets[single(launch)], self._requests(f"survivor:{launch}", 1)
         room = min(server.context for server in servers.values()) - len(survivor.prompt)
-        longer = Wanted(survivor.prompt, min(room, _SURVIVOR * survivor.tokens), survivor.seed)
+        longer = LoadRequest(survivor.prompt, min(room, _SURVIVOR * survivor.tokens), survivor.seed)
         burst = self._requests(f"resume-burst:{launch}", concurrency)
         for name in sorted(servers):
             if servers[name].mode != Mode.AR.value:
@@ -209,7 +209,7 @@ def _shares(
     return (after[1] - before[1]) / wall, own / wall, sum(used.values()) / wall
 
 
-def _check(name: str, wanted: Sequence[Wanted], answers: Sequence[Answer]) -> None:
+def _check(name: str, wanted: Sequence[LoadRequest], answers: Sequence[Answer]) -> None:
     """Single failures are counted; a server that answers nothing ends the benchmark, and so does a loop."""
     if answers and all(answer.error for answer in answers):
         raise SsdError(f"the server '{name}' failed every request: {answers[0].error}")

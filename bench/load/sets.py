@@ -8,8 +8,8 @@ is compared.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.bench.load.client import LoadClient, Wanted
-from ssd_serve.bench.load.plan import Plan
+from ssd_serve.bench.load.client import LoadClient, LoadRequest
+from ssd_serve.bench.load.plan import LoadPlan
 from ssd_serve.bench.load.requests import Candidates, RequestMaker
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.prompts import NEARLY, repeated_share
@@ -35,7 +35,7 @@ def single(launch: int) -> str:
 
 
 def candidate_sets(
-    plan: Plan, maker: RequestMaker, arrivals: Sequence[Arrival], context: int
+    plan: LoadPlan, maker: RequestMaker, arrivals: Sequence[Arrival], context: int
 ) -> dict[str, list[Candidates]]:
     """What can be sent in each set that counts: warm-ups and crowds around a check do not."""
     if (plan.concurrencies or plan.open_loop.shares) and plan.mix.longest + plan.mix.tokens > context:
@@ -57,13 +57,13 @@ def candidate_sets(
 class Sets:
     """Requests by the name of their set, and the share of those tried that was left out."""
 
-    requests: dict[str, list[Wanted]]
+    requests: dict[str, list[LoadRequest]]
     left_out: float
 
 
 async def choose(client: LoadClient, sets: Mapping[str, Sequence[Candidates]], at_once: int) -> Sets:
     """The first candidate of each request whose text does not nearly loop."""
-    found: dict[tuple[str, int], Wanted] = {}
+    found: dict[tuple[str, int], LoadRequest] = {}
     places = [(name, index) for name, some in sets.items() for index in range(len(some))]
     left, tried = places, 0
     for attempt in range(_ATTEMPTS):

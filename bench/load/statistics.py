@@ -15,7 +15,7 @@ WIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GoodLimits:
     """What a good answer keeps, in milliseconds: time to the first token, and per token after it.
 
     MLPerf Inference asks 2000 and 200 of Llama 2 70B as a server, 450 and 40 for interactive use.
@@ -24,12 +24,12 @@ class Limits:
     ttft_ms: float
     tpot_ms: float
 
-    def times(self, factor: float) -> "Limits":
+    def times(self, factor: float) -> "GoodLimits":
         """Limits that are so many times as wide."""
-        return Limits(factor * self.ttft_ms, factor * self.tpot_ms)
+        return GoodLimits(factor * self.ttft_ms, factor * self.tpot_ms)
 
 
-def is_good(answer: Answer, limits: Limits) -> bool:
+def is_good(answer: Answer, limits: GoodLimits) -> bool:
     """Whether the answer is whole and within the limits."""
     if answer.error:
         return False
@@ -47,7 +47,7 @@ def throughput(answers: Sequence[Answer]) -> float:
     return sum(answer.tokens for answer in answers) / duration(answers)
 
 
-def summary(answers: Sequence[Answer], limits: Limits) -> dict[str, object]:
+def summary(answers: Sequence[Answer], limits: GoodLimits) -> dict[str, object]:
     """Latencies over all whole answers, the share of good ones, and speculation."""
     whole = [answer for answer in answers if not answer.error]
     first = [1e3 * answer.ttft_s for answer in whole]
@@ -63,7 +63,7 @@ def summary(answers: Sequence[Answer], limits: Limits) -> dict[str, object]:
     }
 
 
-def _good(answers: Sequence[Answer], limits: Limits) -> float:
+def _good(answers: Sequence[Answer], limits: GoodLimits) -> float:
     return round(sum(is_good(answer, limits) for answer in answers) / len(answers), 4)
 
 

@@ -25,7 +25,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class FittedTrace:
     """The part of a trace that is replayed, and what had to be changed to fit the model.
 
     `left_out` arrivals came after the end. Shares are of the tokens that the trace asks for.
@@ -89,7 +89,7 @@ def fit(
     seconds: float,
     context: int,
     length_scale: float = 1.0,
-) -> Replay:
+) -> FittedTrace:
     """The arrivals within `seconds` after times were multiplied by `time_scale` and lengths by
     `length_scale`, clipped to the context.
 
@@ -103,7 +103,7 @@ def fit(
         output = max(1, min(arrival.generated_tokens, context // 2))
         fitted.append(Arrival(at, max(1, min(arrival.context_tokens, context - output)), output))
     pairs = [(was, now) for (_, was), now in zip(kept, fitted, strict=True)]
-    return Replay(
+    return FittedTrace(
         arrivals=tuple(fitted),
         left_out=len(trace) - len(kept),
         clipped_prompts=sum(now.context_tokens < was.context_tokens for was, now in pairs),

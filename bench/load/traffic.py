@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ssd_serve.bench.load.arrivals import arrival_times
-from ssd_serve.bench.load.client import Answer, LoadClient, Wanted
-from ssd_serve.bench.load.statistics import Limits, duration, summary, throughput, whole_ms
-from ssd_serve.bench.load.trace import Replay
+from ssd_serve.bench.load.client import Answer, LoadClient, LoadRequest
+from ssd_serve.bench.load.statistics import GoodLimits, duration, summary, throughput, whole_ms
+from ssd_serve.bench.load.trace import FittedTrace
 from ssd_serve.bench.statistics import percentile
 
 
@@ -23,14 +23,14 @@ class OpenLoop:
     runs: int = 6
 
 
-def arriving(wanted: Sequence[Wanted], rate: float) -> list[Wanted]:
+def arriving(wanted: Sequence[LoadRequest], rate: float) -> list[LoadRequest]:
     """The requests with times of arrival, which follow from them."""
     times = arrival_times(len(wanted), rate, seed=wanted[0].seed)
     return [replace(each, at_s=at) for each, at in zip(wanted, times, strict=True)]
 
 
 async def capacities(
-    clients: Mapping[str, LoadClient], wanted: Sequence[Wanted], concurrency: int, rest_s: float
+    clients: Mapping[str, LoadClient], wanted: Sequence[LoadRequest], concurrency: int, rest_s: float
 ) -> dict[str, float]:
     """Requests a second of each server where there are always `concurrency` of them, as long as they last."""
     found: dict[str, float] = {}
@@ -41,7 +41,7 @@ async def capacities(
     return found
 
 
-def replay_row(name: str, answers: Sequence[Answer], limits: Limits) -> dict[str, object]:
+def replay_row(name: str, answers: Sequence[Answer], limits: GoodLimits) -> dict[str, object]:
     """One server's figures under the arrivals of a trace."""
     late = [1e3 * (answer.sent_s - answer.due_s) for answer in answers]
     return {
@@ -53,6 +53,6 @@ def replay_row(name: str, answers: Sequence[Answer], limits: Limits) -> dict[str
     }
 
 
-def told(replay: Replay, context: int) -> dict[str, object]:
+def told(replay: FittedTrace, context: int) -> dict[str, object]:
     """For the result file."""
     return {**asdict(replay), "arrivals": len(replay.arrivals), "context": context}

@@ -21,8 +21,8 @@ def add_lossless(commands: Commands) -> None:
 def _run_lossless(args: argparse.Namespace) -> Report:
     """0: lossless; 1: a text differed beyond near-ties, or nothing was speculated where it should be."""
     devices = chosen_devices(args.device, args.draft_device, this_machine(), Devices())
-    from ssd_serve.bench.lossless.proof import QUICK, Plan, run_lossless
+    from ssd_serve.bench.lossless.proof import QUICK, ProofPlan, run_lossless
 
-    plan = QUICK if args.quick else Plan()
+    plan = QUICK if args.quick else ProofPlan()
     result = run_lossless(plan, say, devices)
     return Report(result, code=0 if result["lossless"] else 1)

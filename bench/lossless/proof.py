@@ -16,7 +16,7 @@ import torch
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.bench.lossless.random_pair import write_random_pair
-from ssd_serve.bench.lossless.rig import Case, Outputs, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, Outputs, run_case
 from ssd_serve.devices import pin
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.messages import SamplingParameters, Submit
@@ -40,7 +40,7 @@ _CPUS = Devices()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProofPlan:
     """How much to run."""
 
     pairs: tuple[str, ...] = (EMBEDDED, "random-llama", "random-mistral-window")
@@ -51,11 +51,11 @@ class Plan:
     max_tokens: int = 48
 
 
-QUICK = Plan((EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), sets=1, max_tokens=24)
+QUICK = ProofPlan((EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), sets=1, max_tokens=24)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class _Difference:
     """Where a request first differed from plain decoding, and how close the two tokens' scores are."""
 
     request: int
@@ -68,7 +68,7 @@ class Difference:
         return self.gap < NEAR_TIE
 
 
-def cases(plan: Plan) -> Iterator[Case]:
+def cases(plan: ProofPlan) -> Iterator[Case]:
     """The full product."""
     for batch in plan.batches:
         yield Case("ar", batch)
@@ -112,14 +112,14 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 class Judge:
     """Tells near-ties from errors."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: LoadedPair) -> None:
         self._pair = pair
         self._noise = NoiseRows(pair.vocabulary, 8)
         self._decoder: Float64Decoder | None = None
 
-    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[Difference]:
+    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[_Difference]:
         """The first difference of each request that differs."""
-        judged: list[Difference] = []
+        judged: list[_Difference] = []
         for submit in submits:
             one, other = plain.tokens[submit.request], found.tokens[submit.request]
             index = first_difference(one, other)
@@ -127,7 +127,7 @@ class Judge:
                 gap = float("inf")
                 if index < min(len(one), len(other)):
                     gap = self._gap(submit, one[:index], one[index], other[index])
-                judged.append(Difference(submit.request, index, gap))
+                judged.append(_Difference(submit.request, index, gap))
         return judged
 
     def _gap(self, submit: Submit, output: Sequence[int], one: int, other: int) -> float:
@@ -143,13 +143,13 @@ class Judge:
         return abs(float(scores[one]) - float(scores[other]))
 
 
-def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[Difference]) -> int:
+def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[_Difference]) -> int:
     """Tokens that were compared: those of differing requests count up to the difference."""
     ends = {each.request: each.index + 1 for each in differences}
     return sum(ends.get(submit.request, len(plain.tokens[submit.request])) for submit in submits)
 
 
-def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPUS) -> dict[str, object]:
+def run_lossless(plan: ProofPlan, say: Callable[[str], None], devices: Devices = _CPUS) -> dict[str, object]:
     """`{"results", "totals", "bf16", "devices"}`."""
     if devices.target.kind == "cuda":
         pin(devices.target)
@@ -183,17 +183,19 @@ def run_lossless(plan: Plan, say: Callable[[str], None], devices: Devices = _CPU
     }
 
 
-def _load(name: str, folder: Path, devices: Devices, dtype: str = "fp32") -> Pair:
+def _load(name: str, folder: Path, devices: Devices, dtype: str = "fp32") -> LoadedPair:
     settings = Settings()
     native = native_library(settings)
     if name == EMBEDDED:
         folders = resolve_model(name, "target"), resolve_model(name, "draft")
     else:
         folders = write_random_pair(name, folder)
-    return Pair(name, *folders, dtype, native, devices, settings.batch_invariant)
+    return LoadedPair(name, *folders, dtype, native, devices, settings.batch_invariant)
 
 
-def _run_pair(pair: Pair, plan: Plan) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
+def _run_pair(
+    pair: LoadedPair, plan: ProofPlan
+) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
     """The result of each case, and which near-ties it met."""
     sets = [requests(pair.vocabulary, plan.max_tokens, number) for number in range(plan.sets)]
     plains = [run_case(pair, _BASELINE, submits) for submits in sets]
@@ -235,7 +237,7 @@ def add(totals: dict[str, int], row: dict[str, object]) -> None:
     totals["idle_cases"] += bool(speculates and not row["accepted"])
 
 
-def _bf16(plan: Plan, devices: Devices) -> dict[str, object]:
+def _bf16(plan: ProofPlan, devices: Devices) -> dict[str, object]:
     """How often plain and speculative texts differ in bf16, over all cases of the first pair.
 
     Kernels whose results for a row do not depend on its batch never let them; others may.

@@ -89,7 +89,7 @@ class _OnGpu(WrappedModel):
             return self._model.forward(batch)
 
 
-class Pair:
+class LoadedPair:
     """A loaded target and draft, each on its device; which cores of a CPU is left to the caller."""
 
     def __init__(
@@ -178,7 +178,7 @@ def _load(
 class MemoryDrafter:
     """A drafter at the other end of a memory channel; it works while it is waited for and once a round."""
 
-    def __init__(self, pair: Pair, engine: Engine) -> None:
+    def __init__(self, pair: LoadedPair, engine: Engine) -> None:
         self._core = pair.core()
         self._its = connect(engine, pair.hello, self.work)
 
@@ -200,7 +200,7 @@ class GarbageDrafter:
     """Knows the roots and invents the rest: random candidates and impossible tokens. In the end it breaks the
     rules of messages too, for which it is hung up on."""
 
-    def __init__(self, pair: Pair, engine: Engine) -> None:
+    def __init__(self, pair: LoadedPair, engine: Engine) -> None:
         self._vocabulary = pair.vocabulary
         self._random = 1
         self._invented = 0
@@ -245,7 +245,7 @@ def connect(engine: Engine, hello: Hello, work: Callable[[], object]) -> MemoryC
     return its
 
 
-def run_case(pair: Pair, case: Case, submits: Sequence[Submit]) -> Outputs:
+def run_case(pair: LoadedPair, case: Case, submits: Sequence[Submit]) -> Outputs:
     """All requests to their ends."""
     engine = pair.engine(case)
     drafter: MemoryDrafter | GarbageDrafter | None = None

@@ -40,12 +40,12 @@ def add_ssd_table(commands: Commands) -> None:
 def _run(args: argparse.Namespace) -> Report:
     need("ssd bench ssd-table", "httpx", "scipy")
     from ssd_serve.bench.own_pair import prompts_of
-    from ssd_serve.bench.ssd_table.measurement import Plan, run_table
+    from ssd_serve.bench.ssd_table.measurement import TablePlan, run_table
     from ssd_serve.bench.ssd_table.report import ssd_tables
 
     settings = pair_settings(args)
     prompts = prompts_of(settings, args.prompts, args.num_prompts, args.tokens, args.chat)
-    plan = Plan(
+    plan = TablePlan(
         ranks=tuple(sorted(set(args.ranks))),
         prompts=tuple(prompts),
         tokens=args.tokens,

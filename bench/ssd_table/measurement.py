@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted
+from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, LoadRequest
 from ssd_serve.bench.load.groups import turn
 from ssd_serve.bench.load.servers import served
 from ssd_serve.bench.load.statistics import speculation_figures
@@ -29,7 +29,7 @@ MODES = (Mode.AR, Mode.SD, Mode.SSD)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TablePlan:
     """What to run: numbers of ranks of the target, prompts, and how they are continued."""
 
     ranks: tuple[int, ...]
@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RankedWay:
     """One server: its mode, and the ranks of its target."""
 
     mode: Mode
@@ -55,7 +55,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Speeds:
     """What one prompt gave: tokens a second from the first chunk on, and of the whole request."""
 
     decode: float
@@ -63,24 +63,24 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Found:
+class Measurements:
     """Samples by way, launch and prompt; all answers; and what could not be measured, with the reason."""
 
-    samples: dict[Way, dict[tuple[int, int], Sample]] = field(
-        default_factory=dict[Way, dict[tuple[int, int], Sample]]
+    samples: dict[RankedWay, dict[tuple[int, int], Speeds]] = field(
+        default_factory=dict[RankedWay, dict[tuple[int, int], Speeds]]
     )
-    answers: dict[Way, list[Answer]] = field(default_factory=dict[Way, list[Answer]])
-    refused: dict[Way, str] = field(default_factory=dict[Way, str])
+    answers: dict[RankedWay, list[Answer]] = field(default_factory=dict[RankedWay, list[Answer]])
+    refused: dict[RankedWay, str] = field(default_factory=dict[RankedWay, str])
 
 
 def ways_of(
     settings: Settings, ranks: Sequence[int], machine: Machine
-) -> tuple[dict[Way, Settings], dict[Way, str]]:
+) -> tuple[dict[RankedWay, Settings], dict[RankedWay, str]]:
     """Settings of each server, and the ways that this machine or the target cannot have with the reason."""
     target = find_model(settings, settings.target, "target")
-    ways: dict[Way, Settings] = {}
-    refused: dict[Way, str] = {}
-    for way in (Way(mode, number) for number in ranks for mode in MODES):
+    ways: dict[RankedWay, Settings] = {}
+    refused: dict[RankedWay, str] = {}
+    for way in (RankedWay(mode, number) for number in ranks for mode in MODES):
         own = settings.model_copy(
             update={
                 "mode": way.mode,
@@ -103,11 +103,11 @@ def ways_of(
 
 
 def run_table(
-    settings: Settings, plan: Plan, machine: Machine, folder: Path, say: Callable[[str], None]
+    settings: Settings, plan: TablePlan, machine: Machine, folder: Path, say: Callable[[str], None]
 ) -> dict[str, object]:
     """The result file. Raises `UserError` where no way can be measured."""
     ways, refused = ways_of(settings, plan.ranks, machine)
-    found = Found(refused=refused)
+    found = Measurements(refused=refused)
     for launch in range(plan.launches):
         for name in turn([way.name for way in ways], launch):
             (way,) = (way for way in ways if way.name == name)
@@ -131,15 +131,15 @@ def run_table(
     return {"benchmark": "ssd-table", **table(found, devices), "plan": _told(plan)}
 
 
-async def _ask(endpoint: Endpoint, plan: Plan) -> list[Answer]:
+async def _ask(endpoint: Endpoint, plan: TablePlan) -> list[Answer]:
     """Every prompt alone, after a warm-up that is not counted."""
-    wanted = [Wanted(prompt.tokens, plan.tokens, prompt.seed) for prompt in plan.prompts]
+    wanted = [LoadRequest(prompt.tokens, plan.tokens, prompt.seed) for prompt in plan.prompts]
     async with LoadClient(endpoint) as client:
         await client.closed_loop(wanted[:2], 1)
         return await client.closed_loop(wanted, 1)
 
 
-def record(found: Found, way: Way, launch: int, answers: Sequence[Answer]) -> None:
+def record(found: Measurements, way: RankedWay, launch: int, answers: Sequence[Answer]) -> None:
     """Keep the answers of a launch. One that failed or that came in one chunk has no speed."""
     for number, answer in enumerate(answers):
         sample = _sample(answer)
@@ -151,11 +151,11 @@ def record(found: Found, way: Way, launch: int, answers: Sequence[Answer]) -> No
         found.refused[way] = min(errors)
 
 
-def _sample(answer: Answer) -> Sample | None:
+def _sample(answer: Answer) -> Speeds | None:
     if answer.error or len(answer.arrivals) < 2:
         return None
     (first_s, first), (last_s, _) = answer.arrivals[0], answer.arrivals[-1]
-    return Sample((answer.tokens - first) / (last_s - first_s), answer.tokens / (last_s - answer.sent_s))
+    return Speeds((answer.tokens - first) / (last_s - first_s), answer.tokens / (last_s - answer.sent_s))
 
 
 def device_count(placement: Placement) -> int:
@@ -166,7 +166,7 @@ def device_count(placement: Placement) -> int:
     return max(1, len(both))
 
 
-def table(found: Found, devices: Mapping[Way, int]) -> dict[str, object]:
+def table(found: Measurements, devices: Mapping[RankedWay, int]) -> dict[str, object]:
     """Rows of ways, and SSD's ratios at the same ranks and at the same number of devices."""
     ways = list(found.samples)
     rows = [_row(way, found, devices[way]) for way in ways]
@@ -182,7 +182,7 @@ def table(found: Found, devices: Mapping[Way, int]) -> dict[str, object]:
     return {"results": rows, "ratios": ratios, "refused": refused}
 
 
-def _row(way: Way, found: Found, devices: int) -> dict[str, object]:
+def _row(way: RankedWay, found: Measurements, devices: int) -> dict[str, object]:
     samples = list(found.samples[way].values())
     decode = percentile([sample.decode for sample in samples], 50)
     return {
@@ -198,7 +198,9 @@ def _row(way: Way, found: Found, devices: int) -> dict[str, object]:
     }
 
 
-def _ratio(found: Found, ours: Way, theirs: Way, devices: Mapping[Way, int]) -> dict[str, object]:
+def _ratio(
+    found: Measurements, ours: RankedWay, theirs: RankedWay, devices: Mapping[RankedWay, int]
+) -> dict[str, object]:
     own, other = found.samples[ours], found.samples[theirs]
     interval = ratio_interval([own[key].decode / other[key].decode for key in own if key in other])
     return {
@@ -210,7 +212,7 @@ def _ratio(found: Found, ours: Way, theirs: Way, devices: Mapping[Way, int]) -> 
     }
 
 
-def _told(plan: Plan) -> dict[str, object]:
+def _told(plan: TablePlan) -> dict[str, object]:
     return {
         "prompts": len(plan.prompts),
         "tokens": plan.tokens,

@@ -19,7 +19,7 @@ _HEAD = (
 )
 
 
-class Row(msgspec.Struct, frozen=True):
+class _Row(msgspec.Struct, frozen=True):
     """One server."""
 
     mode: str
@@ -33,7 +33,7 @@ class Row(msgspec.Struct, frozen=True):
     failed: int
 
 
-class Ratio(msgspec.Struct, frozen=True):
+class _Ratio(msgspec.Struct, frozen=True):
     """SSD against another server; `faster` is None where it is a single prompt."""
 
     ranks: int
@@ -43,14 +43,14 @@ class Ratio(msgspec.Struct, frozen=True):
     faster: Interval | None
 
 
-class Refused(msgspec.Struct, frozen=True):
+class _Refused(msgspec.Struct, frozen=True):
     """What could not be measured."""
 
     way: str
     why: str
 
 
-class Plan(msgspec.Struct, frozen=True):
+class _Plan(msgspec.Struct, frozen=True):
     """What was run."""
 
     prompts: int
@@ -60,18 +60,18 @@ class Plan(msgspec.Struct, frozen=True):
     exact: bool
 
 
-class Result(msgspec.Struct, frozen=True):
+class _Result(msgspec.Struct, frozen=True):
     """What is read of a result."""
 
-    results: list[Row]
-    ratios: list[Ratio]
-    refused: list[Refused]
-    plan: Plan
+    results: list[_Row]
+    ratios: list[_Ratio]
+    refused: list[_Refused]
+    plan: _Plan
 
 
 def ssd_tables(result: Mapping[str, object]) -> str:
     """Measured, at equal devices, not measured, and published."""
-    found = read_as(Result, result, "ssd bench ssd-table")
+    found = read_as(_Result, result, "ssd bench ssd-table")
     plan = found.plan
     parts = [
         markdown_table(_HEAD, (_cells(row, found) for row in found.results)),
@@ -92,7 +92,7 @@ def ssd_tables(result: Mapping[str, object]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _cells(row: Row, found: Result) -> tuple[object, ...]:
+def _cells(row: _Row, found: _Result) -> tuple[object, ...]:
     return (
         row.ranks,
         _NAMES.get(row.mode, row.mode),
@@ -106,18 +106,18 @@ def _cells(row: Row, found: Result) -> tuple[object, ...]:
     )
 
 
-def _faster(row: Row, found: Result) -> str:
+def _faster(row: _Row, found: _Result) -> str:
     for ratio in found.ratios:
         if (ratio.against, ratio.against_ranks, ratio.ranks) == (row.mode, row.ranks, row.ranks):
             return _told(ratio)
     return ""
 
 
-def _told(ratio: Ratio) -> str:
+def _told(ratio: _Ratio) -> str:
     return "" if ratio.faster is None else f"{ratio.faster}: {ratio.faster.verdict}"
 
 
-def _amd(row: Row) -> str:
+def _amd(row: _Row) -> str:
     figures = {
         "ar": f"{AMD.plain:.1f}, {AMD.of_plain:.2f}x",
         "sd": f"{AMD.sync:.0f}, {AMD.of_sync:.2f}x",
@@ -126,7 +126,7 @@ def _amd(row: Row) -> str:
     return figures.get(row.mode, "")
 
 
-def _equal(ratio: Ratio) -> str:
+def _equal(ratio: _Ratio) -> str:
     other = _NAMES.get(ratio.against, ratio.against)
     ranks = f"{ratio.against_ranks} rank{'s' * (ratio.against_ranks > 1)}"
     return (

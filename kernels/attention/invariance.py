@@ -11,12 +11,12 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
-from ssd_serve.kernels.attention.self_test import SMALL, Asked, Heads, layout_order, random_batch
+from ssd_serve.kernels.attention.self_test import SMALL, Heads, TriedRequest, layout_order, random_batch
 from ssd_serve.kernels.attention.unrolled import single, unrolled
 from ssd_serve.kernels.batch import Batch
 
 _WINDOW = 11
-_BATCHES = ((*SMALL[0], Asked(1, 1)), (Asked(530, 20), Asked(600, 9, depth=0)))
+_BATCHES = ((*SMALL[0], TriedRequest(1, 1)), (TriedRequest(530, 20), TriedRequest(600, 9, depth=0)))
 
 
 def depends_on_batch(make: Maker, form: Heads, device: str) -> bool:
@@ -24,7 +24,7 @@ def depends_on_batch(make: Maker, form: Heads, device: str) -> bool:
     return any(_depends(make, form, device, asked) for asked in _BATCHES)
 
 
-def _depends(make: Maker, form: Heads, device: str, asked: tuple[Asked, ...]) -> bool:
+def _depends(make: Maker, form: Heads, device: str, asked: tuple[TriedRequest, ...]) -> bool:
     slots = 64 + sum(each.prefix + each.rows for each in asked)
     layers = (LayerKV(form.kv_heads, form.head_dim), LayerKV(form.kv_heads, form.head_dim, _WINDOW))
     cache = KVCache(KVLayout(layers, form.dtype, order=layout_order(device)), slots, device)

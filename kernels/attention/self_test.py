@@ -32,7 +32,7 @@ _OBVIOUS = 2_000_000
 to the obvious reference below that, stands in for it."""
 
 
-class Asked(NamedTuple):
+class TriedRequest(NamedTuple):
     """One request of a batch: `prefix` committed tokens, `rows` rows, a random tree no deeper than `depth`;
     depth 0: a causal chunk. `in_order`: the prefix lies in slots one after the other, as prompts do."""
 
@@ -43,9 +43,9 @@ class Asked(NamedTuple):
 
 
 SMALL = (
-    (Asked(37, 24), Asked(0, 9, depth=0), Asked(1, 3), Asked(70, 1)),
-    (Asked(0, 1), Asked(5, 1), Asked(64, 1)),
-    (Asked(1100, 1, in_order=True), Asked(3, 70)),
+    (TriedRequest(37, 24), TriedRequest(0, 9, depth=0), TriedRequest(1, 3), TriedRequest(70, 1)),
+    (TriedRequest(0, 1), TriedRequest(5, 1), TriedRequest(64, 1)),
+    (TriedRequest(1100, 1, in_order=True), TriedRequest(3, 70)),
 )
 """Trees beside a chunk; single rows, as in plain decoding; more context than a kernel reads at once, and more
 nodes than a word has bits."""
@@ -99,7 +99,7 @@ def first_failure(
     return next((str(trial) for trial in trials if not trial.right), "")
 
 
-def largest_error(make: Maker, form: Heads, asked: Sequence[Asked], device: str) -> float:
+def largest_error(make: Maker, form: Heads, asked: Sequence[TriedRequest], device: str) -> float:
     """Run one batch through a layer without a window and one with, and compare outputs and log-sum-exps.
 
     Where forwards can be captured, the batch is padded and planned as for a capture.
@@ -151,7 +151,9 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.nan_to_num((found.float().cpu() - expected).abs(), nan=torch.inf).max())
 
 
-def random_batch(chance: random.Random, slots: int, asked: Sequence[Asked], scattered: bool = True) -> Batch:
+def random_batch(
+    chance: random.Random, slots: int, asked: Sequence[TriedRequest], scattered: bool = True
+) -> Batch:
     """The requests with random trees, in scattered slots (but `in_order`), or one after the other."""
     first = sum(each.prefix for each in asked if each.in_order) if scattered else slots
     ordered = iter(range(first))
@@ -159,7 +161,9 @@ def random_batch(chance: random.Random, slots: int, asked: Sequence[Asked], scat
     return build_batch([_request(chance, each, free, ordered if each.in_order else free) for each in asked])
 
 
-def _request(chance: random.Random, asked: Asked, free: Iterator[int], before: Iterator[int]) -> RequestRows:
+def _request(
+    chance: random.Random, asked: TriedRequest, free: Iterator[int], before: Iterator[int]
+) -> RequestRows:
     """A chunk, or a random tree, each row below a random earlier one; the prefix in slots from `before`."""
     prefix = np.array([next(before) for _ in range(asked.prefix)], dtype=np.int32)
     own = [next(free) for _ in range(asked.rows)]

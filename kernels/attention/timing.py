@@ -12,12 +12,12 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
-from ssd_serve.kernels.attention.self_test import Asked, layout_order, random_batch
+from ssd_serve.kernels.attention.self_test import TriedRequest, layout_order, random_batch
 from ssd_serve.kernels.batch import Batch
 
 Clock = Callable[[], float]
 """Seconds, read when the device has done all its work."""
-_BATCH = (Asked(1024, 8),) * 8
+_BATCH = (TriedRequest(1024, 8),) * 8
 """Requests with trees behind prefixes of the usual length."""
 _REPEATS = 5
 

@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> Report:
-    from lab.ablate.experiment import Plan, run_ablation
+    from lab.ablate.experiment import AblationPlan, run_ablation
     from lab.ablate.report import ablation_table
     from lab.virtual.pair import embedded_pair
 
     pair, prompts = embedded_pair(args.table)
-    plan = Plan(tuple(args.temperatures), args.prompts, width=args.width)
+    plan = AblationPlan(tuple(args.temperatures), args.prompts, width=args.width)
     result = run_ablation(pair, prompts, plan, say)
     return Report(result, ablation_table)
 

@@ -14,7 +14,7 @@ from itertools import count
 
 from lab.ablate.growth import TableCore, TableShape, UniformCore
 from lab.ablate.rejection import DrawingSource, Drawn, RejectionRounds
-from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, InTurnChannel, Pair, decode
+from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, InTurnChannel, TimedPair, decode
 from ssd_serve.bench.prompts import NEW_TOKENS, Continue, Prompt, choose, refuse_loops
 from ssd_serve.bench.rotation import next_to, rotate, tune
 from ssd_serve.bench.statistics import ratio_interval
@@ -41,7 +41,7 @@ _LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class GrowthWay:
     """One way to speculate. `fan_out` and `levels` shape what is drafted while the verifier waits (0 levels:
     as many as pay), `length` and `fallback` a table."""
 
@@ -68,7 +68,7 @@ class Way:
         """Whether the verifier waits for every draft step."""
         return self.growth in (CHAIN, SYNCHRONOUS)
 
-    def neighbours(self) -> Iterator["Way"]:
+    def neighbours(self) -> Iterator["GrowthWay"]:
         """One step to either side in each direction of the shape."""
         if self.fan_out:
             yield from (replace(self, fan_out=each) for each in next_to(_FAN_OUTS, self.fan_out))
@@ -80,7 +80,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AblationPlan:
     """What to run. `width`: rows of a draft step, for all; `candidates`: best guesses of an expanded node;
     `tokens`: new ones of each prompt."""
 
@@ -114,7 +114,7 @@ class AfterMiss:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class _Text:
     """One continuation: `ready` has the depth of what was ready when each of its rounds began."""
 
     decoded: Decoded
@@ -128,10 +128,10 @@ class Text:
         return self.decoded.decoded / self.decoded.seconds
 
 
-class Run:
+class AblationRun:
     """A fresh engine and drafter of one way."""
 
-    def __init__(self, pair: Pair, plan: Plan, way: Way, temperature: float) -> None:
+    def __init__(self, pair: TimedPair, plan: AblationPlan, way: GrowthWay, temperature: float) -> None:
         self._way, self._plan, self._temperature = way, plan, temperature
         self._clock = Clock()
         self._draft = pair.timed_draft()
@@ -155,7 +155,7 @@ class Run:
         self._number = 0
         self._ready: list[int] = []
 
-    def text(self, prompt: Prompt) -> Text:
+    def text(self, prompt: Prompt) -> _Text:
         """The continuation of a prompt."""
         self._number += 1
         self._ready = []
@@ -165,7 +165,7 @@ class Run:
         )
         decoded = decode(self._engine, self._clock, self._number, prompt, parameters)
         rows = self._draft.rows - len(prompt.tokens)
-        return Text(decoded, tuple(self._ready), self._draft.forwards, rows)
+        return _Text(decoded, tuple(self._ready), self._draft.forwards, rows)
 
     def _policy(self) -> GrowPolicy:
         if self._way.growth in TABLES:
@@ -174,7 +174,7 @@ class Run:
             return FixedSteps(self._way.levels)
         return WhenItPays(concurrent=not self._way.waits)
 
-    def _core(self, pair: Pair, drawn: Drawn, ends: tuple[int, ...]) -> Core:
+    def _core(self, pair: TimedPair, drawn: Drawn, ends: tuple[int, ...]) -> Core:
         plan, way, pool = self._plan, self._way, SlotPool(DRAFT_SLOTS)
         candidates = 1 if way.growth == CHAIN else plan.candidates
         source = ModelSource(self._draft, pool, pair.noise(), candidates)
@@ -216,7 +216,7 @@ class Run:
 
 
 def run_ablation(
-    pair: Pair, prompts: Sequence[Prompt], plan: Plan, say: Callable[[str], None]
+    pair: TimedPair, prompts: Sequence[Prompt], plan: AblationPlan, say: Callable[[str], None]
 ) -> dict[str, object]:
     """`{"benchmark", "plan", "results", ...}`: a row for each temperature, growth and choice."""
     rows: list[dict[str, object]] = []
@@ -241,15 +241,21 @@ def run_ablation(
 
 
 def _texts(
-    pair: Pair, plan: Plan, ways: Sequence[Way], prompts: Sequence[Prompt], temperature: float
-) -> dict[Way, list[Text]]:
-    runs = {way: Run(pair, plan, way, temperature) for way in ways}
+    pair: TimedPair,
+    plan: AblationPlan,
+    ways: Sequence[GrowthWay],
+    prompts: Sequence[Prompt],
+    temperature: float,
+) -> dict[GrowthWay, list[_Text]]:
+    runs = {way: AblationRun(pair, plan, way, temperature) for way in ways}
     for run in runs.values():  # calibration settles
         run.text(prompts[0])
     return rotate(ways, prompts, lambda way, prompt: runs[way].text(prompt))
 
 
-def _row(temperature: float, way: Way, texts: Sequence[Text], live: Sequence[Text]) -> dict[str, object]:
+def _row(
+    temperature: float, way: GrowthWay, texts: Sequence[_Text], live: Sequence[_Text]
+) -> dict[str, object]:
     rounds = max(1, sum(text.decoded.figures.rounds for text in texts))
     ready = [depth for text in texts for depth in text.ready]
     steps, tokens = sum(text.draft_steps for text in texts), sum(text.decoded.decoded for text in texts)
@@ -273,20 +279,20 @@ def _row(temperature: float, way: Way, texts: Sequence[Text], live: Sequence[Tex
     }
 
 
-def _speed(texts: Sequence[Text]) -> float:
+def _speed(texts: Sequence[_Text]) -> float:
     return sum(text.decoded.decoded for text in texts) / sum(text.decoded.seconds for text in texts)
 
 
-def _plainly(pair: Pair, plan: Plan, temperature: float) -> Continue:
+def _plainly(pair: TimedPair, plan: AblationPlan, temperature: float) -> Continue:
     clock, numbers = Clock(), count()
     plain, _ = pair.engine(clock, Never(), plan.width)
     parameters = SamplingParameters(temperature=temperature, max_tokens=plan.tokens, ignore_eos=True)
     return lambda some: [decode(plain, clock, next(numbers), each, parameters).tokens for each in some]
 
 
-def shapes(growth: str, choice: str) -> list[Way]:
+def shapes(growth: str, choice: str) -> list[GrowthWay]:
     """Where the tuning of a way begins; the live tree has nothing to tune."""
-    way = Way(growth, choice)
+    way = GrowthWay(growth, choice)
     if growth == UNIFORM_TREE:
         return [replace(way, fan_out=fan, levels=levels) for fan, levels in ((2, 5), (4, 5), (4, 7))]
     if growth in TABLES:
@@ -296,18 +302,22 @@ def shapes(growth: str, choice: str) -> list[Way]:
 
 
 def _ways(
-    pair: Pair, prompts: Sequence[Prompt], plan: Plan, temperature: float, say: Callable[[str], None]
-) -> list[Way]:
+    pair: TimedPair,
+    prompts: Sequence[Prompt],
+    plan: AblationPlan,
+    temperature: float,
+    say: Callable[[str], None],
+) -> list[GrowthWay]:
     """All ways of a temperature in their best shapes, the live tree first. At temperature 0 nothing is drawn,
     and rejection sampling accepts what shared noise accepts."""
 
-    def speeds(ways: Sequence[Way], some: Sequence[Prompt]) -> dict[Way, float]:
+    def speeds(ways: Sequence[GrowthWay], some: Sequence[Prompt]) -> dict[GrowthWay, float]:
         return {way: _speed(texts) for way, texts in _texts(pair, plan, ways, some, temperature).items()}
 
-    found: list[Way] = []
+    found: list[GrowthWay] = []
     for choice in (SHARED, REJECTION) if temperature > 0 else (SHARED,):
         for growth in (BEST_FIRST, SYNCHRONOUS, CHAIN, UNIFORM_TREE, *TABLES):
-            best, tried = tune(shapes(growth, choice), Way.neighbours, speeds, prompts)
+            best, tried = tune(shapes(growth, choice), GrowthWay.neighbours, speeds, prompts)
             found.append(best)
             if tried:
                 told = ", ".join(f"{way.shape}: {speed:.1f}" for way, speed in tried.items())

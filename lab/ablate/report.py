@@ -24,7 +24,7 @@ GROWTHS = {
 _NAMES = {**GROWTHS, "shared-noise": "shared noise", "rejection": "rejection sampling"}
 
 
-class Row(msgspec.Struct, frozen=True):
+class _Row(msgspec.Struct, frozen=True):
     """One way at one temperature."""
 
     temperature: float
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class _Result(msgspec.Struct, frozen=True):
-    results: list[Row]
+    results: list[_Row]
     time: str
     plain_tokens_per_s: float
 
@@ -63,7 +63,7 @@ def ablation_table(result: Mapping[str, object]) -> str:
     return f"{markdown_table(_HEAD, map(_cells, found.results))}\n\n{told}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: _Row) -> tuple[str, ...]:
     return (
         f"{row.temperature:g}",
         _NAMES.get(row.growth, row.growth),

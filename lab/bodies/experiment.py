@@ -21,7 +21,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 
 import ssd_serve.models as models
-from lab.bodies.kinds import Kind, all_kinds
+from lab.bodies.kinds import BodyKind, all_kinds
 from ssd_serve.bench.tables import text_table
 from ssd_serve.cli.serve import ServingTokenizer
 from ssd_serve.cluster.channels.channel import SocketChannel
@@ -43,7 +43,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class _Cost:
     """What one kind cost, at worst."""
 
     kind: str
@@ -73,7 +73,7 @@ def run_bodies(only: Sequence[str], passes: int, tell: Callable[[str], None]) ->
     """Send the kinds whose name has one of `only` in it, or all."""
     tokenizer = Tokenizer(next(Path(models.__path__[0]).resolve().glob("embedded/target")))
     (token,) = tokenizer.encode("aaaaaaaa", add_special_tokens=False)[:1]
-    costs: list[Cost] = []
+    costs: list[_Cost] = []
     with _front_end(tokenizer) as (url, probe):
         for kind in all_kinds(token):
             if only and not any(part in kind.name for part in only):
@@ -90,13 +90,13 @@ def run_bodies(only: Sequence[str], passes: int, tell: Callable[[str], None]) ->
 
 def table(result: Mapping[str, object]) -> str:
     """As text for a terminal, the longest first."""
-    costs = msgspec.convert(result["costs"], type=list[Cost])
+    costs = msgspec.convert(result["costs"], type=list[_Cost])
     costs.sort(key=lambda cost: cost.longest_hold_ms, reverse=True)
     rows = ((cost.longest_hold_ms, cost.grown_mib, cost.body_mib, cost.status, cost.kind) for cost in costs)
     return text_table(("hold ms", "+MiB", "body MiB", "status", "kind"), rows)
 
 
-def _cost(url: str, kind: Kind, probe: _Probe, passes: int) -> Cost:
+def _cost(url: str, kind: BodyKind, probe: _Probe, passes: int) -> _Cost:
     held: list[float] = []
     grown: list[float] = []
     status = 0
@@ -107,10 +107,10 @@ def _cost(url: str, kind: Kind, probe: _Probe, passes: int) -> Cost:
             held.append(1e3 * probe.longest_s)
         grown.append(memory.grown_mib)
     size = len(kind.body) / 2**20
-    return Cost(kind.name, round(size, 2), status, round(max(held), 1), round(max(grown), 1))
+    return _Cost(kind.name, round(size, 2), status, round(max(held), 1), round(max(grown), 1))
 
 
-def _ask(url: str, kind: Kind) -> int:
+def _ask(url: str, kind: BodyKind) -> int:
     """The status that another process is answered with."""
     parent, child = _FORK.Pipe()
     client = _FORK.Process(target=_send, args=(child, url, kind))
@@ -124,7 +124,7 @@ def _ask(url: str, kind: Kind) -> int:
         client.join()
 
 
-def _send(pipe: "Connection[int, int]", url: str, kind: Kind) -> None:
+def _send(pipe: "Connection[int, int]", url: str, kind: BodyKind) -> None:
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(url + kind.path, content=kind.body, headers=headers, timeout=_PATIENCE_S)
     pipe.send(answer.status_code)

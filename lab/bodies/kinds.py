@@ -8,7 +8,7 @@ from tests.hostile.test_bodies import CHAT, COMPLETIONS, NO_JSON, TEXTS, WRONG_F
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BodyKind:
     """One body for one path."""
 
     name: str
@@ -16,26 +16,26 @@ class Kind:
     body: bytes
 
 
-def all_kinds(token: int) -> Iterator[Kind]:
+def all_kinds(token: int) -> Iterator[BodyKind]:
     """Every kind; `token` is one whose text is long enough for the stop strings."""
     for group in (WRONG_IDS, WRONG_FIELDS, NO_JSON, TEXTS):
         for name, (path, body) in group.items():
-            yield Kind(name, path, body)
+            yield BodyKind(name, path, body)
     for name, body in _json_of(_valid(token)).items():
-        yield Kind(name, CHAT if "messages" in name else COMPLETIONS, body)
-    yield Kind("120,000 ids", COMPLETIONS, b'{"prompt":[' + b"1234," * 120_000 + b'1],"max_tokens":4}')
+        yield BodyKind(name, CHAT if "messages" in name else COMPLETIONS, body)
+    yield BodyKind("120,000 ids", COMPLETIONS, b'{"prompt":[' + b"1234," * 120_000 + b'1],"max_tokens":4}')
     lists = b"[" + b"1234," * 8190 + b"1]"
-    yield Kind(
+    yield BodyKind(
         "120 lists of 8,191 ids",
         COMPLETIONS,
         b'{"prompt":[' + b",".join([lists] * 120) + b'],"max_tokens":2}',
     )
     scored = b'{"echo":true,"logprobs":1,"max_tokens":1,"prompt":['
-    yield Kind("120,000 ids, echoed and scored", COMPLETIONS, scored + b"1234," * 120_000 + b"1]}")
-    yield Kind("130,000 ids to detokenise", "/detokenize", b'{"tokens":[' + b"1234," * 130_000 + b"1]}")
-    yield Kind("white space", COMPLETIONS, b'{"prompt":' + filled(b" ") + b'"a","max_tokens":2}')
-    yield Kind("one name of 8 MiB", COMPLETIONS, b'{"' + filled(b"a") + b'":1}')
-    yield Kind("words of 480,000 characters to tokenise", "/tokenize", _words(60_000))
+    yield BodyKind("120,000 ids, echoed and scored", COMPLETIONS, scored + b"1234," * 120_000 + b"1]}")
+    yield BodyKind("130,000 ids to detokenise", "/detokenize", b'{"tokens":[' + b"1234," * 130_000 + b"1]}")
+    yield BodyKind("white space", COMPLETIONS, b'{"prompt":' + filled(b" ") + b'"a","max_tokens":2}')
+    yield BodyKind("one name of 8 MiB", COMPLETIONS, b'{"' + filled(b"a") + b'":1}')
+    yield BodyKind("words of 480,000 characters to tokenise", "/tokenize", _words(60_000))
 
 
 def _words(count: int) -> bytes:

@@ -32,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> Report:
     if args.plot is not None:
         need("--plot", "matplotlib")
-    from lab.calibration.experiment import Plan, run_calibration
+    from lab.calibration.experiment import CalibrationPlan, run_calibration
     from lab.calibration.report import calibration_table
     from lab.virtual.pair import embedded_pair
 
     pair, prompts = embedded_pair(args.table)
-    plan = Plan(tuple(args.temperatures), tokens=args.tokens, warm_up=args.warm_up)
+    plan = CalibrationPlan(tuple(args.temperatures), tokens=args.tokens, warm_up=args.warm_up)
     result = run_calibration(pair, prompts, plan, say)
     if args.plot is not None:
         from lab.calibration.chart import plot

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lab.calibration.report import Row, read
+from lab.calibration.report import CalibrationRow, read
 from ssd_serve.bench.charts import COLOURS, legend, panels
 
 MIN_SHOWN = 20
@@ -32,7 +32,7 @@ def plot(result: Mapping[str, object]) -> Figure:
     return figure
 
 
-def _points(axes: Axes, row: Row, colour: str) -> None:
+def _points(axes: Axes, row: CalibrationRow, colour: str) -> None:
     """A dot for each bin; its bar spans two standard errors of the share, as if guesses were independent."""
     shown = [(reach, share, count) for reach, share, count in row.all.bins if count >= MIN_SHOWN]
     spreads = [2 * (max(share * (1 - share), 1e-4) / count) ** 0.5 for _, share, count in shown]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from lab.calibration.figures import Reliability, reliability
-from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, TimedModel, decode
+from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, TimedModel, TimedPair, decode
 from ssd_serve.bench.prompts import LOOP, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
 from ssd_serve.drafter.build import CoreParts, build_core
@@ -33,7 +33,7 @@ SOURCE = "draft-model"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CalibrationPlan:
     """What to run: `warm_up` tokens are decoded before any is counted, then at least `tokens`."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
@@ -63,7 +63,7 @@ class Guess:
 
 
 @dataclass(slots=True)
-class Judged:
+class _Judged:
     """Guesses whose truth is known, in columns."""
 
     reach: list[float] = field(default_factory=list)
@@ -107,7 +107,7 @@ class _Heard(VirtualChannel):
 class _Watched:
     """An engine with its drafter, whose candidates are written down round by round."""
 
-    def __init__(self, pair: Pair, plan: Plan) -> None:
+    def __init__(self, pair: TimedPair, plan: CalibrationPlan) -> None:
         self._clock = Clock()
         self._engine: Engine
         self._engine, planner = pair.engine(self._clock, WhenItPays(concurrent=True), plan.width)
@@ -154,7 +154,7 @@ class _Watched:
 
 
 def run_calibration(
-    pair: Pair, prompts: Sequence[Prompt], plan: Plan, say: Callable[[str], None]
+    pair: TimedPair, prompts: Sequence[Prompt], plan: CalibrationPlan, say: Callable[[str], None]
 ) -> dict[str, object]:
     """`{"benchmark", "plan", "results", ...}`: a row for each temperature and source."""
     rows: list[dict[str, object]] = []
@@ -171,13 +171,13 @@ def run_calibration(
 
 
 def _temperature(
-    pair: Pair, prompts: Sequence[Prompt], plan: Plan, temperature: float
+    pair: TimedPair, prompts: Sequence[Prompt], plan: CalibrationPlan, temperature: float
 ) -> Iterator[dict[str, object]]:
     """Rows of one temperature. Looping texts warm up, but are not counted: any drafter guesses them."""
     watched = _Watched(pair, plan)
     parameters = SamplingParameters(temperature=temperature, max_tokens=plan.prompt_tokens, ignore_eos=True)
     warm, tokens, texts, loops = 0, 0, 0, 0
-    judged: dict[str, Judged] = {}
+    judged: dict[str, _Judged] = {}
     for prompt in prompts:
         if tokens >= plan.tokens:
             break
@@ -192,7 +192,7 @@ def _temperature(
         for guess in guesses:
             happened = guess.judge(text)
             if happened is not None:
-                judged.setdefault(guess.source, Judged()).add(guess, happened)
+                judged.setdefault(guess.source, _Judged()).add(guess, happened)
     for source, each in judged.items():
         yield {
             "temperature": temperature,

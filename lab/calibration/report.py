@@ -19,7 +19,7 @@ _NODES = {
 }
 
 
-class Row(msgspec.Struct, frozen=True):
+class CalibrationRow(msgspec.Struct, frozen=True):
     """One temperature and source."""
 
     temperature: float
@@ -31,8 +31,8 @@ class Row(msgspec.Struct, frozen=True):
     verified: Reliability
 
 
-class Result(msgspec.Struct, frozen=True):
-    results: list[Row]
+class _Result(msgspec.Struct, frozen=True):
+    results: list[CalibrationRow]
     time: str
 
 
@@ -50,12 +50,12 @@ def calibration_table(result: Mapping[str, object]) -> str:
     return f"{markdown_table(_HEAD, cells)}\n\n{told}"
 
 
-def read(result: Mapping[str, object]) -> Result:
+def read(result: Mapping[str, object]) -> _Result:
     """The result as its type."""
-    return read_as(Result, result, "python -m lab.calibration")
+    return read_as(_Result, result, "python -m lab.calibration")
 
 
-def _cells(row: Row, nodes: str, figures: Reliability) -> tuple[str, ...]:
+def _cells(row: CalibrationRow, nodes: str, figures: Reliability) -> tuple[str, ...]:
     return (
         f"{row.temperature:g}",
         row.source,

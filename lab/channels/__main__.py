@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> Report:
-    from lab.channels.experiment import Plan, run_channels, table
+    from lab.channels.experiment import ChannelsPlan, run_channels, table
 
-    plan = Plan(max(1, args.messages), max(1, args.starts))
+    plan = ChannelsPlan(max(1, args.messages), max(1, args.starts))
     result = run_channels(settings_from(args), plan, say)
     return Report(result, table)
 

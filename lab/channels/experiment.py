@@ -36,14 +36,14 @@ _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChannelsPlan:
     """How often everything is measured."""
 
     messages: int = 2000
     starts: int = 3
 
 
-def run_channels(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
+def run_channels(settings: Settings, plan: ChannelsPlan, say: Callable[[str], None]) -> dict[str, object]:
     """Microseconds there and back, seconds until an engine is connected and ready, MiB of Ray itself."""
     round_trips = measured_sockets(plan.messages)
     say(str(round_trips))

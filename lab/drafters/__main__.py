@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> Report:
-    from lab.drafters.crowd import Plan
+    from lab.drafters.crowd import CrowdPlan
     from lab.drafters.experiment import run_drafters
     from lab.drafters.report import drafters_table
     from lab.virtual.pair import embedded_draft, embedded_pair
@@ -40,7 +40,9 @@ def _run(args: argparse.Namespace) -> Report:
 
     pair, prompts = embedded_pair(args.table)
     settle_memory()  # as the verifier does
-    plan = Plan(tuple(args.drafters), args.requests, args.prompt, args.tokens, args.temperature, args.width)
+    plan = CrowdPlan(
+        tuple(args.drafters), args.requests, args.prompt, args.tokens, args.temperature, args.width
+    )
     result = run_drafters(pair, embedded_draft, prompts, plan, args.table, say)
     if args.real:
         from lab.drafters.real import run_real_drafters

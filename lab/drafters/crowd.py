@@ -13,7 +13,7 @@ from ssd_serve.verifier.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CrowdPlan:
     """`requests` run at once, with prompts of `prompt` tokens; `width` nodes of a draft step get `candidates`
     each."""
 
@@ -42,7 +42,7 @@ class DrafterCrowd:
         """Whether all prompts have been read."""
         return self._engine.scheduler.decoding == len(self.texts)
 
-    def submit(self, prompts: Sequence[Prompt], plan: Plan) -> None:
+    def submit(self, prompts: Sequence[Prompt], plan: CrowdPlan) -> None:
         """All requests of the plan."""
         parameters = SamplingParameters(temperature=plan.temperature, max_tokens=plan.tokens, ignore_eos=True)
         for number in range(plan.requests):

@@ -8,9 +8,9 @@ processor time of this machine. Knows engines and figures; not how drafters shar
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from lab.drafters.crowd import DrafterCrowd, Plan
+from lab.drafters.crowd import CrowdPlan, DrafterCrowd
 from lab.drafters.rig import DraftedEngine
-from lab.virtual.rig import Pair
+from lab.virtual.rig import TimedPair
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
 from ssd_serve.models.interface import Model
@@ -35,10 +35,10 @@ class _Seen:
 
 
 def run_drafters(
-    pair: Pair,
+    pair: TimedPair,
     load_draft: Callable[[], Model],
     prompts: Sequence[Prompt],
-    plan: Plan,
+    plan: CrowdPlan,
     table: str,
     say: Callable[[str], None],
 ) -> dict[str, object]:
@@ -66,7 +66,7 @@ def run_drafters(
 
 
 def _run(
-    pair: Pair, drafts: Sequence[Model], prompts: Sequence[Prompt], plan: Plan
+    pair: TimedPair, drafts: Sequence[Model], prompts: Sequence[Prompt], plan: CrowdPlan
 ) -> tuple[dict[str, object], dict[int, tuple[int, ...]]]:
     rig = DraftedEngine(pair, drafts, plan.requests, plan.width, plan.candidates, plan.depth)
     rig.engine.drain()

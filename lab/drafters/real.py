@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lab.drafters.crowd import DrafterCrowd, Plan
+from lab.drafters.crowd import CrowdPlan, DrafterCrowd
 from ssd_serve.bench.emulated import emulating, overrun_share
 from ssd_serve.bench.prompts import held_out_prompts
-from ssd_serve.bench.rig import Rig, Way, remote_drafter
+from ssd_serve.bench.rig import EngineWay, Rig, remote_drafter
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import pin, this_machine
 from ssd_serve.memory import settle_memory
@@ -23,7 +23,7 @@ from ssd_serve.verifier.engine import Engine
 
 
 def run_real_drafters(
-    counts: Sequence[int], plan: Plan, table: str, say: Callable[[str], None]
+    counts: Sequence[int], plan: CrowdPlan, table: str, say: Callable[[str], None]
 ) -> list[dict[str, object]]:
     """A row for each number of drafters, with expansions a second while all requests decode."""
     with tempfile.TemporaryDirectory(prefix="ssd-drafters-") as told:
@@ -39,7 +39,7 @@ def run_real_drafters(
 
 
 def _rows(
-    settings: Settings, counts: Sequence[int], plan: Plan, say: Callable[[str], None]
+    settings: Settings, counts: Sequence[int], plan: CrowdPlan, say: Callable[[str], None]
 ) -> list[dict[str, object]]:
     placement = place(settings, this_machine())
     pin(placement.target)
@@ -48,13 +48,13 @@ def _rows(
     rows: list[dict[str, object]] = []
     for count in counts:
         say(f"{count} real drafter{'s' * (count > 1)}")
-        engine = rig.engine(Way("ssd"))
+        engine = rig.engine(EngineWay("ssd"))
         with remote_drafter(rig, engine, str(placement.draft), count):
             rows.append({"drafters": count, **_run(rig, engine, plan)})
     return rows
 
 
-def _run(rig: Rig, engine: Engine, plan: Plan) -> dict[str, object]:
+def _run(rig: Rig, engine: Engine, plan: CrowdPlan) -> dict[str, object]:
     crowd = DrafterCrowd(engine, engine.step)
     crowd.submit(held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer), plan)
     crowd.run_until(lambda: crowd.decoding)

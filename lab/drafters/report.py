@@ -15,7 +15,7 @@ _HEAD = (
 )
 
 
-class Row(msgspec.Struct, frozen=True):
+class _Row(msgspec.Struct, frozen=True):
     """One number of drafters."""
 
     drafters: int
@@ -42,7 +42,7 @@ class Real(msgspec.Struct, frozen=True):
 
 
 class _Result(msgspec.Struct, frozen=True):
-    rows: list[Row]
+    rows: list[_Row]
     real: list[Real] = []
     real_table: str = ""
 
@@ -79,7 +79,7 @@ def _real(read: _Result) -> list[str]:
     return [told, markdown_table(head, rows)]
 
 
-def _cells(row: Row) -> tuple[object, ...]:
+def _cells(row: _Row) -> tuple[object, ...]:
     return (
         row.drafters,
         f"{row.candidates_per_s:.0f}",

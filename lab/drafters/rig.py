@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Pair, TimedModel
+from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, TimedModel, TimedPair
 from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -147,7 +147,7 @@ class DraftedEngine:
     """An engine with a drafter for each of the draft models, all on one virtual clock."""
 
     def __init__(
-        self, pair: Pair, drafts: Sequence[Model], together: int, width: int, candidates: int, depth: int
+        self, pair: TimedPair, drafts: Sequence[Model], together: int, width: int, candidates: int, depth: int
     ) -> None:
         self.clock, not_host = Clock(), NotHost()
         self.host = Host(not_host)

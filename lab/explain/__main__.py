@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> Report:
     """Measure, decide in simulated time, print the page."""
     os.environ.update(worker_environment())  # torch is not imported yet
-    from lab.explain.experiment import Question, explain
+    from lab.explain.experiment import Situation, explain
     from lab.explain.measurement import measure_pair
     from lab.explain.page import as_json, page
 
-    question = Question(tuple(args.acceptance), tuple(args.requests), args.at_context)
+    question = Situation(tuple(args.acceptance), tuple(args.requests), args.at_context)
     question.check()
     pair = measure_pair(settings_from(args), say)
     found = explain(pair, question)

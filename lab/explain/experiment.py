@@ -10,7 +10,7 @@ from itertools import cycle
 
 from lab.explain.measurement import MeasuredPair
 from ssd_serve.errors import SettingsError
-from ssd_serve.plan.guesses import Guesses
+from ssd_serve.plan.guesses import DraftQuality
 from ssd_serve.plan.simulation import Costs, Simulated, simulate
 from ssd_serve.verifier.planning.cost import Reading
 from ssd_serve.verifier.planning.governor import Governor
@@ -22,7 +22,7 @@ _GOVERNED, _COUNTED = 8000, 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Situation:
     """Which drafts and loads to decide for; `context` tokens of each request."""
 
     acceptances: tuple[float, ...]
@@ -40,7 +40,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LayoutChoice:
     """One acceptance at one load: what each layout gives, and which one the governor settles on."""
 
     acceptance: float
@@ -53,7 +53,7 @@ class Decision:
     """Of the governor's last rounds that ran in the layout that it took; the others are trials."""
 
 
-def explain(pair: MeasuredPair, question: Question) -> list[Decision]:
+def explain(pair: MeasuredPair, question: Situation) -> list[LayoutChoice]:
     """Every acceptance at every load."""
     return [
         _decide(pair, acceptance, requests, question.context)
@@ -83,7 +83,7 @@ def govern(
     return taken, last.count(taken) / len(last)
 
 
-def _decide(pair: MeasuredPair, acceptance: float, requests: int, context: int) -> Decision:
+def _decide(pair: MeasuredPair, acceptance: float, requests: int, context: int) -> LayoutChoice:
     reading = Reading(requests * context, requests * context)
     plain_s = pair.costs[Layout.OFF].first_seconds(requests, reading)
     count = max(_MIN_ROUNDS, _ROUNDS // requests)
@@ -91,8 +91,8 @@ def _decide(pair: MeasuredPair, acceptance: float, requests: int, context: int) 
     for layout in pair.layouts:
         draft_s = 0.0 if layout is Layout.OFF else pair.draft_s(layout)
         costs = Costs(pair.costs[layout], pair.host, draft_s, pair.limits, context)
-        expected[layout] = simulate(layout, Guesses(acceptance), costs, requests, count)
+        expected[layout] = simulate(layout, DraftQuality(acceptance), costs, requests, count)
     gains = {layout: each.tokens_per_s * plain_s / requests for layout, each in expected.items()}
     rounds = {layout: each.rounds for layout, each in expected.items()}
     taken, share = govern(pair.layouts, rounds, requests, plain_s)
-    return Decision(acceptance, requests, expected, gains, taken, share)
+    return LayoutChoice(acceptance, requests, expected, gains, taken, share)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ssd_serve.bench.prompts import Prompt
+from ssd_serve.bench.rig import EngineWay as RigWay
 from ssd_serve.bench.rig import Rig, use_cores
-from ssd_serve.bench.rig import Way as RigWay
 from ssd_serve.bench.timed_request import Runner
 from ssd_serve.cluster.placement import Placement, place
 from ssd_serve.devices import Device, Machine, this_machine

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lab.explain.experiment import Decision, Question
+from lab.explain.experiment import LayoutChoice, Situation
 from lab.explain.measurement import MeasuredPair
 from ssd_serve.bench.document import read_as
 from ssd_serve.bench.experiment import Result
@@ -22,7 +22,7 @@ class _Measured(msgspec.Struct, frozen=True):
     hardware: dict[str, object]
 
 
-def page(pair: MeasuredPair, question: Question, decisions: Sequence[Decision], result: Result) -> str:
+def page(pair: MeasuredPair, question: Situation, decisions: Sequence[LayoutChoice], result: Result) -> str:
     """Markdown: what was measured, then what is decided by it and why."""
     machine = read_as(_Measured, result, "python -m lab.explain").hardware
     lines = [
@@ -39,7 +39,7 @@ def page(pair: MeasuredPair, question: Question, decisions: Sequence[Decision], 
     return "\n".join(lines)
 
 
-def as_json(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> dict[str, object]:
+def as_json(pair: MeasuredPair, question: Situation, decisions: Sequence[LayoutChoice]) -> dict[str, object]:
     """The same in plain values; times in seconds."""
     node_s = pair.host.node_s
     return {
@@ -66,7 +66,7 @@ def as_json(pair: MeasuredPair, question: Question, decisions: Sequence[Decision
     }
 
 
-def _decision_json(decision: Decision) -> dict[str, object]:
+def _decision_json(decision: LayoutChoice) -> dict[str, object]:
     return {
         "acceptance": decision.acceptance,
         "requests": decision.requests,
@@ -127,7 +127,7 @@ def _draft(pair: MeasuredPair) -> list[str]:
     return lines
 
 
-def _decisions(pair: MeasuredPair, question: Question, decisions: Sequence[Decision]) -> list[str]:
+def _decisions(pair: MeasuredPair, question: Situation, decisions: Sequence[LayoutChoice]) -> list[str]:
     lines = [
         "## Decisions",
         "",
@@ -171,7 +171,7 @@ def _decisions(pair: MeasuredPair, question: Question, decisions: Sequence[Decis
     return lines
 
 
-def _why(decision: Decision) -> str:
+def _why(decision: LayoutChoice) -> str:
     """One sentence for the governor's choice."""
     others = sorted(
         (layout for layout in decision.gains if layout is not decision.taken),

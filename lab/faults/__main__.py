@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> Report:
     """0: no token was lost or wrong; 1: some were."""
     need("python -m lab.faults", "httpx")
-    from lab.faults.experiment import Plan, run_faults
+    from lab.faults.experiment import FaultsPlan, run_faults
     from lab.faults.report import harmless, table
 
-    plan = Plan(args.requests, args.tokens, tuple(args.only), args.ray)
+    plan = FaultsPlan(args.requests, args.tokens, tuple(args.only), args.ray)
     result = run_faults(settings_from(args), plan, say)
     return Report(result, table, 0 if harmless(result) else 1)
 

@@ -21,7 +21,7 @@ from lab.faults.judge import judge
 from lab.faults.kinds import RANK_FAULTS, SERVER_KILLED, Fault, faults_of, node_lost
 from lab.faults.proxy import MessageFaults
 from lab.faults.ray_nodes import two_nodes
-from lab.faults.report import Outcome
+from lab.faults.report import FaultOutcome
 from lab.faults.site import Site
 from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.servers import served
@@ -37,7 +37,7 @@ _NAME = "faults"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FaultsPlan:
     """How much to run. `only`: faults whose names hold one of these words; empty: all."""
 
     requests: int = 8
@@ -51,9 +51,9 @@ class Plan:
         return not self.only or any(word in fault.name for word in self.only)
 
 
-def run_faults(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
+def run_faults(settings: Settings, plan: FaultsPlan, say: Callable[[str], None]) -> dict[str, object]:
     """`{"outcomes", "plan", "settings"}`."""
-    outcomes: list[Outcome] = []
+    outcomes: list[FaultOutcome] = []
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         numbers = itertools.count()
         with _groups(settings, plan) as groups:
@@ -78,7 +78,7 @@ class _Group:
 
 
 @contextlib.contextmanager
-def _groups(settings: Settings, plan: Plan) -> Generator[list[_Group]]:
+def _groups(settings: Settings, plan: FaultsPlan) -> Generator[list[_Group]]:
     one = settings.model_copy(
         update={"mode": Mode.SSD, "launcher": "local", "drain_seconds": 0, "speculation_may_stop": False}
     )
@@ -97,13 +97,15 @@ def _groups(settings: Settings, plan: Plan) -> Generator[list[_Group]]:
         yield _chosen(groups, plan)
 
 
-def _chosen(groups: Sequence[_Group], plan: Plan) -> list[_Group]:
+def _chosen(groups: Sequence[_Group], plan: FaultsPlan) -> list[_Group]:
     chosen = [replace(group, faults=tuple(filter(plan.wants, group.faults))) for group in groups]
     return [group for group in chosen if group.faults]
 
 
-async def _run_group(group: _Group, plan: Plan, folder: Path, say: Callable[[str], None]) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+async def _run_group(
+    group: _Group, plan: FaultsPlan, folder: Path, say: Callable[[str], None]
+) -> list[FaultOutcome]:
+    outcomes: list[FaultOutcome] = []
     heard: list[Heard] = []
     async with _site(group, folder) as (site, proxy):
         wished = await asyncio.to_thread(wishes, site.url, plan.requests, plan.tokens)
@@ -155,7 +157,7 @@ async def _strike(
     fault: Fault,
     undisturbed: Sequence[Heard],
     heard: Sequence[Heard],
-) -> Outcome:
+) -> FaultOutcome:
     """Begin all streams, let the fault happen, and see what comes of them, in `heard`, and of the server."""
     names, drafters = set(site.pids()), site.metric("ssd_drafters_alive")
     before = site.pids()
@@ -179,8 +181,12 @@ async def _strike(
 
 
 async def _go_on(
-    settings: Settings, site: Site, outcome: Outcome, undisturbed: Sequence[Heard], heard: Sequence[Heard]
-) -> Outcome:
+    settings: Settings,
+    site: Site,
+    outcome: FaultOutcome,
+    undisturbed: Sequence[Heard],
+    heard: Sequence[Heard],
+) -> FaultOutcome:
     """Somebody has started the server again: who was cut off sends the request with the tokens that came."""
     struck = max((at for one in heard for at in one.times), default=time.monotonic())
     cut_off: dict[str, float] = {
@@ -197,13 +203,13 @@ async def _go_on(
 
 def _seen(
     settings: Settings, fault: str, undisturbed: Sequence[Heard], heard: Sequence[Heard], struck: float
-) -> Outcome:
+) -> FaultOutcome:
     """What the clients saw."""
     errors = tuple(sorted({one.error for one in heard if one.error}))
     stalls = [one.stall(struck) for one in heard]
     recovered_s = max((end - struck for end, length in stalls if length > _A_STALL_S), default=0.0)
     verdict = judge(settings, undisturbed, heard)
-    return Outcome(
+    return FaultOutcome(
         fault=fault,
         lost=verdict.lost,
         wrong=verdict.wrong,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from lab.faults.client import Heard
 from ssd_serve.bench.lossless.proof import Judge, first_difference
-from ssd_serve.bench.lossless.rig import Outputs, Pair
+from ssd_serve.bench.lossless.rig import LoadedPair, Outputs
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TextVerdict:
     """`lost`: tokens that never came; `wrong` and `near_ties`: texts that differ in those that came."""
 
     lost: int
@@ -23,7 +23,7 @@ class Verdict:
     near_ties: int
 
 
-def judge(settings: Settings, undisturbed: Sequence[Heard], disturbed: Sequence[Heard]) -> Verdict:
+def judge(settings: Settings, undisturbed: Sequence[Heard], disturbed: Sequence[Heard]) -> TextVerdict:
     """What differs. The models are loaded only where something does."""
     lost = sum(
         max(0, len(one.tokens) - len(other.tokens)) for one, other in zip(undisturbed, disturbed, strict=True)
@@ -34,12 +34,12 @@ def judge(settings: Settings, undisturbed: Sequence[Heard], disturbed: Sequence[
         if index is not None and index < len(other.tokens):
             differing[number] = one, other.tokens
     near_ties = _near_ties(settings, differing) if differing else 0
-    return Verdict(lost, len(differing) - near_ties, near_ties)
+    return TextVerdict(lost, len(differing) - near_ties, near_ties)
 
 
 def _near_ties(settings: Settings, differing: dict[int, tuple[Heard, list[int]]]) -> int:
     target, draft = resolve_model(settings.target, "target"), resolve_model(settings.draft_models[0], "draft")
-    pair = Pair("faults", target, draft)
+    pair = LoadedPair("faults", target, draft)
     submits = [
         Submit(
             number,

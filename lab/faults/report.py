@@ -10,7 +10,7 @@ from ssd_serve.bench.tables import markdown_table
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """What one fault did. Times in seconds since it struck; None where there is nothing to notice."""
 
     fault: str
@@ -34,7 +34,7 @@ class Outcome:
 
 
 class _Result(msgspec.Struct, frozen=True):
-    outcomes: list[Outcome]
+    outcomes: list[FaultOutcome]
 
 
 _HEAD = (
@@ -68,7 +68,7 @@ def harmless(result: Mapping[str, object]) -> bool:
     )
 
 
-def _read(result: Mapping[str, object]) -> list[Outcome]:
+def _read(result: Mapping[str, object]) -> list[FaultOutcome]:
     return read_as(_Result, result, "python -m lab.faults").outcomes
 
 

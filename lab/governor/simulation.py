@@ -46,7 +46,7 @@ class Foreseeing(Governor[str]):
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class _Cost:
     """Of one run: time beyond that of the best layout at each moment, the share of rounds in another than the
     best, and changes of the layout in 1000 rounds."""
 
@@ -55,7 +55,7 @@ class Cost:
     changes: float
 
 
-def run(chooser: Chooser, load: Iterator[tuple[int, Gains]], seed: int) -> Cost:
+def run(chooser: Chooser, load: Iterator[tuple[int, Gains]], seed: int) -> _Cost:
     """Show a chooser the rounds of a load (requests, gains) of which it chooses the layouts."""
     noise = random.Random(seed)
     forecasts: dict[int, Gains] = {}
@@ -84,7 +84,7 @@ def run(chooser: Chooser, load: Iterator[tuple[int, Gains]], seed: int) -> Cost:
         best_spent += 1 / best
         elsewhere += gains[way] < best
         rounds += 1
-    return Cost(spent / best_spent - 1, elsewhere / rounds, 1000 * changes / rounds)
+    return _Cost(spent / best_spent - 1, elsewhere / rounds, 1000 * changes / rounds)
 
 
 def _nearest(forecasts: Mapping[int, Gains], load: int) -> Gains:
@@ -206,7 +206,7 @@ CHOOSERS: Mapping[str, Callable[[], Chooser]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class _Row:
     """A chooser under a load: means over the seeds, and the greatest regret of one."""
 
     load: str
@@ -217,20 +217,20 @@ class Row:
     changes: float
 
 
-def compare(seeds: int, rounds: int, loads: Mapping[str, Load] = LOADS) -> list[Row]:
+def compare(seeds: int, rounds: int, loads: Mapping[str, Load] = LOADS) -> list[_Row]:
     """Every chooser under every load."""
-    rows: list[Row] = []
+    rows: list[_Row] = []
     for name, load in loads.items():
         length = min(rounds, FRESH_ROUNDS) if load is fresh else rounds
         for chooser, make in CHOOSERS.items():
             costs = [run(make(), load(random.Random(seed), length), seed) for seed in range(seeds)]
             regrets = [cost.regret for cost in costs]
             elsewhere, changes = mean(cost.elsewhere for cost in costs), mean(cost.changes for cost in costs)
-            rows.append(Row(name, chooser, mean(regrets), max(regrets), elsewhere, changes))
+            rows.append(_Row(name, chooser, mean(regrets), max(regrets), elsewhere, changes))
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[_Row]) -> str:
     """For people."""
     head = ("load", "chooser", "regret %", "worst %", "not in the best %", "changes in 1000")
     return text_table(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from lab.host.drafting import measure_drafter
 from ssd_serve.bench.load.servers import served
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
-from ssd_serve.bench.rig import Rig, Way, use_cores
+from ssd_serve.bench.rig import EngineWay, Rig, use_cores
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import SsdError
@@ -48,7 +48,7 @@ SAMPLINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class _Rounds:
     """Host seconds of decoding rounds, and how many nodes they verified."""
 
     host_s: tuple[float, ...]
@@ -105,11 +105,11 @@ def _submits(prompts: Sequence[Prompt], sampling: SamplingParameters) -> list[Su
     return [Submit(number, each.tokens, sampling, each.seed) for number, each in enumerate(prompts, 1)]
 
 
-def measure_rounds(rig: Rig, prompts: Sequence[Prompt], sampling: SamplingParameters) -> Rounds:
+def measure_rounds(rig: Rig, prompts: Sequence[Prompt], sampling: SamplingParameters) -> _Rounds:
     """Host time of the rounds in which all requests decode."""
     submits = _submits(prompts, sampling)
-    texts = _plain(rig.engine(Way("ar")), submits)
-    engine = rig.engine(Way("ssd"), verified=NODES_EACH * len(prompts))
+    texts = _plain(rig.engine(EngineWay("ar")), submits)
+    engine = rig.engine(EngineWay("ssd"), verified=NODES_EACH * len(prompts))
     oracle = Oracle(engine, rig, texts)
     for submit in submits:
         engine.submit(submit)
@@ -125,7 +125,7 @@ def measure_rounds(rig: Rig, prompts: Sequence[Prompt], sampling: SamplingParame
     oracle.close()
     if len(host_s) < 4:
         raise SsdError("too few full rounds to measure: is the context long enough?")
-    return Rounds(tuple(host_s), float(NODES_EACH * len(prompts)))
+    return _Rounds(tuple(host_s), float(NODES_EACH * len(prompts)))
 
 
 def _plain(engine: Engine, submits: Sequence[Submit]) -> dict[int, list[int]]:

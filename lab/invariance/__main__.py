@@ -23,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> Report:
     restart_as_worker()  # this process plays the verifier
-    from lab.invariance.experiment import Plan, run_invariance
+    from lab.invariance.experiment import InvariancePlan, run_invariance
 
-    return Report(run_invariance(settings_from(args), Plan(repeats=args.repeats), say))
+    return Report(run_invariance(settings_from(args), InvariancePlan(repeats=args.repeats), say))
 
 
 if __name__ == "__main__":

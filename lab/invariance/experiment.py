@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ssd_serve.kernels.attention.self_test import Asked, random_batch
+from ssd_serve.kernels.attention.self_test import TriedRequest, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import find_model
@@ -22,26 +22,26 @@ from ssd_serve.models.load import load_served
 from ssd_serve.models.sizes import torch_device
 from ssd_serve.settings import Settings
 
-SHAPES: dict[str, tuple[Asked, ...]] = {
-    "1 row after 512": (Asked(512, 1),),
-    "8 x 1 row after 512": (Asked(512, 1),) * 8,
-    "1 row after 4,096": (Asked(4096, 1),),
-    "9 nodes after 512": (Asked(512, 9),),
-    "8 x 9 nodes after 512": (Asked(512, 9),) * 8,
-    "256 rows of a prompt": (Asked(0, 256, depth=0),),
-    "256 rows of a prompt after 1,024": (Asked(1024, 256, depth=0),),
+SHAPES: dict[str, tuple[TriedRequest, ...]] = {
+    "1 row after 512": (TriedRequest(512, 1),),
+    "8 x 1 row after 512": (TriedRequest(512, 1),) * 8,
+    "1 row after 4,096": (TriedRequest(4096, 1),),
+    "9 nodes after 512": (TriedRequest(512, 9),),
+    "8 x 9 nodes after 512": (TriedRequest(512, 9),) * 8,
+    "256 rows of a prompt": (TriedRequest(0, 256, depth=0),),
+    "256 rows of a prompt after 1,024": (TriedRequest(1024, 256, depth=0),),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class InvariancePlan:
     """What is measured: which shapes, and how often."""
 
     shapes: tuple[str, ...] = tuple(SHAPES)
     repeats: int = 15
 
 
-def run_invariance(settings: Settings, plan: Plan, say: Callable[[str], None]) -> dict[str, object]:
+def run_invariance(settings: Settings, plan: InvariancePlan, say: Callable[[str], None]) -> dict[str, object]:
     """`{"results", ...}`: a row for each shape and order of slots, medians in milliseconds.
 
     Shapes that are longer than the model's context are left out.
@@ -77,14 +77,14 @@ def run_invariance(settings: Settings, plan: Plan, say: Callable[[str], None]) -
     }
 
 
-def _batch(asked: tuple[Asked, ...], slots: int, scattered: bool) -> Batch:
+def _batch(asked: tuple[TriedRequest, ...], slots: int, scattered: bool) -> Batch:
     """All logits of trees and single rows, and the last one of a prompt."""
     batch = random_batch(random.Random(1), slots, asked, scattered)
     prompt = len(asked) == 1 and asked[0].depth == 0
     return replace(batch, rows_wanted=np.arange(batch.rows - 1 if prompt else 0, batch.rows))
 
 
-def _compare(plain: Model, invariant: Model, batch: Batch, plan: Plan) -> dict[str, object]:
+def _compare(plain: Model, invariant: Model, batch: Batch, plan: InvariancePlan) -> dict[str, object]:
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(plan.repeats + 1):  # the first one warms up
         for model, taken in zip((plain, invariant), seconds, strict=True):

@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
-    from lab.packed.experiment import Plan, measure, table
+    from lab.packed.experiment import PackedPlan, measure, table
     from ssd_serve.kernels.native.library import native_library
     from ssd_serve.settings import Settings
 
-    plan = Plan(args.dtype, args.threads, args.rows, matrices=args.matrices, repeats=args.repeats)
+    plan = PackedPlan(args.dtype, args.threads, args.rows, matrices=args.matrices, repeats=args.repeats)
     result = measure(plan, native_library(Settings()))
     return Report(result, table)
 

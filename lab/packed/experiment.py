@@ -31,7 +31,7 @@ Make = Callable[[torch.Tensor], Linear]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PackedPlan:
     """What is measured. `outputs` and `inputs` are the shape of each matrix."""
 
     dtypes: Sequence[str] = ("bf16", INT8)
@@ -43,7 +43,7 @@ class Plan:
     repeats: int = 7
 
 
-def measure(plan: Plan, native: NativeLibrary | None) -> dict[str, object]:
+def measure(plan: PackedPlan, native: NativeLibrary | None) -> dict[str, object]:
     """Time one pass over all matrices for each kernel, numbers of threads and rows; medians and bests."""
     results: list[dict[str, object]] = []
     for dtype in plan.dtypes:
@@ -79,7 +79,7 @@ def kernels_of(dtype: str, native: NativeLibrary | None) -> dict[str, Make]:
     return found
 
 
-def _compare(dtype: str, kernels: dict[str, Make], plan: Plan) -> list[dict[str, object]]:
+def _compare(dtype: str, kernels: dict[str, Make], plan: PackedPlan) -> list[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     shape = (plan.outputs, plan.inputs)
     layers: dict[str, list[Linear]] = {name: [] for name in kernels}

@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> Report:
-    from lab.prediction.experiment import Effort, run_prediction
+    from lab.prediction.experiment import SimulationEffort, run_prediction
     from lab.prediction.report import prediction_tables
 
-    result = run_prediction(Effort(rounds=max(10, args.rounds), seeds=max(1, args.seeds)), say)
+    result = run_prediction(SimulationEffort(rounds=max(10, args.rounds), seeds=max(1, args.seeds)), say)
     return Report(result, prediction_tables)
 
 

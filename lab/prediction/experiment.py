@@ -23,8 +23,8 @@ from lab.prediction.published import (
     published,
 )
 from lab.prediction.speculation import (
-    Pair,
     Predicted,
+    SplitPair,
     acceptance_of,
     as_slow_as,
     chain,
@@ -36,7 +36,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import SsdError
 from ssd_serve.plan.device_tables import DeviceSheet, device_sheet
 from ssd_serve.plan.devices import Sheets, cost_table
-from ssd_serve.plan.guesses import Guesses
+from ssd_serve.plan.guesses import DraftQuality
 from ssd_serve.plan.known_models import Computing, PlannedModel, known_model, sized
 from ssd_serve.plan.plan import DRAFT_HOST_S
 from ssd_serve.plan.simulation import Costs, Simulated, measured_host, simulate
@@ -48,7 +48,7 @@ _ALONE_HOST_S = 0.4e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class SimulationEffort:
     """How much to simulate. `widths`: nodes of a draft step to choose from."""
 
     widths: Sequence[int] = (8, 16, 32, 64)
@@ -57,7 +57,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class _Reading:
     """A draft as the published figures may be read. `slow`: its forwards have the host time that the chain on
     4 devices shows; else they take what the device takes."""
 
@@ -66,11 +66,11 @@ class Reading:
     slow: bool
     sheets: tuple[DeviceSheet, ...] = (device_sheet("mi300x"), device_sheet("h100"))
 
-    def pair(self, device: str) -> Pair:
+    def pair(self, device: str) -> SplitPair:
         """Llama 3.1 70B on 4 such devices, and 3.2 1B on one."""
         sheet = next(each for each in self.sheets if each.name == device)
         platform = Sheets(sheet, _DEVICES)
-        pair = Pair(platform, _shape("llama-3.1-70b"), _shape("llama-3.2-1b"), _DEVICES, CONTEXT)
+        pair = SplitPair(platform, _shape("llama-3.1-70b"), _shape("llama-3.2-1b"), _DEVICES, CONTEXT)
         if not self.slow:
             return pair
         known = published(device, "chain", _DEVICES)
@@ -81,15 +81,15 @@ class Reading:
         return point.mode == "plain" or (self.slow and (point.mode, point.devices) == ("chain", _DEVICES))
 
 
-def readings() -> tuple[Reading, Reading]:
+def readings() -> tuple[_Reading, _Reading]:
     """The draft of the notes, and that of the published acceptance."""
     return (
-        Reading("4.08 tokens a round", acceptance_of(INFERRED_TOKENS, CHAIN), slow=False),
-        Reading("65 % accepted", acceptance_of(1 + EXPECTED_ACCEPTANCE * TABLE, TABLE), slow=True),
+        _Reading("4.08 tokens a round", acceptance_of(INFERRED_TOKENS, CHAIN), slow=False),
+        _Reading("65 % accepted", acceptance_of(1 + EXPECTED_ACCEPTANCE * TABLE, TABLE), slow=True),
     )
 
 
-def predicted(reading: Reading, point: Point) -> Predicted:
+def predicted(reading: _Reading, point: Point) -> Predicted:
     """What the device gives for a published figure."""
     pair = replace(reading.pair(point.device), devices=point.devices)
     if point.mode == "plain":
@@ -99,7 +99,7 @@ def predicted(reading: Reading, point: Point) -> Predicted:
     return table(pair, reading.acceptance, TABLE, FAN_OUT)
 
 
-def run_prediction(effort: Effort, say: Callable[[str], None]) -> dict[str, object]:
+def run_prediction(effort: SimulationEffort, say: Callable[[str], None]) -> dict[str, object]:
     """Everything that the report tells."""
     found = [_read(reading) for reading in readings()]
     for entry, reading in zip(found, readings(), strict=True):
@@ -117,7 +117,7 @@ def run_prediction(effort: Effort, say: Callable[[str], None]) -> dict[str, obje
     }
 
 
-def _read(reading: Reading) -> dict[str, object]:
+def _read(reading: _Reading) -> dict[str, object]:
     return {
         "name": reading.name,
         "acceptance": round(reading.acceptance, 4),
@@ -131,7 +131,7 @@ def _read(reading: Reading) -> dict[str, object]:
     }
 
 
-def _compared(reading: Reading, point: Point) -> dict[str, object]:
+def _compared(reading: _Reading, point: Point) -> dict[str, object]:
     found = predicted(reading, point)
     return {
         "device": point.device,
@@ -192,22 +192,22 @@ def _sensitivity() -> list[dict[str, object]]:
     ]
 
 
-def _sheet(reading: Reading) -> DeviceSheet:
+def _sheet(reading: _Reading) -> DeviceSheet:
     return reading.pair(_DEVICE).platform.sheet
 
 
-def _launching(reading: Reading, launch_s: float) -> Reading:
+def _launching(reading: _Reading, launch_s: float) -> _Reading:
     """The device with another time to start a forward; layers take the rest, as they were fitted to."""
     sheet, layers = _sheet(reading), reading.pair(_DEVICE).target.layers
     layer_s = sheet.layer_s + (sheet.launch_s - launch_s) / layers
     return _on(reading, replace(sheet, launch_s=launch_s, layer_s=layer_s))
 
 
-def _on(reading: Reading, sheet: DeviceSheet) -> Reading:
+def _on(reading: _Reading, sheet: DeviceSheet) -> _Reading:
     return replace(reading, sheets=(sheet,))
 
 
-def _hosts(reading: Reading) -> list[tuple[str, float]]:
+def _hosts(reading: _Reading) -> list[tuple[str, float]]:
     """What the host may add to a draft step, here and there."""
     found = [("ours, on shared cores", DRAFT_HOST_S), ("ours, alone on a core", _ALONE_HOST_S)]
     if reading.slow:
@@ -215,7 +215,7 @@ def _hosts(reading: Reading) -> list[tuple[str, float]]:
     return found
 
 
-def _lived(reading: Reading, host: tuple[str, float], effort: Effort) -> dict[str, object]:
+def _lived(reading: _Reading, host: tuple[str, float], effort: SimulationEffort) -> dict[str, object]:
     """This project's engine, and the table of outcomes, with the same host time a draft step."""
     name, host_s = host
     pair = replace(reading.pair(_DEVICE), draft_host_s=host_s)
@@ -257,7 +257,9 @@ def _row(way: str, devices: int, tokens_per_s: float, tokens_per_round: float) -
     }
 
 
-def _simulated(pair: Pair, acceptance: float, layout: Layout, width: int, effort: Effort) -> list[Simulated]:
+def _simulated(
+    pair: SplitPair, acceptance: float, layout: Layout, width: int, effort: SimulationEffort
+) -> list[Simulated]:
     limits = GrowthLimits(width=width, fan_out=8, depth=16, nodes=4096)
     costs = Costs(
         target=cost_table(pair.platform, pair.target, pair.devices, pair.context),
@@ -268,7 +270,7 @@ def _simulated(pair: Pair, acceptance: float, layout: Layout, width: int, effort
         draft_host_s=pair.draft_host_s,
     )
     return [
-        simulate(layout, Guesses(acceptance), costs, 1, effort.rounds, seed)
+        simulate(layout, DraftQuality(acceptance), costs, 1, effort.rounds, seed)
         for seed in range(1, effort.seeds + 1)
     ]
 

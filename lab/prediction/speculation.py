@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ssd_serve.plan.devices import Sheets
 from ssd_serve.plan.forwards import Forward
-from ssd_serve.plan.guesses import Guesses
+from ssd_serve.plan.guesses import DraftQuality
 from ssd_serve.plan.known_models import PlannedModel
 from ssd_serve.plan.virtual_time import MESSAGE_S
 
@@ -16,7 +16,7 @@ _HALVINGS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class SplitPair:
     """A target split over `devices`, a draft on one, and what a draft forward costs beside its device's
     time."""
 
@@ -52,12 +52,12 @@ class Predicted:
         return self.tokens / (self.target_s + self.draft_s)
 
 
-def plain(pair: Pair) -> Predicted:
+def plain(pair: SplitPair) -> Predicted:
     """One token a forward."""
     return Predicted(1.0, pair.target_s(1))
 
 
-def chain(pair: Pair, acceptance: float, length: int) -> Predicted:
+def chain(pair: SplitPair, acceptance: float, length: int) -> Predicted:
     """`length` drafts one after the other, and one more forward that only fills the draft's cache; then the
     target."""
     return Predicted(
@@ -65,7 +65,7 @@ def chain(pair: Pair, acceptance: float, length: int) -> Predicted:
     )
 
 
-def table(pair: Pair, acceptance: float, length: int, fan_out: int) -> Predicted:
+def table(pair: SplitPair, acceptance: float, length: int, fan_out: int) -> Predicted:
     """While the target verifies a chain, the draft reads that chain and drafts one for each of `fan_out`
     guesses at each of its places. A guess that comes true is a hit; after a miss the target waits for a
     chain."""
@@ -84,7 +84,7 @@ def chain_tokens(acceptance: float, length: int) -> float:
 def hit_rate(acceptance: float, length: int, fan_out: int) -> float:
     """How often the round's own token is among the guesses: the next ones after a rejected draft, the first
     ones after a chain that was accepted whole."""
-    ranked = Guesses(acceptance).probabilities(fan_out + 1)
+    ranked = DraftQuality(acceptance).probabilities(fan_out + 1)
     whole = acceptance**length
     return (1 - whole) * sum(ranked[1:]) / (1 - acceptance) + whole * sum(ranked[:fan_out])
 
@@ -98,7 +98,7 @@ def acceptance_of(tokens: float, length: int) -> float:
     return low
 
 
-def as_slow_as(pair: Pair, acceptance: float, length: int, tokens_per_s: float) -> Pair:
+def as_slow_as(pair: SplitPair, acceptance: float, length: int, tokens_per_s: float) -> SplitPair:
     """The same with the host time of a draft forward that makes its chain so fast."""
     free = chain(pair, acceptance, length)
     round_s = free.tokens / tokens_per_s

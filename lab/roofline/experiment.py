@@ -15,7 +15,7 @@ import msgspec
 
 from ssd_serve.bench.document import read_file
 from ssd_serve.bench.machine import hardware
-from ssd_serve.bench.modes_result import Row
+from ssd_serve.bench.modes_result import ModesRow
 from ssd_serve.bench.tables import markdown_table
 from ssd_serve.bench.workload import BALLAST_HIDDEN, TARGET_LAYERS
 from ssd_serve.devices import parse_device
@@ -26,16 +26,16 @@ from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.sizes import model_sizes
 from ssd_serve.plan.roof import Roof, measure_roof
-from ssd_serve.recipes.ballast import Sizes, enlarged, enlarged_config
+from ssd_serve.recipes.ballast import BallastSizes, enlarged, enlarged_config
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class ModesResult(msgspec.Struct, frozen=True):
+class _ModesResult(msgspec.Struct, frozen=True):
     """What is read of a result of `ssd bench modes`."""
 
-    results: list[Row]
+    results: list[ModesRow]
     hardware: dict[str, object]
 
 
@@ -62,7 +62,7 @@ class Distance:
 
 
 def distances(
-    rows: Sequence[Row], roofs: Sequence[Roof], weight_bytes: float, flops_per_row: float
+    rows: Sequence[ModesRow], roofs: Sequence[Roof], weight_bytes: float, flops_per_row: float
 ) -> list[Distance]:
     """Every row of real devices whose number of cores has a roof; a GPU is 0 of them. One request: a round is
     its root and its nodes."""
@@ -106,7 +106,7 @@ def run_roofline(
     bench modes` uses.
     """
     name = TORCH_NAMES[dtype]
-    found = None if modes is None else read_file(ModesResult, modes, "ssd bench modes")
+    found = None if modes is None else read_file(_ModesResult, modes, "ssd bench modes")
     if modes is not None and found is not None:
         _same_machine(modes, found.hardware)
     counts = [1, *(count for count in (2, 4, 8, 16, 32, 64, 128) if count < len(cores)), len(cores)]
@@ -240,6 +240,6 @@ def _same_machine(path: Path, theirs: Mapping[str, object]) -> None:
 def _benchmark_elements() -> int:
     """Numbers in the matrices of the embedded target with the ballast of `ssd bench modes`."""
     raw = dict(read_json(embedded_folder("target") / "config.json"))
-    old = Sizes.of(raw)
+    old = BallastSizes.of(raw)
     enlarged_raw = enlarged_config(raw, old, enlarged(old, BALLAST_HIDDEN, TARGET_LAYERS, None, None))
     return describe(enlarged_raw).sizes(Parallel()).elements

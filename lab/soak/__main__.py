@@ -44,10 +44,10 @@ def _run(args: argparse.Namespace) -> Report:
     need("python -m lab.soak", "httpx", "scipy")
     if not 0 < args.minutes < float("inf") or args.clients < 1:
         raise SettingsError("--minutes must be greater than 0, --clients at least 1")
-    from lab.soak.experiment import Plan, run_soak
+    from lab.soak.experiment import SoakPlan, run_soak
     from lab.soak.report import soak_table
 
-    plan = Plan(args.minutes, args.clients, args.seed, tuple(args.kill))
+    plan = SoakPlan(args.minutes, args.clients, args.seed, tuple(args.kill))
     signal.signal(signal.SIGTERM, leave_tidily)
     result = run_soak(settings_from(args), plan, say)
     return Report(result, soak_table, 1 if result["problems"] else 0)

@@ -49,7 +49,7 @@ _TOLD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SoakPlan:
     """How long, how many clients, and whose processes may be killed when one is disturbed, every `disturb_s`
     seconds or so. Kills come in the first third: who lives long can be judged by its memory."""
 
@@ -73,7 +73,7 @@ class End:
     leftovers: tuple[str, ...] = ()
 
 
-def run_soak(settings: Settings, plan: Plan, say: Say) -> dict[str, object]:
+def run_soak(settings: Settings, plan: SoakPlan, say: Say) -> dict[str, object]:
     """Soak a server with these settings; the result says in `problems` what was off."""
     settings = soaked(settings)
     with tempfile.TemporaryDirectory(prefix="ssd-soak-") as name:
@@ -117,7 +117,7 @@ def soaked(settings: Settings) -> Settings:
 
 
 async def _session(
-    server: Server, plan: Plan, family: Family, disturber: Disturber, counted: Counted, say: Say
+    server: Server, plan: SoakPlan, family: Family, disturber: Disturber, counted: Counted, say: Say
 ) -> End:
     """Traffic and disturbances for the planned time, then silence; returns what is held then."""
     until = time.monotonic() + 60 * plan.minutes

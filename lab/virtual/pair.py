@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from lab.virtual.rig import DRAFT_SLOTS, SLOTS, Pair
+from lab.virtual.rig import DRAFT_SLOTS, SLOTS, TimedPair
 from ssd_serve.bench.device_tables import device_table
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.kernels.native.library import native_library
@@ -15,12 +15,12 @@ from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import EMBEDDED, Settings
 
 
-def embedded_pair(table: str) -> tuple[Pair, list[Prompt]]:
+def embedded_pair(table: str) -> tuple[TimedPair, list[Prompt]]:
     """Load both models. One thread: results are then the same whatever else the machine does."""
     torch.set_num_threads(1)
     timed = device_table(table)
     target, draft = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
-    pair = Pair(_load(target, SLOTS), _load(draft, DRAFT_SLOTS), timed)
+    pair = TimedPair(_load(target, SLOTS), _load(draft, DRAFT_SLOTS), timed)
     return pair, held_out_prompts(target, Tokenizer(target))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ssd_serve.bench.device_tables import DeviceTable, StepTimes, forward_of
+from ssd_serve.bench.device_tables import DeviceTable, ForwardTimes, forward_of
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.inline import InlineChannel
@@ -56,7 +56,7 @@ _STEP_ROWS = 12
 class TimedModel(WrappedModel):
     """A model that adds up what its forwards would take."""
 
-    def __init__(self, model: Model, times: StepTimes) -> None:
+    def __init__(self, model: Model, times: ForwardTimes) -> None:
         super().__init__(model)
         self._times = times
         self._seconds = 0.0
@@ -112,7 +112,7 @@ class ObservedPlanner(RoundPlanner):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TimedPair:
     """Loaded models, and the table that times them. The draft model needs `DRAFT_SLOTS` slots."""
 
     target: Model

@@ -7,7 +7,7 @@ from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ssd_serve.server.access.keys import OPERATOR, Entry, Holder, Keyring
+from ssd_serve.server.access.keys import OPERATOR, Holder, Keyring, KnownKey
 from ssd_serve.server.access.tenants import Tenant, Tenants
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.root_path import path_within
@@ -28,7 +28,7 @@ class Doorkeeper:
     ) -> None:
         self._app = app
         self._tenants = tenants
-        own = None if metrics_key is None else Keyring([Entry(metrics_key, Holder("metrics"))])
+        own = None if metrics_key is None else Keyring([KnownKey(metrics_key, Holder("metrics"))])
         self._metrics_keys = own
         self._metrics_port = metrics_port
 

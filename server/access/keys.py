@@ -43,7 +43,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KnownKey:
     """A key and its holder."""
 
     key: str = field(repr=False)
@@ -53,7 +53,7 @@ class Entry:
 class Keyring:
     """Finds the holder of a key, in a time that tells nothing of the keys."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[KnownKey]) -> None:
         self._secret = secrets.token_bytes(32)
         self._holders = [(self._digest(entry.key.encode()), entry.holder) for entry in entries]
 
@@ -69,7 +69,7 @@ class Keyring:
         return hmac.digest(self._secret, key, "sha256")
 
 
-def parse_keys(text: str, known: Sequence[Entry] = ()) -> list[Entry]:
+def parse_keys(text: str, known: Sequence[KnownKey] = ()) -> list[KnownKey]:
     """The entries of a file, behind the `known` ones. Raises `SettingsError` that names the line, never a
     key."""
     entries = list(known)
@@ -90,7 +90,7 @@ def parse_keys(text: str, known: Sequence[Entry] = ()) -> list[Entry]:
     return entries
 
 
-def _parse_line(words: list[str]) -> Entry:
+def _parse_line(words: list[str]) -> KnownKey:
     if len(words) < 2:
         raise ValueError("a line is: name key, and if wanted requests_per_minute=N tokens_per_minute=N")
     name, key, *rest = words
@@ -107,10 +107,10 @@ def _parse_line(words: list[str]) -> Entry:
             # The word itself may be a key in the wrong place.
             raise ValueError("behind the key stand only requests_per_minute=N and tokens_per_minute=N")
         limits[limit] = int(value)
-    return Entry(key, Holder(name, *(limits.get(limit) for limit in _LIMITS)))
+    return KnownKey(key, Holder(name, *(limits.get(limit) for limit in _LIMITS)))
 
 
-def _check_against(entry: Entry, others: Sequence[Entry]) -> None:
+def _check_against(entry: KnownKey, others: Sequence[KnownKey]) -> None:
     for other in others:
         if other.key == entry.key:
             raise ValueError(f"this key is that of {other.holder.name} already")
@@ -118,7 +118,7 @@ def _check_against(entry: Entry, others: Sequence[Entry]) -> None:
             raise ValueError(f"{entry.holder.name} has other limits above; lines of one name have the same")
 
 
-def read_keys(path: Path, known: Sequence[Entry] = ()) -> list[Entry]:
+def read_keys(path: Path, known: Sequence[KnownKey] = ()) -> list[KnownKey]:
     """The entries of the file at `path`. Raises `SettingsError` or `PermissionProblemError`."""
     try:
         found = path.stat()
@@ -135,7 +135,7 @@ def read_keys(path: Path, known: Sequence[Entry] = ()) -> list[Entry]:
         raise SettingsError(f"{path} (SSD_API_KEYS_FILE): {error}") from None
 
 
-def warn_of_weak(entries: Sequence[Entry], path: Path | None) -> None:
+def warn_of_weak(entries: Sequence[KnownKey], path: Path | None) -> None:
     """Log what an operator should mend; never a key."""
     for name in dict.fromkeys(each.holder.name for each in entries if len(each.key) < MIN_KEY_CHARACTERS):
         logger.warning(
@@ -151,7 +151,7 @@ class KeysFile:
     """The keys of a file as they are now: looked at when they are asked for, at most once a second."""
 
     def __init__(
-        self, path: Path, known: Sequence[Entry] = (), clock: Callable[[], float] = time.monotonic
+        self, path: Path, known: Sequence[KnownKey] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`known` keys stand before those of the file. Raises what is wrong with the file at first."""
         self._path = path

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssd_serve.server.access.keys import OPERATOR, Entry, Holder, Keyring, KeysFile, warn_of_weak
+from ssd_serve.server.access.keys import OPERATOR, Holder, Keyring, KeysFile, KnownKey, warn_of_weak
 from ssd_serve.server.access.rates import Bucket, Clock
 from ssd_serve.server.errors import ApiError
 from ssd_serve.settings import Settings
@@ -123,7 +123,7 @@ class Tenants:
         self._clock = clock
         self._secret = secrets.token_bytes(32)
         self._tenants: dict[str, Tenant] = {}
-        own = [] if settings.api_key is None else [Entry(settings.api_key, Holder(OPERATOR))]
+        own = [] if settings.api_key is None else [KnownKey(settings.api_key, Holder(OPERATOR))]
         self._file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file, own, clock)
         if self._file is None:
             warn_of_weak(own, None)
@@ -161,7 +161,7 @@ class Tenants:
         if self._file is not None and self._file.changed():
             self._take(self._file.entries)
 
-    def _take(self, entries: Sequence[Entry]) -> None:
+    def _take(self, entries: Sequence[KnownKey]) -> None:
         self._keyring = Keyring(entries)
         holders = {entry.holder.name: entry.holder for entry in entries}
         self._tenants = {name: self._tenants.get(name) or self._new(name) for name in holders}

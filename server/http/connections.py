@@ -106,7 +106,7 @@ class CrowdControl:
         await response(scope, receive, send)
 
 
-class Connection(H11Protocol):
+class BoundedConnection(H11Protocol):
     """uvicorn's connection of one client, with bounds."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any, cast
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from ssd_serve.server.http.connections import Connection, Crowd
+from ssd_serve.server.http.connections import BoundedConnection, Crowd
 from ssd_serve.server.http.pieces import Pieces
 from ssd_serve.server.limits import Limits
 from ssd_serve.settings import Settings
@@ -42,7 +42,7 @@ class Door:
         """The protocol of a new connection."""
 
         def let_in() -> asyncio.Protocol:
-            return Pieces(Connection(config, state, app_state, self.crowd, self.limits))
+            return Pieces(BoundedConnection(config, state, app_state, self.crowd, self.limits))
 
         if self.tls is None:
             return let_in()

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ssd_serve.bench.modes_result import Row
+from ssd_serve.bench.modes_result import ModesRow
 
 
-def modes_row(mode: str, speed: float, **fields: Any) -> Row:
+def modes_row(mode: str, speed: float, **fields: Any) -> ModesRow:
     """A row of one core at temperature 0, unless `fields` say otherwise."""
     usual: dict[str, Any] = {
         "setting": "real",
@@ -25,4 +25,4 @@ def modes_row(mode: str, speed: float, **fields: Any) -> Row:
         "wait_share": 0.06,
         "host_share": 0.04,
     }
-    return Row(mode=mode, tokens_per_s=speed, **{**usual, **fields})
+    return ModesRow(mode=mode, tokens_per_s=speed, **{**usual, **fields})

@@ -29,7 +29,7 @@ class FakeCode:
 
 def run(
     new: tuple[float, float], old: tuple[float, float], seconds: float = 100.0
-) -> tuple[comparison.Found, list[str]]:
+) -> tuple[comparison.Passes, list[str]]:
     clock = FakeClock()
     log: list[str] = []
     found = comparison.compare(
@@ -86,7 +86,7 @@ def test_what_is_slower_is_named(new: tuple[float, float], slower: tuple[str, ..
 def test_a_wide_interval_does_not_pass() -> None:
     ratios = ratio_interval([0.5, 0.9, 1.3])
     assert ratios is not None
-    found = comparison.Found({"ar": [1.0]}, {"ar": [1.0]}, {"ar": ratios})
+    found = comparison.Passes({"ar": [1.0]}, {"ar": [1.0]}, {"ar": ratios})
     assert found.failing == {"ar": Verdict.NOT_SHOWN}
 
 

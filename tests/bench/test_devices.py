@@ -14,8 +14,8 @@ from ssd_serve.bench.devices import Devices, chosen_devices
 from ssd_serve.bench.lossless import rig as lossless_rig
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import write_random_pair
-from ssd_serve.bench.lossless.rig import Case, Pair, run_case
-from ssd_serve.bench.rig import Rig, Way
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
+from ssd_serve.bench.rig import EngineWay, Rig
 from ssd_serve.bench.stage import CORES
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli.main import main
@@ -104,11 +104,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_sampled_round_stays_on_the_gpu_until_tokens_are_read(gpu: str) -> None:
     rig = Rig(Settings(target=EMBEDDED, draft=EMBEDDED), gpu)
     assert rig.real.facts.kernels == "torch"
-    engine = rig.engine(Way("ar"))
+    engine = rig.engine(EngineWay("ar"))
     assert engine.submit(Submit(1, (5, 6, 7), SAMPLED, 3)) is None
     with pytest.raises(NotImplementedError, match=READ_BACK):
         engine.step()
-    grow(rig.core(Way("sd-chain", 3)))
+    grow(rig.core(EngineWay("sd-chain", 3)))
 
 
 def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:
@@ -139,7 +139,7 @@ def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(lossless_rig, "load_model", loaded)
     folders = write_random_pair("random-llama", tmp_path)
-    pair = Pair("random-llama", *folders, "bf16", devices=Devices(FIRST, SECOND))
+    pair = LoadedPair("random-llama", *folders, "bf16", devices=Devices(FIRST, SECOND))
     assert current == ["cuda:0", "loads on cuda:0", "cuda:1", "loads on cuda:1"]
     submits = [each for each in requests(pair.vocabulary, 8) if each.parameters.temperature][:1]
     with pytest.raises(NotImplementedError, match=READ_BACK):

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from ssd_serve.bench.kernels import timing
-from ssd_serve.bench.kernels.conformance import Result
-from ssd_serve.bench.kernels.timing import Plan, check_conformance, layers_for, run_kernels, table
+from ssd_serve.bench.kernels.conformance import ConformanceRow
+from ssd_serve.bench.kernels.timing import KernelPlan, check_conformance, layers_for, run_kernels, table
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli.main import build_parser, main
 from ssd_serve.errors import SettingsError, UserError
 from ssd_serve.kernels.attention.backends import Candidate
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.attention.self_test import Asked, Heads, Trial, largest_error, random_batch
+from ssd_serve.kernels.attention.self_test import Heads, Trial, TriedRequest, largest_error, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.plan.roof import Roof
@@ -35,12 +35,12 @@ def raises(cache: KVCache, heads: int) -> AttentionBackend[Any]:
     raise RuntimeError("no kernel image\nand much more")
 
 
-def small_suite(make: Maker, device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Result]:
+def small_suite(make: Maker, device: str, dtypes: Sequence[torch.dtype]) -> Iterator[ConformanceRow]:
     """A batch with heads of 64, 96 and 128."""
     for dtype in dtypes:
         for head_dim in (64, 96, 128):
             heads = Heads(4, 2, head_dim, dtype)
-            yield Result("a", Trial(heads, largest_error(make, heads, (Asked(5, 3),), device)))
+            yield ConformanceRow("a", Trial(heads, largest_error(make, heads, (TriedRequest(5, 3),), device)))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ class Breaks(SdpaAttention):
 def test_a_backend_that_raises_is_not_timed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1, "float32", {1: 1e-10}, 1e11)
     monkeypatch.setattr(timing, "measure_roof", lambda *_, **__: roof)
-    monkeypatch.setattr(timing, "SHAPES", {"a": (Asked(0, 201, depth=0),)})
+    monkeypatch.setattr(timing, "SHAPES", {"a": (TriedRequest(0, 201, depth=0),)})
     use(
         monkeypatch,
         Candidate("broken", "", raises),
@@ -106,7 +106,7 @@ def test_a_backend_that_raises_is_not_timed_and_named(monkeypatch: pytest.Monkey
         Candidate("sdpa", "", SdpaAttention),
     )
     said: list[str] = []
-    result = run_kernels(Plan(heads=4, kv_heads=2, head_dim=64, repeats=2), None, said.append)
+    result = run_kernels(KernelPlan(heads=4, kv_heads=2, head_dim=64, repeats=2), None, said.append)
     rows: Any = result["results"]
     assert [row["backend"] for row in rows] == ["sdpa"]
     assert result["skipped"] == [
@@ -133,8 +133,12 @@ def test_quartiles_need_two_values() -> None:
 def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1, "float32", {1: 1e-10}, 1e11)
     monkeypatch.setattr(timing, "measure_roof", lambda *_, **__: roof)
-    monkeypatch.setattr(timing, "SHAPES", {"a": (Asked(20, 5),), "b": (Asked(3, 1), Asked(0, 9, depth=0))})
-    result = run_kernels(Plan(heads=4, kv_heads=2, head_dim=64, repeats=3), native, lambda text: None)
+    monkeypatch.setattr(
+        timing,
+        "SHAPES",
+        {"a": (TriedRequest(20, 5),), "b": (TriedRequest(3, 1), TriedRequest(0, 9, depth=0))},
+    )
+    result = run_kernels(KernelPlan(heads=4, kv_heads=2, head_dim=64, repeats=3), native, lambda text: None)
     lines = table(result).splitlines()
     assert [line.split(" | ")[:2] for line in lines[2:6]] == [
         ["| a", "native"],
@@ -146,9 +150,9 @@ def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: 
 
 
 def test_the_roof_is_reading_once_or_computing() -> None:
-    plan = Plan(heads=32, kv_heads=8, head_dim=128)
+    plan = KernelPlan(heads=32, kv_heads=8, head_dim=128)
     reading = Roof(1, "float32", {1: 1e-9}, 1e15)
-    asked = (Asked(100, 4, depth=0), Asked(28, 4, depth=0))
+    asked = (TriedRequest(100, 4, depth=0), TriedRequest(28, 4, depth=0))
     batch = random_batch(random.Random(0), 200, asked)
     size = 136 * 2 * 8 * 128 * 4
     assert timing.min_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from ssd_serve.bench.modes import PLAIN, SSD, Entry, Share, neighbours, run_modes, shapes
-from ssd_serve.bench.modes_result import Row
+from ssd_serve.bench.modes_result import ModesRow
 from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, Prompt
-from ssd_serve.bench.rig import Way
+from ssd_serve.bench.rig import EngineWay
 from ssd_serve.bench.statistics import Verdict
-from ssd_serve.bench.timed_request import Sample
+from ssd_serve.bench.timed_request import TimedRequest
 from ssd_serve.errors import SsdError
 from ssd_serve.messages import Figures
 
@@ -43,7 +43,7 @@ class FakeStage:
         self._drift = 1.0
         self.runs: list[tuple[Entry, Prompt]] = []
 
-    def run(self, entry: Entry, prompt: Prompt, temperature: float) -> Sample:
+    def run(self, entry: Entry, prompt: Prompt, temperature: float) -> TimedRequest:
         self.runs.append((entry, prompt))
         way = entry.way
         self._drift *= 0.9995
@@ -55,12 +55,12 @@ class FakeStage:
         tokens = [1] * NEW_TOKENS if way.mode == self._loops else list(range(NEW_TOKENS))
         seconds = NEW_TOKENS / speed
         figures = Figures(tokens=NEW_TOKENS, rounds=16, drafted=64, accepted=32, hits=12, misses=4)
-        return Sample(
+        return TimedRequest(
             tuple(tokens), NEW_TOKENS, seconds, 0.9 * seconds, 0.05 * seconds, 0.05 * seconds, figures
         )
 
 
-def run(stage: FakeStage) -> list[Row]:
+def run(stage: FakeStage) -> list[ModesRow]:
     return run_modes(stage, {0.6: CHOSEN}, lambda _text: None)
 
 
@@ -124,5 +124,5 @@ def test_shapes_have_neighbours_in_every_direction(mode: str) -> None:
         assert way not in around
         assert {each.mode for each in around} == {mode}
         assert bool({each.steps for each in around} - {way.steps}) == bool(way.steps)
-    assert list(neighbours(Way("sd-chain", 1))) == [Way("sd-chain", 2)]
+    assert list(neighbours(EngineWay("sd-chain", 1))) == [EngineWay("sd-chain", 2)]
     assert list(neighbours(PLAIN)) == list(neighbours(SSD)) == []

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ssd_serve.bench.document import read_json
-from ssd_serve.bench.modes_result import Row, modes_tables
+from ssd_serve.bench.modes_result import ModesRow, modes_tables
 from ssd_serve.bench.statistics import Interval
 from ssd_serve.cli.main import main
 from ssd_serve.errors import UserError
@@ -27,7 +27,7 @@ ROWS = [
 ]
 
 
-def result(rows: list[Row], **fields: object) -> dict[str, Any]:
+def result(rows: list[ModesRow], **fields: object) -> dict[str, Any]:
     return {
         "results": msgspec.to_builtins(rows),
         "pairs": {rows[0].setting: "a target with a draft"},

@@ -14,9 +14,9 @@ from lab.ablate.experiment import (
     SYNCHRONOUS,
     UNIFORM_TABLE,
     UNIFORM_TREE,
-    Plan,
-    Run,
-    Way,
+    AblationPlan,
+    AblationRun,
+    GrowthWay,
     run_ablation,
 )
 from lab.ablate.report import ablation_table
@@ -25,7 +25,7 @@ from tests.lab.virtual_fakes import DRAFT_S, TARGET_S, fake_pair, fake_prompts
 
 pytestmark = pytest.mark.slow
 
-PLAN = Plan(
+PLAN = AblationPlan(
     temperatures=(0.0, 1.0),
     prompts=2,
     tuning_prompts=2,
@@ -44,14 +44,14 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def way(growth: str, choice: str = SHARED) -> Way:
-    return Way(growth, choice, **SHAPES[growth])
+def way(growth: str, choice: str = SHARED) -> GrowthWay:
+    return GrowthWay(growth, choice, **SHAPES[growth])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_under_shared_noise_the_text_does_not_depend_on_growth(temperature: float) -> None:
     pair, (prompt,) = fake_pair(), fake_prompts(1)
-    runs = {growth: Run(pair, PLAN, way(growth), temperature) for growth in SHAPES}
+    runs = {growth: AblationRun(pair, PLAN, way(growth), temperature) for growth in SHAPES}
     texts = {growth: run.text(prompt).decoded.tokens for growth, run in runs.items()}
     assert len(set(texts.values())) == 1
     assert len(texts[BEST_FIRST]) == PLAN.tokens
@@ -60,7 +60,7 @@ def test_under_shared_noise_the_text_does_not_depend_on_growth(temperature: floa
 def test_nothing_but_waits_is_added_to_the_forwards() -> None:
     pair, prompts = fake_pair(), fake_prompts(1)
     for growth in SHAPES:
-        text = Run(pair, PLAN, way(growth), 1.0).text(prompts[0]).decoded
+        text = AblationRun(pair, PLAN, way(growth), 1.0).text(prompts[0]).decoded
         forwards = text.figures.rounds * TARGET_S
         assert forwards <= text.seconds * 1.0001
         if growth == UNIFORM_TREE:  # every round waits for all its levels
@@ -70,7 +70,7 @@ def test_nothing_but_waits_is_added_to_the_forwards() -> None:
 @pytest.mark.parametrize("choice", [SHARED, REJECTION])
 @pytest.mark.parametrize("growth", list(SHAPES))
 def test_every_way_drafts_and_repeats_itself(growth: str, choice: str) -> None:
-    runs = [Run(fake_pair(), PLAN, way(growth, choice), 1.0) for _ in range(2)]
+    runs = [AblationRun(fake_pair(), PLAN, way(growth, choice), 1.0) for _ in range(2)]
     first, second = ([run.text(prompt) for prompt in fake_prompts(2)] for run in runs)
     assert first == second
     rounds = sum(text.decoded.figures.rounds for text in first)
@@ -85,14 +85,14 @@ def test_every_way_drafts_and_repeats_itself(growth: str, choice: str) -> None:
 
 
 def test_a_table_verifies_one_chain() -> None:
-    text = Run(fake_pair(), PLAN, way(GEOMETRIC_TABLE), 1.0).text(fake_prompts(1)[0]).decoded
+    text = AblationRun(fake_pair(), PLAN, way(GEOMETRIC_TABLE), 1.0).text(fake_prompts(1)[0]).decoded
     assert 0 < text.figures.drafted <= 3 * text.figures.rounds
 
 
 def test_a_run_compares_all_ways_and_says_that_time_is_virtual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way in one shape: tuning is tested where it lives."""
     monkeypatch.setattr(experiment, "shapes", lambda growth, choice: [way(growth, choice)])
-    monkeypatch.setattr(Way, "neighbours", lambda _way: iter(()))
+    monkeypatch.setattr(GrowthWay, "neighbours", lambda _way: iter(()))
     said: list[str] = []
     result = run_ablation(fake_pair(), fake_prompts(40), PLAN, said.append)
     rows = cast(list[dict[str, Any]], result["results"])

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from lab.calibration.chart import MIN_SHOWN, plot
-from lab.calibration.experiment import Guess, Plan, run_calibration
+from lab.calibration.experiment import CalibrationPlan, Guess, run_calibration
 from lab.calibration.report import calibration_table
 from ssd_serve.errors import UserError
 from tests.lab.virtual_fakes import fake_pair, fake_prompts
 
 pytestmark = pytest.mark.slow
 
-SMALL = Plan(temperatures=(0.0, 1.0), tokens=80, warm_up=40, prompt_tokens=20, width=4, fan_out=4, depth=4)
+SMALL = CalibrationPlan(
+    temperatures=(0.0, 1.0), tokens=80, warm_up=40, prompt_tokens=20, width=4, fan_out=4, depth=4
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """More drafters in virtual time: the same texts, more growth, and a table that says whether it is enough."""
 
-from lab.drafters.crowd import Plan
+from lab.drafters.crowd import CrowdPlan
 from lab.drafters.experiment import run_drafters
 from lab.drafters.report import drafters_table
 from lab.virtual.rig import DRAFT_SLOTS
@@ -24,7 +24,7 @@ ROW = {
 
 
 def test_more_drafters_bring_more_and_change_nothing() -> None:
-    plan = Plan(drafters=(1, 2), requests=4, prompt=3, tokens=40, width=2, candidates=3, depth=6)
+    plan = CrowdPlan(drafters=(1, 2), requests=4, prompt=3, tokens=40, width=2, candidates=3, depth=6)
     result = run_drafters(
         fake_pair(), lambda: FakeModel(DRAFT_SLOTS, 0.5), fake_prompts(4), plan, "fake", lambda text: None
     )

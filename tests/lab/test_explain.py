@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lab.explain.__main__ import main
-from lab.explain.experiment import Decision, Question, explain, govern
+from lab.explain.experiment import LayoutChoice, Situation, explain, govern
 from lab.explain.measurement import MeasuredPair, measure_pair
 from lab.explain.page import as_json, page
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -45,8 +45,8 @@ def pair(row_s: float, draft_s: float = 2e-3) -> MeasuredPair:
 CHEAP = pair(row_s=0.1e-3)
 
 
-def decide(measured: MeasuredPair, acceptance: float, requests: int = 1) -> Decision:
-    (found,) = explain(measured, Question((acceptance,), (requests,), 128))
+def decide(measured: MeasuredPair, acceptance: float, requests: int = 1) -> LayoutChoice:
+    (found,) = explain(measured, Situation((acceptance,), (requests,), 128))
     return found
 
 
@@ -90,7 +90,7 @@ def test_growth_is_not_awaited_where_a_step_is_dear() -> None:
 
 
 def test_the_page_names_the_layout_that_is_taken_and_every_price() -> None:
-    question = Question((0.9,), (1, 4), 128)
+    question = Situation((0.9,), (1, 4), 128)
     found = explain(CHEAP, question)
     text = page(CHEAP, question, found, {"hardware": {"cpu": "A processor", "cores": 2}})
     assert "Measured on A processor, 2 cores." in text
@@ -103,7 +103,7 @@ def test_the_page_names_the_layout_that_is_taken_and_every_price() -> None:
 
 
 def test_the_json_holds_what_the_page_says() -> None:
-    question = Question((0.9,), (1,), 128)
+    question = Situation((0.9,), (1,), 128)
     found = explain(CHEAP, question)
     read = json.loads(json.dumps(as_json(CHEAP, question, found)))
     assert read["target_s"]["async"]["1@128"] == pytest.approx(25e-3)

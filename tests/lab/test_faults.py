@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.faults.client import Heard, Wish
-from lab.faults.judge import Verdict, judge
+from lab.faults.judge import TextVerdict, judge
 from lab.faults.proxy import MessageFaults
 from lab.faults.report import harmless, table
 from ssd_serve.bench.memory_channel import FaultRates
@@ -29,16 +29,16 @@ def heard(*tokens: int, every_s: float = 0.1) -> Heard:
 def test_a_text_that_was_cut_off_has_lost_tokens_and_is_not_wrong() -> None:
     settings = Settings(target=EMBEDDED)
     whole = [heard(1, 2, 3, 4), heard(5, 6, 7, 8)]
-    assert judge(settings, whole, [heard(1, 2, 3, 4), heard(5, 6, 7, 8)]) == Verdict(0, 0, 0)
-    assert judge(settings, whole, [heard(1, 2, 3, 4), heard(5)]) == Verdict(3, 0, 0)
-    assert judge(settings, whole, [heard(), heard(5, 6, 7, 8)]) == Verdict(4, 0, 0)
+    assert judge(settings, whole, [heard(1, 2, 3, 4), heard(5, 6, 7, 8)]) == TextVerdict(0, 0, 0)
+    assert judge(settings, whole, [heard(1, 2, 3, 4), heard(5)]) == TextVerdict(3, 0, 0)
+    assert judge(settings, whole, [heard(), heard(5, 6, 7, 8)]) == TextVerdict(4, 0, 0)
 
 
 def test_a_token_that_differs_or_is_repeated_is_wrong_unless_it_was_nearly_the_other() -> None:
     settings = Settings(target=EMBEDDED)
     whole = [heard(1, 2, 3, 4), heard(5, 6, 7, 8)]
     verdict = judge(settings, whole, [heard(1, 2, 2, 3), heard(5, 6, 7, 8, 9)])
-    assert verdict == Verdict(0, 2, 0)
+    assert verdict == TextVerdict(0, 2, 0)
 
 
 def test_a_wait_counts_from_when_the_fault_struck() -> None:

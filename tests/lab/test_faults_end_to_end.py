@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lab.faults.experiment import Plan, run_faults
+from lab.faults.experiment import FaultsPlan, run_faults
 from lab.faults.report import harmless
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.settings import Settings
@@ -33,7 +33,7 @@ def struck(folder: Path, *cases: str) -> dict[str, dict[str, Any]]:
         budget=2,
         model_wrapper=emulating("mi300x-70b-1b*2"),
     )
-    found = run_faults(settings, Plan(requests=2, tokens=60, only=cases), print)
+    found = run_faults(settings, FaultsPlan(requests=2, tokens=60, only=cases), print)
     assert harmless(found)
     listed = found["outcomes"]
     assert isinstance(listed, list)

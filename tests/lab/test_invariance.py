@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.invariance.experiment import SHAPES, Plan, run_invariance
+from lab.invariance.experiment import SHAPES, InvariancePlan, run_invariance
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.settings import Settings
 
@@ -17,7 +17,7 @@ def test_every_shape_that_fits_has_two_rows(tmp_path: Path) -> None:
     said: list[str] = []
     fitting, long = "256 rows of a prompt", "1 row after 4,096"
     assert {fitting, long} <= set(SHAPES)
-    result = run_invariance(settings, Plan((fitting, long), repeats=2), said.append)
+    result = run_invariance(settings, InvariancePlan((fitting, long), repeats=2), said.append)
     rows = result["results"]
     assert isinstance(rows, list)
     assert [(row["shape"], row["scattered"]) for row in rows] == [(fitting, False), (fitting, True)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lab.packed.experiment import Plan, kernels_of, measure, table
+from lab.packed.experiment import PackedPlan, kernels_of, measure, table
 from ssd_serve.kernels.native.library import NativeLibrary
 
 
@@ -26,7 +26,9 @@ def test_without_compiled_kernels_the_others_are_measured(native: NativeLibrary)
 
 
 def test_every_kernel_has_a_line_for_each_number_of_rows(native: NativeLibrary) -> None:
-    plan = Plan(dtypes=("bf16",), threads=(1,), rows=(1, 3), matrices=2, outputs=64, inputs=96, repeats=2)
+    plan = PackedPlan(
+        dtypes=("bf16",), threads=(1,), rows=(1, 3), matrices=2, outputs=64, inputs=96, repeats=2
+    )
     result = measure(plan, native)
     found = result["results"]
     assert isinstance(found, list)

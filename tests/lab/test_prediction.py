@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lab.prediction.experiment import Effort, predicted, readings, run_prediction
+from lab.prediction.experiment import SimulationEffort, predicted, readings, run_prediction
 from lab.prediction.published import CHAIN, TABLE, Mode, published
 from lab.prediction.report import prediction_tables
 from lab.prediction.speculation import acceptance_of, chain, chain_tokens, hit_rate, table
@@ -103,7 +103,7 @@ def test_the_committed_figures_are_those_of_this_code() -> None:
 
 
 def test_the_engine_is_simulated_beside_the_table_and_every_way_says_its_devices() -> None:
-    result: dict[str, Any] = run_prediction(Effort(widths=(8,), rounds=10, seeds=1), lambda _: None)
+    result: dict[str, Any] = run_prediction(SimulationEffort(widths=(8,), rounds=10, seeds=1), lambda _: None)
     ways = result["readings"][1]["engine"][0]["ways"]
     assert [way["devices"] for way in ways] == [5, 4, 4, 5]
     assert all(way["tokens_per_s_a_device"] < way["tokens_per_s"] for way in ways)

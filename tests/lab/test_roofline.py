@@ -11,7 +11,7 @@ from lab.roofline import experiment
 from lab.roofline.__main__ import main
 from lab.roofline.experiment import distances, page, run_roofline
 from ssd_serve.bench.machine import hardware
-from ssd_serve.bench.modes_result import Row
+from ssd_serve.bench.modes_result import ModesRow
 from ssd_serve.errors import UserError
 from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.weights import linear
@@ -27,7 +27,7 @@ ONE_CORE = Roof(1, "bfloat16", {1: 1 / 40e9, 8: 1 / 20e9}, 100e9)
 
 def row(
     mode: str, tokens_per_s: float, tokens: float, nodes: float, setting: str = "real", target: str = "cpu:0"
-) -> Row:
+) -> ModesRow:
     return modes_row(
         mode,
         tokens_per_s,

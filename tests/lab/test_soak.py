@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from scipy.stats import theilslopes
 
-from lab.soak.experiment import Plan, run_soak
+from lab.soak.experiment import SoakPlan, run_soak
 from lab.soak.processes import Series
 from lab.soak.report import judge, process_figures, soak_table
 from lab.soak.statistics import STRETCHES, after_warm_up, slope
@@ -133,7 +133,7 @@ def test_a_short_soak_of_a_real_server_finds_nothing(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     settings = Settings(target=str(target), draft=str(draft), mode=Mode.SSD, cache_dir=tmp_path / "cache")
     said: list[str] = []
-    plan = Plan(minutes=0.15, clients=4, kills=("drafter",), disturb_s=2.0)
+    plan = SoakPlan(minutes=0.15, clients=4, kills=("drafter",), disturb_s=2.0)
     result = msgspec.json.decode(msgspec.json.encode(run_soak(settings, plan, said.append)))
     assert result["problems"] == []
     assert sum(result["requests"].values()) > plan.clients

@@ -2,13 +2,13 @@
 
 import pytest
 
-from ssd_serve.bench.lossless.proof import BATCHES, BUDGETS, DRAFTERS, Plan, add, cases, run_lossless
+from ssd_serve.bench.lossless.proof import BATCHES, BUDGETS, DRAFTERS, ProofPlan, add, cases, run_lossless
 
-SMALL = Plan(("random-llama",), batches=(4,), budgets=(0, 4), sets=2, max_tokens=10)
+SMALL = ProofPlan(("random-llama",), batches=(4,), budgets=(0, 4), sets=2, max_tokens=10)
 
 
 def test_the_product_is_full() -> None:
-    full = set(cases(Plan()))
+    full = set(cases(ProofPlan()))
     assert len(full) == len(BATCHES) * (1 + len(BUDGETS) * (1 + len(DRAFTERS)))
     assert {case.mode for case in full} == {"ar", "sd", "ssd"}
 

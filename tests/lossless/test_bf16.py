@@ -3,7 +3,7 @@
 import pytest
 
 from ssd_serve.bench.lossless.proof import requests
-from ssd_serve.bench.lossless.rig import Case, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.models.hub import resolve_model
@@ -13,36 +13,38 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def pair(native: NativeLibrary) -> Pair:
+def pair(native: NativeLibrary) -> LoadedPair:
     """The embedded pair with the compiled kernels."""
     if not can_multiply_bf16(native):
         pytest.skip("this processor has no AVX-512 BF16: its bf16 products are torch's")
     folders = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
-    return Pair(EMBEDDED, *folders, "bf16", native)
+    return LoadedPair(EMBEDDED, *folders, "bf16", native)
 
 
 CASES = [Case("ssd", 1, 8), Case("ssd", 4, 32), Case("sd", 16, 8), Case("ar", 16)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_equal_to_the_bit(pair: Pair, case: Case) -> None:
+def test_texts_are_equal_to_the_bit(pair: LoadedPair, case: Case) -> None:
     _check(pair, case)
 
 
 @pytest.fixture(scope="module")
-def invariant_pair() -> Pair:
+def invariant_pair() -> LoadedPair:
     """The embedded pair with torch's kernels, which depend on the batch unless they are kept from it."""
     folders = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
-    return Pair(EMBEDDED, *folders, "bf16", None, batch_invariant=True)
+    return LoadedPair(EMBEDDED, *folders, "bf16", None, batch_invariant=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_of_a_batch_invariant_target_are_equal_to_the_bit(invariant_pair: Pair, case: Case) -> None:
+def test_texts_of_a_batch_invariant_target_are_equal_to_the_bit(
+    invariant_pair: LoadedPair, case: Case
+) -> None:
     assert not invariant_pair.draft.facts.batch_invariant
     _check(invariant_pair, case)
 
 
-def _check(pair: Pair, case: Case) -> None:
+def _check(pair: LoadedPair, case: Case) -> None:
     """The case gives the texts of plain decoding, one request at a time."""
     submits = requests(pair.vocabulary, 32)
     plain, found = run_case(pair, Case("ar", 1), submits), run_case(pair, case, submits)

@@ -9,17 +9,17 @@ import torch
 from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.bench.lossless.proof import Judge, compared, first_difference, requests
 from ssd_serve.bench.lossless.random_pair import RANDOM_PAIRS, write_random_pair
-from ssd_serve.bench.lossless.rig import Case, Outputs, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, Outputs, run_case
 from ssd_serve.kernels.batch import RequestRows, build_batch
 
 
 @pytest.fixture(params=RANDOM_PAIRS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> LoadedPair:
     name: str = request.param
-    return Pair(name, *write_random_pair(name, tmp_path))
+    return LoadedPair(name, *write_random_pair(name, tmp_path))
 
 
-def test_it_computes_the_same_function_as_the_engines_decoder(pair: Pair) -> None:
+def test_it_computes_the_same_function_as_the_engines_decoder(pair: LoadedPair) -> None:
     tokens = [(7 * place + 3) % pair.vocabulary for place in range(40)]
     rows = RequestRows(tokens, range(40), range(40), np.zeros(0, dtype=np.int32), [39])
     engines = pair.target.forward(build_batch([rows])).logits[0].double()
@@ -28,7 +28,7 @@ def test_it_computes_the_same_function_as_the_engines_decoder(pair: Pair) -> Non
     assert torch.allclose(engines, judges, atol=1e-4)
 
 
-def test_a_wrong_token_is_no_near_tie(pair: Pair) -> None:
+def test_a_wrong_token_is_no_near_tie(pair: LoadedPair) -> None:
     submits = requests(pair.vocabulary, 10)[:8]
     plain = run_case(pair, Case("ar", 1), submits)
     judge = Judge(pair)
@@ -43,7 +43,7 @@ def test_a_wrong_token_is_no_near_tie(pair: Pair) -> None:
     assert compared(submits, plain, differences) == 5 * 8
 
 
-def test_a_text_that_ends_early_is_no_near_tie(pair: Pair) -> None:
+def test_a_text_that_ends_early_is_no_near_tie(pair: LoadedPair) -> None:
     submits = requests(pair.vocabulary, 6)[:1]
     plain = run_case(pair, Case("ar", 1), submits)
     short = Outputs({0: plain.tokens[0][:-1]}, 0, 0)

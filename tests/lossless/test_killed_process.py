@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.bench.lossless.rig import Case, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import make_run_dir
@@ -53,7 +53,7 @@ def drafter(folders: tuple[Path, Path], engine: Engine, run_dir: Path) -> Genera
 
 def test_kill_9_in_the_middle_of_running_requests(tmp_path: Path) -> None:
     folders = write_pair(tmp_path / "pair")
-    pair = Pair("tiny", *folders)
+    pair = LoadedPair("tiny", *folders)
     pair.hello = replace(pair.hello, tokenizer=Tokenizer(folders[0]).vocabulary_hash())
     submits = [
         Submit(number, (40 + number, 50, 60), SamplingParameters(temperature=heat, max_tokens=400), number)

@@ -13,7 +13,7 @@ import pytest
 
 from ssd_serve.bench.lossless.proof import BATCHES, BUDGETS, Judge, requests
 from ssd_serve.bench.lossless.random_pair import RANDOM_PAIRS, write_random_pair
-from ssd_serve.bench.lossless.rig import Case, Outputs, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, Outputs, run_case
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED
@@ -50,7 +50,7 @@ CASES = [pytest.param(name, case, marks=slow_unless_quick(name)) for name, case 
 class Proof:
     """A pair, and its plain texts."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
         self.submits = requests(pair.vocabulary, MAX_TOKENS)
         self.plain = run_case(pair, Case("ar", 1), self.submits)
@@ -79,7 +79,7 @@ def prove(tmp_path_factory: pytest.TempPathFactory, served_kernels: NativeLibrar
                 folders = resolve_model(name, "target"), resolve_model(name, "draft")
             else:
                 folders = write_random_pair(name, tmp_path_factory.mktemp(name))
-            proofs[name] = Proof(Pair(name, *folders, native=served_kernels))
+            proofs[name] = Proof(LoadedPair(name, *folders, native=served_kernels))
         return proofs[name]
 
     return get
@@ -129,7 +129,7 @@ def test_the_requests_are_as_mixed_as_they_should_be(prove: Prove) -> None:
 @pytest.mark.slow
 def test_a_draft_that_is_the_target_is_nearly_always_right(tmp_path: Path) -> None:
     target, _ = write_random_pair("random-llama", tmp_path)
-    proof = Proof(Pair("itself", target, target))
+    proof = Proof(LoadedPair("itself", target, target))
     found = proof.check(Case("ssd", 1, 8))
     tokens = sum(map(len, proof.plain.tokens.values()))
     assert found.accepted > 0.55 * tokens  # three steps a round: at most 0.75

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.proof import Judge
 from ssd_serve.bench.lossless.random_pair import write_random_pair
-from ssd_serve.bench.lossless.rig import Case, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.messages import SamplingParameters, Submit
 from tests.lossless.covering import parameter_design
 
@@ -27,7 +27,7 @@ def holds(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
 
 @pytest.mark.slow
 def test_every_restriction_is_lossless_and_kept(tmp_path: Path) -> None:
-    pair = Pair("random-llama", *write_random_pair("random-llama", tmp_path))
+    pair = LoadedPair("random-llama", *write_random_pair("random-llama", tmp_path))
     free = [replace(each, bad_words=()) for each in parameter_design([(1, 2)], ALLOWED, STOPS, MAX_TOKENS)]
     unbanned = run_case(pair, Case("ar", 4), submits(free)).tokens
     # What these texts hold is banned next: two and three tokens in a row, some of each text.

@@ -10,7 +10,7 @@ import pytest
 
 from ssd_serve.bench.lossless.proof import Judge, requests
 from ssd_serve.bench.lossless.random_pair import write_random_pair
-from ssd_serve.bench.lossless.rig import Case, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED
@@ -38,7 +38,7 @@ def test_ranks_give_the_texts_of_one_rank(
         folders = resolve_model(name, "target"), resolve_model(name, "draft")
     else:
         folders = write_random_pair(name, tmp_path, heads=max(4, ranks))
-    pair = Pair(name, *folders, native=served_kernels)
+    pair = LoadedPair(name, *folders, native=served_kernels)
     submits = requests(pair.vocabulary, 24)
     plain = run_case(pair, Case("ar", 1), submits)
     options = {"dtype": "fp32", "slots": pair.target.slots, "context": 512, "native": served_kernels}

@@ -10,7 +10,7 @@ from ssd_serve.kernels.attention.backends import AttentionWish
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import packed
 from ssd_serve.models import load, memory, sizes
-from ssd_serve.models.architectures.dense.decoder import Decoder
+from ssd_serve.models.architectures.dense.decoder import DenseDecoder
 from tests.models import checkpoints
 
 
@@ -89,7 +89,7 @@ def test_the_tree_attention_that_was_asked_for(folder: Path, native: NativeLibra
                 attention=AttentionWish(backend),
             ),
         )
-        assert isinstance(model, Decoder)
+        assert isinstance(model, DenseDecoder)
         return type(model.attention).__name__
 
     assert [kernels(backend, native) for backend in ("auto", "native", "sdpa")] == [

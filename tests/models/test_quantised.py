@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ssd_serve.bench.lossless.random_pair import write_random_pair
-from ssd_serve.bench.lossless.rig import Case, Pair, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
@@ -106,7 +106,7 @@ def test_int8_is_not_built_for_gpus(folder: Path, device: str) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_greedy_texts_are_the_same_with_speculation(tmp_path: Path, batch: int) -> None:
-    pair = Pair("random-llama", *write_random_pair("random-llama", tmp_path), dtype="int8")
+    pair = LoadedPair("random-llama", *write_random_pair("random-llama", tmp_path), dtype="int8")
     assert (pair.target.facts.dtype, pair.draft.facts.dtype) == ("int8", "int8")
     parameters = SamplingParameters(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = [tuple((11 * turn + 5 * index) % pair.vocabulary for index in range(12)) for turn in range(6)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.server.access.keys import Entry, Holder, Keyring, KeysFile, parse_keys, read_keys
+from ssd_serve.server.access.keys import Holder, Keyring, KeysFile, KnownKey, parse_keys, read_keys
 from tests.server.test_rates import Clock
 
 ANNA, BEN = "a" * 32, "b" * 32
@@ -30,8 +30,8 @@ def test_a_line_has_a_name_a_key_and_perhaps_limits() -> None:
     ben@example.org\t{BEN} tokens_per_minute=5000 requests_per_minute=60
     """
     assert parse_keys(text) == [
-        Entry(ANNA, Holder("anna")),
-        Entry(BEN, Holder("ben@example.org", 60, 5000)),
+        KnownKey(ANNA, Holder("anna")),
+        KnownKey(BEN, Holder("ben@example.org", 60, 5000)),
     ]
 
 
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_said_with_its_line_and_without_a_key(text: str, words:
 
 @given(st.lists(WORD, min_size=1, max_size=8, unique=True), WORD)
 def test_a_key_opens_for_its_holder_and_nothing_else_does(keys: list[str], other: str) -> None:
-    ring = Keyring([Entry(key, Holder(f"holder {number}")) for number, key in enumerate(keys)])
+    ring = Keyring([KnownKey(key, Holder(f"holder {number}")) for number, key in enumerate(keys)])
     for number, key in enumerate(keys):
         assert ring.holder(f" {key}\n".encode()) == Holder(f"holder {number}")
     if other not in keys:
@@ -116,7 +116,7 @@ def test_a_broken_file_leaves_the_keys_and_says_why_once(
     for _ in range(3):
         clock.now += 1
         assert not found.changed()
-    assert found.entries == [Entry(ANNA, Holder("anna"))]
+    assert found.entries == [KnownKey(ANNA, Holder("anna"))]
     (told,) = [record.getMessage() for record in caplog.records]
     assert "the keys of before stay in force" in told
     assert ANNA not in told

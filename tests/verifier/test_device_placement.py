@@ -13,7 +13,7 @@ from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load
-from ssd_serve.models.architectures.dense.decoder import Decoder
+from ssd_serve.models.architectures.dense.decoder import DenseDecoder
 from ssd_serve.models.interface import Inputs, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.settings import Mode, Settings
@@ -84,9 +84,9 @@ def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
     """In forwards of target and draft; what torch keeps for later is given back before the next try."""
     monkeypatch.setattr(backends, "first_failure", lambda *_: "")
     emptied: list[bool] = []
-    forwards, run_decoder, short = 0, Decoder.run, 0
+    forwards, run_decoder, short = 0, DenseDecoder.run, 0
 
-    def scarce(decoder: Decoder, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def scarce(decoder: DenseDecoder, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         nonlocal forwards, short
         forwards += 1
         if forwards % 9 == 4:
@@ -96,7 +96,7 @@ def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
 
     def run_out() -> None:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-        monkeypatch.setattr(Decoder, "run", scarce)
+        monkeypatch.setattr(DenseDecoder, "run", scarce)
 
     write_pair(tmp_path)
     expected = outputs("cpu", nullcontext, tmp_path)

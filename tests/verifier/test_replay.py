@@ -43,7 +43,7 @@ from ssd_serve.sampling.choice import Sampled, sample
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.environment import Environment, Measured
+from ssd_serve.verifier.environment import Environment, MeasuredStart
 from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.planning.cost import Timing
 from ssd_serve.verifier.replay.recording import SessionRecorder, recorded_bytes, session_recorder
@@ -76,7 +76,7 @@ def small(recorder: SessionRecorder) -> Environment:
     cheap = [Timing(1, 64, 0.005), Timing(64, 64, 0.0051)]
     return dataclasses.replace(
         environment,
-        measured=Measured(SLOTS, {"cpu": cheap}, {}),
+        measured=MeasuredStart(SLOTS, {"cpu": cheap}, {}),
         model=lambda model: environment.model(Scarce(model)),
     )
 

@@ -25,7 +25,7 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.owned import is_private
 from ssd_serve.settings import SECRETS, Settings
 from ssd_serve.verifier.assembly import AssembledVerifier
-from ssd_serve.verifier.environment import Measured
+from ssd_serve.verifier.environment import MeasuredStart
 from ssd_serve.verifier.observer import Observer, Turn
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.replay.tape import (
@@ -57,7 +57,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     kernels: str
     ranks: int
-    measured: Measured
+    measured: MeasuredStart
 
 
 class SessionRecorder(Observer):

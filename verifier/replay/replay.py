@@ -13,7 +13,7 @@ from ssd_serve.drafter.inline import ChannelWithin
 from ssd_serve.errors import DeviceMemoryError, ProtocolError, RecordingError
 from ssd_serve.messages import Message, Refusal, ServerMessage, Submit, SubmitChoices
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.environment import Measured
+from ssd_serve.verifier.environment import MeasuredStart
 from ssd_serve.verifier.observer import Observer, Turn
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.replay.recording import round_trace
@@ -49,7 +49,7 @@ class Replay(Observer):
     def __init__(
         self,
         tape: TapeReader,
-        measured: Measured,
+        measured: MeasuredStart,
         see: Callable[[int, RoundTrace], None] = lambda _number, _round: None,
     ) -> None:
         self._tape = tape

@@ -21,7 +21,7 @@ from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts
 from ssd_serve.models.rope import rotation_table
 
 
-class Decoder:
+class DenseDecoder:
     """`CapturableModel` over a `DecoderConfig`: one rank's share where a group shares the model."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, parts: ModelParts) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ssd_serve.models.architectures.contract import Architecture
 from ssd_serve.models.architectures.dense.config import DecoderConfig
-from ssd_serve.models.architectures.dense.decoder import Decoder
+from ssd_serve.models.architectures.dense.decoder import DenseDecoder
 from ssd_serve.models.architectures.dense.sizes import dense_sizes
 from ssd_serve.models.architectures.dense.weights import DecoderWeights, read_dense
 from ssd_serve.models.config import Json
@@ -15,7 +15,9 @@ def dense_architecture(
     models: str, parse: Callable[[Json, Json], DecoderConfig]
 ) -> Architecture[DecoderConfig, DecoderWeights]:
     """A member of the family."""
-    return Architecture(models=models, parse=parse, sizes=dense_sizes, read_weights=read_dense, build=Decoder)
+    return Architecture(
+        models=models, parse=parse, sizes=dense_sizes, read_weights=read_dense, build=DenseDecoder
+    )
 
 
 def is_dense(architecture: Architecture[Any, Any]) -> bool:

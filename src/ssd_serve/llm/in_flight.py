@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ssd_serve.errors import EngineDeadError, RequestError
 from ssd_serve.llm.engine_access import EngineAccess, Report
-from ssd_serve.llm.outputs import Continuation, Place
+from ssd_serve.llm.outputs import Continuation, TextPlace
 from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.messages import Choice, Committed, Finished, SamplingParameters, SubmitChoices
 from ssd_serve.models.text.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class Conversation:
         )
         return [
             Continuation(
-                Place(asked.place, choice, asked.prompt, seed),
+                TextPlace(asked.place, choice, asked.prompt, seed),
                 TextAssembler(self._tokenizer.stream(asked.prompt, params.skip_special_tokens), rules),
                 params.logprobs is not None,
             )

@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TextPlace:
     """Which text of a call it is, and what decides it besides parameters."""
 
     prompt: int
@@ -67,7 +67,7 @@ class Continuation:
     """A text that is being generated: takes the engine's reports, gives pieces. `scored`: with
     log-probabilities."""
 
-    def __init__(self, place: Place, assembler: TextAssembler, scored: bool) -> None:
+    def __init__(self, place: TextPlace, assembler: TextAssembler, scored: bool) -> None:
         self.place = place
         self.pieces = deque[Piece]()
         """Not yet taken by anybody."""

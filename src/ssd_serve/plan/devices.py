@@ -136,7 +136,7 @@ class Sheets:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRoofs:
     """This machine: `roofs` by the number of cores, or that of one GPU at 1."""
 
     unit: str

@@ -21,7 +21,7 @@ _LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class DraftQuality:
     """How good a draft is: its first guess is right with probability `first`; where all before were wrong,
     each further one with 0.45 times that.
 

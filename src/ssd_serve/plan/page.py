@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ssd_serve.plan.plan import DRAFT_HOST_S, MemoryShare, Plan, PlannedLayout, best_draft
+from ssd_serve.plan.plan import DRAFT_HOST_S, MemoryShare, PlanEstimate, PlannedLayout, best_draft
 from ssd_serve.verifier.planning.layout import Layout
 
 _GIB = float(1 << 30)
@@ -11,7 +11,7 @@ _MODES = {Layout.OFF: "ar", Layout.SYNC: "sd", Layout.ASYNC: "ssd"}
 _NAMES = {Layout.OFF: "plain", Layout.SYNC: "draft inline", Layout.ASYNC: "draft beside"}
 
 
-def page(plans: Sequence[Plan]) -> str:
+def page(plans: Sequence[PlanEstimate]) -> str:
     """At most ten lines and one for other drafts; the layouts are those of the best draft."""
     plan = best_draft(plans)
     lines = [_pair(plan), _assumed(plan), *_memory(plan), _steps(plan)]
@@ -23,7 +23,7 @@ def page(plans: Sequence[Plan]) -> str:
     return "\n".join([*lines, note] if note else lines)
 
 
-def as_json(plans: Sequence[Plan]) -> list[dict[str, object]]:
+def as_json(plans: Sequence[PlanEstimate]) -> list[dict[str, object]]:
     """Every plan with every layout; sizes in bytes, times in seconds."""
     return [
         {
@@ -62,7 +62,7 @@ def _layout_json(layout: PlannedLayout) -> dict[str, object]:
     }
 
 
-def _pair(plan: Plan) -> str:
+def _pair(plan: PlanEstimate) -> str:
     draft = f" with {plan.draft.name} ({_gib(plan.draft.resident_bytes)})" if plan.draft is not None else ""
     return (
         f"{plan.target.name} ({_gib(plan.target.resident_bytes)}){draft} on {plan.platform.count} x "
@@ -70,7 +70,7 @@ def _pair(plan: Plan) -> str:
     )
 
 
-def _assumed(plan: Plan) -> str:
+def _assumed(plan: PlanEstimate) -> str:
     wish = plan.wish
     draft = ""
     if plan.draft is not None:
@@ -84,7 +84,7 @@ def _assumed(plan: Plan) -> str:
     )
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: PlanEstimate) -> list[str]:
     """The roomiest placement first: the plain one; then what a draft needs."""
     layouts = {layout.drafting: layout for layout in plan.layouts}
     plain = layouts[Layout.OFF]
@@ -109,7 +109,7 @@ def _share(share: MemoryShare) -> str:
     )
 
 
-def _steps(plan: Plan) -> str:
+def _steps(plan: PlanEstimate) -> str:
     plain = plan.layouts[0]
     parts = [f"expected steps: target {1e3 * plain.step_s:.1f} ms on {_count(plan, plain.target)}"]
     parts += [
@@ -121,7 +121,7 @@ def _steps(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def _layout(plan: Plan, layout: PlannedLayout) -> str:
+def _layout(plan: PlanEstimate, layout: PlannedLayout) -> str:
     where = f"target on {_count(plan, layout.target)}"
     if layout.draft:
         where += f", draft on {layout.draft}"
@@ -140,7 +140,7 @@ def _layout(plan: Plan, layout: PlannedLayout) -> str:
     return text
 
 
-def _verdict(plan: Plan) -> str:
+def _verdict(plan: PlanEstimate) -> str:
     best = plan.best
     if best is None:
         needed = plan.devices_needed
@@ -165,13 +165,13 @@ def _verdict(plan: Plan) -> str:
     return f"take: {_NAMES[best.drafting]} ({_settings(plan, best)}){faster}; {pays}"
 
 
-def _settings(plan: Plan, layout: PlannedLayout) -> str:
+def _settings(plan: PlanEstimate, layout: PlannedLayout) -> str:
     """What the engine is to be told of a layout."""
     split = layout.target > 1 and not plan.platform.shares_memory
     return f"mode {_MODES[layout.drafting]}" + (f", SSD_TENSOR_PARALLEL={layout.target}" if split else "")
 
 
-def _draft(plan: Plan) -> str:
+def _draft(plan: PlanEstimate) -> str:
     if plan.draft is None or plan.best is None:
         return "does not fit"
     plain = plan.layouts[0].speed
@@ -184,7 +184,7 @@ def _draft(plan: Plan) -> str:
     return f"{plan.draft.name} at {plan.wish.acceptance:g} {gain}"
 
 
-def _note(plan: Plan) -> str:
+def _note(plan: PlanEstimate) -> str:
     notes: list[str] = []
     models = (plan.target,) if plan.draft is None else (plan.target, plan.draft)
     if widened := [model.name for model in models if model.fp8 is False]:
@@ -199,7 +199,7 @@ def _note(plan: Plan) -> str:
     return f"note: {'; '.join(notes)}" if notes else ""
 
 
-def _count(plan: Plan, devices: int) -> str:
+def _count(plan: PlanEstimate, devices: int) -> str:
     return f"{devices} core(s)" if plan.platform.shares_memory else f"{devices}"
 
 

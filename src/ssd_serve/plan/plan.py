@@ -11,7 +11,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import SettingsError
 from ssd_serve.plan.devices import Platform, cost_table
 from ssd_serve.plan.forwards import Forward, ForwardParts
-from ssd_serve.plan.guesses import Guesses
+from ssd_serve.plan.guesses import DraftQuality
 from ssd_serve.plan.known_models import PlannedModel
 from ssd_serve.plan.simulation import Costs, Simulated, measured_host, simulate
 from ssd_serve.verifier.planning.layout import Layout
@@ -99,7 +99,7 @@ class PlannedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlanEstimate:
     """Everything that the page tells."""
 
     platform: Platform
@@ -128,7 +128,7 @@ class Plan:
 
 def make_plan(
     platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: PlanOptions
-) -> Plan:
+) -> PlanEstimate:
     """Compare plain decoding, the draft in turns with the target, and the draft on a device of its own.
 
     Expected tokens come from the engine itself in virtual time, which agrees within some per cent with
@@ -144,10 +144,10 @@ def make_plan(
     pays_from = None
     if draft is not None and fastest is not None and fastest.expected is not None:
         pays_from = _pays_from(platform, target, draft, wish, fastest.drafting, layouts[0].speed)
-    return Plan(platform, wish, target, draft, tuple(layouts), pays_from)
+    return PlanEstimate(platform, wish, target, draft, tuple(layouts), pays_from)
 
 
-def best_draft(plans: Sequence[Plan]) -> Plan:
+def best_draft(plans: Sequence[PlanEstimate]) -> PlanEstimate:
     """The plan whose layout is the fastest."""
     return max(plans, key=lambda plan: plan.best.speed if plan.best is not None else 0.0)
 
@@ -195,7 +195,7 @@ def _expected(
     drafting: Layout, costs: Costs, wish: PlanOptions, acceptance: float, rounds: int = _ROUNDS
 ) -> Simulated:
     return simulate(
-        drafting, Guesses(acceptance), costs, wish.requests, max(_MIN_ROUNDS, rounds // wish.requests)
+        drafting, DraftQuality(acceptance), costs, wish.requests, max(_MIN_ROUNDS, rounds // wish.requests)
     )
 
 

@@ -16,7 +16,7 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import SsdError
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Committed, Hello, SamplingParameters, Submit
-from ssd_serve.plan.guesses import GuessedTarget, Guesses, GuessSource
+from ssd_serve.plan.guesses import DraftQuality, GuessedTarget, GuessSource
 from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, StepTimes, VirtualChannel, VirtualRounds
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.build import EngineParts, build_engine
@@ -104,7 +104,7 @@ class Simulated:
 
 
 def simulate(
-    layout: Layout, guesses: Guesses, costs: Costs, requests: int, rounds: int = 400, seed: int = 0
+    layout: Layout, guesses: DraftQuality, costs: Costs, requests: int, rounds: int = 400, seed: int = 0
 ) -> Simulated:
     """Run `rounds` rounds of `requests` requests that decode together."""
     pair = _Pair(layout, guesses, costs, requests, rounds, seed)
@@ -158,7 +158,7 @@ class _Pair:
     """An engine in virtual time, with requests that never end."""
 
     def __init__(
-        self, layout: Layout, guesses: Guesses, costs: Costs, requests: int, rounds: int, seed: int
+        self, layout: Layout, guesses: DraftQuality, costs: Costs, requests: int, rounds: int, seed: int
     ) -> None:
         self._clock, self._steps = Clock(), 0
         self._beside: VirtualChannel | None = None

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ssd_serve.models.memory import available_memory
-from ssd_serve.plan.devices import Measured
+from ssd_serve.plan.devices import MeasuredRoofs
 from ssd_serve.plan.roof import QUICK, Roof, last_level_cache, measure_roof
 
 
-def this_cpu(cores: Sequence[int], dtype: str) -> Measured:
+def this_cpu(cores: Sequence[int], dtype: str) -> MeasuredRoofs:
     """Cores as devices: all of them, one, and all but one, which a drafter beside would take."""
     counts = {1, max(1, len(cores) - 1), len(cores)}
     memory = available_memory("cpu")
     roofs = [measure_roof("cpu", dtype, cores[:count], QUICK) for count in sorted(counts)]
     by_cores = {roof.cores: roof for roof in never_slower(roofs)}
-    return Measured("CPU core", len(cores), by_cores, memory, True, last_level_cache())
+    return MeasuredRoofs("CPU core", len(cores), by_cores, memory, True, last_level_cache())
 
 
 def never_slower(roofs: Sequence[Roof]) -> list[Roof]:
@@ -32,10 +32,10 @@ def never_slower(roofs: Sequence[Roof]) -> list[Roof]:
     return found
 
 
-def this_gpu(count: int, dtype: str) -> Measured:
+def this_gpu(count: int, dtype: str) -> MeasuredRoofs:
     """The first GPU stands for all."""
     import torch
 
     memory = available_memory("cuda:0")
     roofs = {1: measure_roof("cuda:0", dtype, (), QUICK)}
-    return Measured(torch.cuda.get_device_name(0), count, roofs, memory, False, 0)
+    return MeasuredRoofs(torch.cuda.get_device_name(0), count, roofs, memory, False, 0)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from ssd_serve.bench.completions import Speculation
-from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Recording, Wanted, read
+from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, LoadRequest, Recording, read
 from tests.bench.load.fakes import FakeApi, event, figures
 
 
-def wanted(count: int, tokens: int = 9, gap_s: float = 0.0) -> list[Wanted]:
-    return [Wanted((1, 2, 3), tokens, seed, at_s=seed * gap_s) for seed in range(count)]
+def wanted(count: int, tokens: int = 9, gap_s: float = 0.0) -> list[LoadRequest]:
+    return [LoadRequest((1, 2, 3), tokens, seed, at_s=seed * gap_s) for seed in range(count)]
 
 
-def closed_loop(api: FakeApi, requests: Sequence[Wanted], concurrency: int) -> list[Answer]:
+def closed_loop(api: FakeApi, requests: Sequence[LoadRequest], concurrency: int) -> list[Answer]:
     async def run() -> list[Answer]:
         async with LoadClient(Endpoint("http://load", 0.5, "key"), api.transport) as client:
             return await client.closed_loop(requests, concurrency)
@@ -101,7 +101,7 @@ def test_chunks_count_when_their_end_arrives(cut: int) -> None:
     rest = (
         event({"choices": [{"token_ids": [2, 3]}], "metrics": figures(1, 3)}) + b": ping\n\ndata: [DONE]\n\n"
     )
-    recording = Recording(Wanted((1,), 3, 0), 1.0, 1.0, 5.0)
+    recording = Recording(LoadRequest((1,), 3, 0), 1.0, 1.0, 5.0)
     recording.reads = [(2.0, first[:cut]), (3.0, first[cut:]), (4.0, rest)]
     answer = read(recording)
     assert answer.error == ""
@@ -109,7 +109,7 @@ def test_chunks_count_when_their_end_arrives(cut: int) -> None:
 
 
 def test_text_that_was_held_back_is_no_further_token() -> None:
-    recording = Recording(Wanted((1,), 2, 0), 1.0, 1.0, 5.0)
+    recording = Recording(LoadRequest((1,), 2, 0), 1.0, 1.0, 5.0)
     events = [{"text": "a", "token_ids": [1]}, {"text": "", "token_ids": [2]}, {"text": "rest"}]
     recording.reads = [(2.0 + at, event({"choices": [one]})) for at, one in enumerate(events)]
     recording.reads.append((5.0, b"data: [DONE]\n\n"))
@@ -118,7 +118,7 @@ def test_text_that_was_held_back_is_no_further_token() -> None:
 
 
 def test_an_error_event_makes_an_answer_an_error() -> None:
-    recording = Recording(Wanted((1,), 1, 0))
+    recording = Recording(LoadRequest((1,), 1, 0))
     recording.reads = [(1.0, event({"choices": [{"token_ids": [1]}]}))]
     recording.reads.append((2.0, event({"error": {"message": "the engine is gone"}})))
     assert read(recording).error == "the engine is gone"
@@ -126,7 +126,7 @@ def test_an_error_event_makes_an_answer_an_error() -> None:
 
 def test_cancelling_keeps_what_has_come() -> None:
     api = FakeApi(chunks=(2,), pause_s=0.005)
-    recording = Recording(Wanted((1,), 1000, 0))
+    recording = Recording(LoadRequest((1,), 1000, 0))
 
     async def run() -> None:
         async with LoadClient(Endpoint("http://load", 1.0), api.transport) as client:

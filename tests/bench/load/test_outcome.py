@@ -7,10 +7,10 @@ import pytest
 from ssd_serve.bench.completions import Speculation
 from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.load.outcome import Burst, pairs, ratios, results
-from ssd_serve.bench.load.statistics import Limits
+from ssd_serve.bench.load.statistics import GoodLimits
 from ssd_serve.bench.statistics import Interval
 
-LIMITS = Limits(ttft_ms=10_000, tpot_ms=10_000)
+LIMITS = GoodLimits(ttft_ms=10_000, tpot_ms=10_000)
 
 
 def burst(mode: str, speed: float, pair: int = 0, concurrency: int = 4, order: int = 0) -> Burst:

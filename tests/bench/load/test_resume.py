@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from ssd_serve.bench.load.client import Endpoint, LoadClient, Wanted
-from ssd_serve.bench.load.resume import ResumePlan, Steps, check_resume, steps_after
+from ssd_serve.bench.load.client import Endpoint, LoadClient, LoadRequest
+from ssd_serve.bench.load.resume import ChunkSteps, ResumePlan, check_resume, steps_after
 from tests.bench.load.fakes import FakeApi
 
 ARRIVALS = [(1.0, 1), (2.0, 3), (3.0, 1), (3.5, 1), (5.5, 4), (6.0, 1)]
 
 
 def test_only_what_comes_after_the_moment_counts() -> None:
-    assert steps_after(ARRIVALS, 2.5) == Steps(0.5, 3.0, 2.0, 7 / 4)
+    assert steps_after(ARRIVALS, 2.5) == ChunkSteps(0.5, 3.0, 2.0, 7 / 4)
 
 
 def test_the_wait_for_the_first_chunk_is_a_gap_too() -> None:
@@ -20,7 +20,7 @@ def test_the_wait_for_the_first_chunk_is_a_gap_too() -> None:
 
 
 def test_nothing_after_the_moment() -> None:
-    assert steps_after(ARRIVALS, 6.0) == Steps(None, None, None, None)
+    assert steps_after(ARRIVALS, 6.0) == ChunkSteps(None, None, None, None)
 
 
 def test_single_tokens_are_no_speculation() -> None:
@@ -29,9 +29,9 @@ def test_single_tokens_are_no_speculation() -> None:
 
 def check(api: FakeApi, survivor_tokens: int) -> dict[str, object]:
     plan = ResumePlan(
-        single=Wanted((1,), 12, seed=1),
-        survivor=Wanted((2,), survivor_tokens, seed=2),
-        burst=[Wanted((3,), 8, seed=10 + index) for index in range(3)],
+        single=LoadRequest((1,), 12, seed=1),
+        survivor=LoadRequest((2,), survivor_tokens, seed=2),
+        burst=[LoadRequest((3,), 8, seed=10 + index) for index in range(3)],
         concurrency=3,
         alone_s=0.05,
     )

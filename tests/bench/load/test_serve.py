@@ -10,7 +10,7 @@ import pytest
 
 from ssd_serve.bench.load.arrivals import arrival_times
 from ssd_serve.bench.load.client import Endpoint as Api
-from ssd_serve.bench.load.serve import Plan, as_requests, run_serve, serve_table
+from ssd_serve.bench.load.serve import ServePlan, as_requests, run_serve, serve_table
 from ssd_serve.cli.main import main
 from ssd_serve.errors import SsdError, UserError
 from tests.bench.load.endpoint import Endpoint, listening
@@ -25,7 +25,7 @@ def measured(endpoint: Endpoint, count: int = 6, tokens: int = 6, **options: Any
     api: dict[str, Any] = {"exact": False, "token_ids": False, **told}
     with listening(endpoint) as (_, url):
         wanted = as_requests(["a", "b", "c"], count, tokens, seed=5)
-        plan = Plan(Api(url, **api), wanted, warm_ups=0, **options)
+        plan = ServePlan(Api(url, **api), wanted, warm_ups=0, **options)
         return run_serve(plan)
 
 
@@ -133,7 +133,7 @@ def test_what_the_page_of_metrics_tells_of_speculation_is_the_difference() -> No
 
 def test_nobody_there_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"names no model.*is a server there"):
-        run_serve(Plan(Api("http://127.0.0.1:9"), as_requests(["a"], 1, 1, 0)))
+        run_serve(ServePlan(Api("http://127.0.0.1:9"), as_requests(["a"], 1, 1, 0)))
 
 
 def test_the_command_writes_the_result_and_prints_it(

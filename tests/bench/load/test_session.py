@@ -9,13 +9,13 @@ import pytest
 
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.load.client import Endpoint, LoadClient
-from ssd_serve.bench.load.plan import Found, Plan
+from ssd_serve.bench.load.plan import Findings, LoadPlan
 from ssd_serve.bench.load.requests import Mix, RequestMaker
 from ssd_serve.bench.load.run import run_load
 from ssd_serve.bench.load.servers import Server
-from ssd_serve.bench.load.session import Session
+from ssd_serve.bench.load.session import LoadSession
 from ssd_serve.bench.load.sets import candidate_sets
-from ssd_serve.bench.load.statistics import Limits
+from ssd_serve.bench.load.statistics import GoodLimits
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.load.traffic import OpenLoop
 from ssd_serve.bench.prompts import Prompt
@@ -23,7 +23,7 @@ from ssd_serve.errors import SsdError, UserError
 from ssd_serve.settings import Settings
 from tests.bench.load.fakes import FakeApi
 
-PLAN = Plan(
+PLAN = LoadPlan(
     modes=("ar", "ssd", "auto"),
     concurrencies=(1, 3),
     pairs=5,
@@ -35,7 +35,7 @@ PLAN = Plan(
     mix=Mix(10, 10, 6),
     open_loop=OpenLoop(),
     temperature=1.0,
-    limits=Limits(1000.0, 1000.0),
+    limits=GoodLimits(1000.0, 1000.0),
     ballast=False,
     devices="same",
     resume=False,
@@ -52,14 +52,14 @@ RESOLVED = {"ar": "ar", "ssd": "ssd", "auto": "ssd"}
 class Measured:
     """A session, the fake API of each server, and what was found."""
 
-    def __init__(self, plan: Plan = PLAN, arrivals: Sequence[Arrival] = ()) -> None:
+    def __init__(self, plan: LoadPlan = PLAN, arrivals: Sequence[Arrival] = ()) -> None:
         self.apis = {name: FakeApi() for name in plan.modes}
-        self.found = Found()
+        self.found = Findings()
         self._servers = {name: Server(name, name, RESOLVED[name], 100, ()) for name in plan.modes}
         maker = RequestMaker(POOL)
         candidates = candidate_sets(plan, maker, arrivals, 100)
         sets = {name: [each(0) for each in some] for name, some in candidates.items()}
-        self._session = Session(
+        self._session = LoadSession(
             plan, maker, sets, None, self._connect, self.found, lambda _text: None, rest_s=0.0
         )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ssd_serve.bench.completions import Speculation
-from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, Wanted
+from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, LoadRequest
 from ssd_serve.bench.load.requests import Mix, RequestMaker
 from ssd_serve.bench.load.sets import Sets, candidate_sets, choose
 from ssd_serve.bench.load.trace import Arrival
@@ -27,7 +27,7 @@ class Continuing(LoadClient):
         self._error, self._loops = error, loops
         self.asked = 0
 
-    async def closed_loop(self, wanted: Sequence[Wanted], concurrency: int) -> list[Answer]:
+    async def closed_loop(self, wanted: Sequence[LoadRequest], concurrency: int) -> list[Answer]:
         assert concurrency == 8
         self.asked += len(wanted)
         texts = (LOOP if self._loops or each.seed % 2 else FINE for each in wanted)

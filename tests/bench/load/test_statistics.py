@@ -4,9 +4,9 @@ import pytest
 
 from ssd_serve.bench.completions import Speculation
 from ssd_serve.bench.load.client import Answer
-from ssd_serve.bench.load.statistics import Limits, duration, is_good, summary, throughput
+from ssd_serve.bench.load.statistics import GoodLimits, duration, is_good, summary, throughput
 
-LIMITS = Limits(ttft_ms=500, tpot_ms=100)
+LIMITS = GoodLimits(ttft_ms=500, tpot_ms=100)
 
 
 def answer(ttft_s: float, tpot_s: float, tokens: int = 11, sent_s: float = 0.0, error: str = "") -> Answer:

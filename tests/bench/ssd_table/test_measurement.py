@@ -8,7 +8,14 @@ import pytest
 
 from ssd_serve.bench.completions import Speculation
 from ssd_serve.bench.load.client import Answer
-from ssd_serve.bench.ssd_table.measurement import Found, Way, device_count, record, table, ways_of
+from ssd_serve.bench.ssd_table.measurement import (
+    Measurements,
+    RankedWay,
+    device_count,
+    record,
+    table,
+    ways_of,
+)
 from ssd_serve.bench.ssd_table.published import AMD, TABLE
 from ssd_serve.bench.ssd_table.report import ssd_tables
 from ssd_serve.cluster.placement import place
@@ -17,7 +24,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.settings import Mode, Settings
 from tests.end_to_end.tiny_pair import write_pair
 
-PLAIN, SYNC, SSD = (Way(mode, 1) for mode in (Mode.AR, Mode.SD, Mode.SSD))
+PLAIN, SYNC, SSD = (RankedWay(mode, 1) for mode in (Mode.AR, Mode.SD, Mode.SSD))
 PLAN = {"prompts": 3, "tokens": 512, "temperature": 0.0, "launches": 2, "exact": False}
 
 
@@ -29,9 +36,9 @@ def answer(decode: float, first_s: float = 1.0, tokens: int = 101, error: str = 
     return Answer(0.0, 0.0, times[-1], arrivals, Speculation(50, tokens, 50), error)
 
 
-def found(speeds: dict[Way, list[list[float]]]) -> Found:
+def found(speeds: dict[RankedWay, list[list[float]]]) -> Measurements:
     """Speeds by way, launch and prompt."""
-    seen = Found()
+    seen = Measurements()
     for way, launches in speeds.items():
         for launch, prompts in enumerate(launches):
             record(seen, way, launch, [answer(speed) for speed in prompts])
@@ -95,7 +102,7 @@ def test_ratios_are_of_the_same_prompt_in_the_same_launch() -> None:
 
 
 def test_ssd_is_also_compared_where_the_others_have_as_many_devices() -> None:
-    wide = Way(Mode.SD, 2)
+    wide = RankedWay(Mode.SD, 2)
     told: Any = table(
         found({SYNC: [[100.0] * 2], wide: [[150.0] * 2], SSD: [[180.0] * 2]}), {SYNC: 1, wide: 2, SSD: 2}
     )
@@ -104,7 +111,7 @@ def test_ssd_is_also_compared_where_the_others_have_as_many_devices() -> None:
 
 
 def test_failed_answers_and_those_in_one_piece_have_no_speed() -> None:
-    seen = Found()
+    seen = Measurements()
     whole = replace(answer(10.0), arrivals=((1.0, 101),))
     record(seen, PLAIN, 0, [answer(10.0), whole, answer(99.0, error="status 500")])
     assert [sample.decode for sample in seen.samples[PLAIN].values()] == [10.0]
@@ -119,13 +126,13 @@ def test_published_figures_have_the_factors_that_were_published_with_them() -> N
 
 def test_what_others_published_stands_beside_the_same_number_of_ranks() -> None:
     ways = {
-        Way(mode, ranks): ranks + (mode is Mode.SSD)
+        RankedWay(mode, ranks): ranks + (mode is Mode.SSD)
         for ranks in (1, 4)
         for mode in (Mode.AR, Mode.SD, Mode.SSD)
     }
     speeds = {way: [[10.0 * devices, 12.0 * devices]] for way, devices in ways.items()}
     seen = found(speeds)
-    seen.refused[Way(Mode.AR, 2)] = "2 GPUs are needed"
+    seen.refused[RankedWay(Mode.AR, 2)] = "2 GPUs are needed"
     lines = ssd_tables({**table(seen, ways), "plan": PLAN}).splitlines()
     four = [line for line in lines if line.startswith("| 4 | ")]
     assert [line.split(" | ")[-1] for line in four] == ["52.3, 4.32x |", "138, 1.64x |", "225.86 |"]
