@@ -109,8 +109,10 @@ class Session:
     def _fail(self, way: Way, reason: str) -> None:
         """A failure of a way is part of the result and ends nothing else."""
         when = f"launch {self._launch}" if self._launch else "tuning"
-        self.say(f"  {way.label} failed: {reason}")
-        self.failures.append({"way": way.label, "when": when, "reason": reason})
+        failure: dict[str, object] = {"way": way.label, "when": when, "reason": reason}
+        if failure not in self.failures:
+            self.say(f"  {way.label} failed: {reason}")
+            self.failures.append(failure)
 
 
 def _key(launch: int, way: Way, ask: Ask) -> str:
