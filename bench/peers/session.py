@@ -47,19 +47,31 @@ class Session:
     minutes: float | None = None
     asked: int = 0
     failures: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
-    _began: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    _began: float = field(init=False)
+    _over: bool = False
     _launch: int = TUNING
     _failed: Counter[Way] = field(default_factory=Counter[Way])
+
+    def __post_init__(self) -> None:
+        """The time begins."""
+        self._began = self.clock()
 
     @property
     def seconds(self) -> float:
         """Since it began."""
-        return time.monotonic() - self._began
+        return self.clock() - self._began
+
+    def check_time(self) -> None:
+        """Raises `OutOfTimeError` where answers are missing because the time was over."""
+        if self._over:
+            raise OutOfTimeError("the given time is over; the same command goes on where it ends")
 
     def rotation(
         self, launch: int, ways: Sequence[Way], asks: Sequence[Ask]
     ) -> dict[Way, list[Sample | None]]:
-        """Every way on every prompt, in turn. A new launch starts all engines anew; None: that way failed."""
+        """Every way on every prompt, in turn. A new launch starts all engines anew; None: that way failed, or
+        the time is over."""
         if launch != self._launch:
             self.fleet.close()
             self._launch = launch
@@ -72,7 +84,8 @@ class Session:
         if known is not None or self._failed[way] >= _PATIENCE:
             return known
         if self.minutes is not None and self.seconds > 60 * self.minutes:
-            raise OutOfTimeError("the given time is over; the same command goes on where it ends")
+            self._over = True
+            return None
         if not self._started(way, ways):
             return None
         try:
