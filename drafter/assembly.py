@@ -66,6 +66,7 @@ def assemble_drafter(
         instance=secrets.randbits(63),
         source=as_label(without_revision(draft)),
         step_ms=1e3 * loaded.seconds[widths.width],
+        features=loaded.features,
     )
     return AssembledDrafter(core, hello)
 

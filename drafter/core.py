@@ -16,12 +16,14 @@ import numpy as np
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_together
 from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.drafter.calibration import DEEPEST, Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.sources.contract import (
     Branch,
     Candidates,
     DraftSource,
+    FeatureReader,
     Found,
     Guesses,
     NodeRequest,
@@ -29,7 +31,17 @@ from ssd_serve.drafter.sources.contract import (
 )
 from ssd_serve.drafter.width import StepWidth
 from ssd_serve.logs import Logger, get_logger
-from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
+from ssd_serve.messages import (
+    Close,
+    DrafterMessage,
+    Features,
+    Growth,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+    SamplingParameters,
+)
 
 _NOTHING: tuple[Sequence[Found], int, int] = ((None,), 0, 0)
 
@@ -134,6 +146,8 @@ class DrafterCore:
             self._close(message)
         elif isinstance(message, Resync):
             return self._snapshot(message)
+        elif isinstance(message, Features):
+            self._read(message)
         elif isinstance(message, Pause):
             self._paused = message.paused
             self.pause(self.requests, message.paused)
@@ -250,6 +264,12 @@ class DrafterCore:
             self._source.close(message.request)
         self._requests[message.request] = _Drafted(message, self._limits, self._ends, self._paused)
         self._source.open(message.request, message.prompt + message.output, message.parameters, message.seed)
+
+    def _read(self, message: Features) -> None:
+        known = self._requests.get(message.request)
+        if known is not None and known.epoch == message.epoch and isinstance(self._source, FeatureReader):
+            features = from_bytes(message.data, message.width)
+            self._source.read(message.request, message.position, features)
 
     def _close(self, message: Close) -> None:
         known = self._requests.get(message.request)

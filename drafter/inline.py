@@ -13,6 +13,7 @@ from ssd_serve.drafter.step_time import StepTime
 from ssd_serve.messages import (
     Close,
     DrafterMessage,
+    Features,
     Growth,
     Heartbeat,
     Hello,
@@ -76,7 +77,7 @@ class InlineChannel(ChannelWithin):
 
     def send(self, message: Message) -> bool:
         """Handle the message now."""
-        if isinstance(message, Open | Outcome | Close | Resync | Pause):
+        if isinstance(message, Open | Outcome | Features | Close | Resync | Pause):
             self._inbox.extend(self._core.handle(message))
         return not self.closed
 

@@ -15,7 +15,18 @@ from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.errors import ProtocolError
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Close, Growth, Heartbeat, Hello, Open, Outcome, Pause, Refusal, Resync
+from ssd_serve.messages import (
+    Close,
+    Features,
+    Growth,
+    Heartbeat,
+    Hello,
+    Open,
+    Outcome,
+    Pause,
+    Refusal,
+    Resync,
+)
 
 _MAX_REQUESTS = 4096
 """Of one verifier; it runs at most 1024."""
@@ -83,7 +94,7 @@ class VerifierConnection:
             self.channel.send(heartbeat)
 
     def _take(self, message: object) -> None:
-        if isinstance(message, Open | Outcome | Close | Resync):
+        if isinstance(message, Open | Outcome | Features | Close | Resync):
             self._serve(message)
         elif isinstance(message, Pause):
             self._paused = message.paused
@@ -114,7 +125,7 @@ class VerifierConnection:
         if self.channel is not None:
             self.channel.close()
 
-    def _serve(self, message: Open | Outcome | Close | Resync) -> None:
+    def _serve(self, message: Open | Outcome | Features | Close | Resync) -> None:
         if not 0 <= message.request < _LARGEST_NUMBER or not 0 <= message.epoch < _LARGEST_NUMBER:
             raise ProtocolError("a request has an impossible number")
         if isinstance(message, Open):
@@ -131,7 +142,7 @@ class VerifierConnection:
         if self._paused and isinstance(message, Open):
             self._core.pause([message.request], paused=True)
 
-    def _can_read(self, message: Open | Outcome | Close | Resync) -> bool:
+    def _can_read(self, message: Open | Outcome | Features | Close | Resync) -> bool:
         """Whether the draft model has these tokens; a target may have some more."""
         tokens: tuple[int, ...] = ()
         if isinstance(message, Open):

@@ -8,10 +8,13 @@ in the row's ancestry. A batch knows nothing of requests' parameters, of models 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -46,6 +49,7 @@ class Batch:
     tree_offsets: Int32Array  # [requests + 1]
     ancestry: UInt64Array  # [rows, words]
     rows_wanted: Int64Array  # [wanted], rows whose logits are returned, ascending
+    vectors: "torch.Tensor | None" = None  # [rows, hidden], of models whose rows are more than tokens
 
     @property
     def rows(self) -> int:

@@ -50,4 +50,5 @@ def unpack(message: bytearray) -> Batch:
         start += size * width
     rows = len(arrays["tokens"])
     ancestry = arrays.pop("ancestry")
-    return Batch(**arrays, ancestry=ancestry.reshape(rows, ancestry.size // max(rows, 1)))
+    words = ancestry.size // max(rows, 1)
+    return Batch(**arrays, ancestry=ancestry.reshape(rows, words), vectors=None)

@@ -112,6 +112,7 @@ class Inputs:
     """The attention's."""
     wanted: torch.Tensor | None = None
     """int64, the rows whose logits are wanted; None: all."""
+    vectors: torch.Tensor | None = None  # [rows, hidden], where rows are more than tokens
 
 
 class CapturableModel(Model, Protocol):

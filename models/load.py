@@ -87,7 +87,14 @@ def load_model(
         allow_pickle=wish.allow_pickle,
         layers=wish.layers,
     )
-    return _Loading(path, wish, sizes, group, log).model()
+    return load_sized(path, wish, sizes, group=group, log=log)
+
+
+def load_sized(
+    path: Path, wish: ModelWish, sizes: ModelSizes, *, group: Group | None = None, log: Logger | None = None
+) -> Model:
+    """Load what these are the sizes of."""
+    return _Loading(path, wish, sizes, group or Alone(), log).model()
 
 
 class _Loading:
@@ -231,11 +238,29 @@ def load_served(
     *,
     batch_invariant: bool = False,
     layers: int | None = None,
+    features: tuple[int, ...] = (),
     group: Group | None = None,
 ) -> Model:
     """A model as the settings want it served; see `load_model`. Drafts decide nothing: of `batch_invariant`
     only targets have to be."""
-    wish = ModelWish(
+    wish = replace(
+        served_wish(settings, device, slots, native, report),
+        batch_invariant=batch_invariant,
+        layers=layers,
+        features=features,
+    )
+    return load_model(path, wish, group=group, log=log)
+
+
+def served_wish(
+    settings: Settings,
+    device: str,
+    slots: int,
+    native: NativeLibrary | None,
+    report: Callable[[Difference], None] | None = None,
+) -> ModelWish:
+    """What the settings ask of any model."""
+    return ModelWish(
         device=device,
         dtype=settings.dtype,
         slots=slots,
@@ -244,9 +269,6 @@ def load_served(
         attention=AttentionWish(
             settings.tree_decode_backend, settings.cache_dir, settings.tree_decode_check, report
         ),
-        batch_invariant=batch_invariant,
-        layers=layers,
         graphs=settings.graphs,
         allow_pickle=settings.allow_pickle,
     )
-    return load_model(path, wish, group=group, log=log)

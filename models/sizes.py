@@ -80,6 +80,19 @@ def model_sizes(
     """Sizes of a model that is not loaded, or of its first layers. Raises `UserError` where that many ranks
     cannot share it."""
     description = load_description(folder, layers)
+    return sizes_of(description, folder, device=device, dtype=dtype, ranks=ranks, allow_pickle=allow_pickle)
+
+
+def sizes_of(
+    description: Description[Any],
+    folder: Path,
+    *,
+    device: str,
+    dtype: str,
+    ranks: int = 1,
+    allow_pickle: bool = False,
+) -> ModelSizes:
+    """The same of what `folder` is said to hold."""
     own = description.sizes(Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
     name, place, fp8 = resolve_dtype(dtype, device), torch_device(device), description.config.fp8
     kind = DTYPES[name]

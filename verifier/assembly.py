@@ -14,14 +14,16 @@ from ssd_serve.devices import parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import instant_channel
-from ssd_serve.errors import MemoryShortError
+from ssd_serve.drafter.sources.eagle_loading import features_of
+from ssd_serve.drafter.sources.registry import is_source, own_layers
+from ssd_serve.errors import MemoryShortError, SettingsError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello, Ready
-from ssd_serve.models.config import model_name
+from ssd_serve.models.config import is_eagle3, model_name, read_raw
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import load_served
@@ -38,6 +40,7 @@ from ssd_serve.verifier.drafts.admission import check_hello
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.environment import Environment, MeasuredStart
+from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
@@ -105,9 +108,20 @@ def assemble_verifier(
     native, differences = native_library(settings, log), DifferenceLog(log)
     invariant = settings.batch_invariant
 
+    features = _features(settings, path)
+
     def share(group: Group) -> Model:
         return load_served(
-            settings, path, device, slots, native, log, differences, batch_invariant=invariant, group=group
+            settings,
+            path,
+            device,
+            slots,
+            native,
+            log,
+            differences,
+            batch_invariant=invariant,
+            features=features,
+            group=group,
         )
 
     model = share(Alone()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
@@ -134,6 +148,7 @@ def assemble_verifier(
         native=native,
         clock=environment.clock,
         observer=environment.observer,
+        features=FeatureStore(features, settings.features_mb << 20) if features else None,
     )
     engine = build_engine(_bounded(parts, settings))
     if environment.drafts_inline:
@@ -262,6 +277,21 @@ def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
         tree_nodes=settings.tree_nodes * max(1, len(settings.drafts)),
         max_tpot_s=settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf,
     )
+
+
+def _features(settings: Settings, target: Path) -> tuple[int, ...]:
+    """The target's layers that its drafts read; those of all heads must be the same."""
+    found: set[tuple[int, ...]] = set()
+    for name in settings.draft_models if settings.mode is not Mode.AR else ():
+        if not is_source(name) and own_layers(name) is None:
+            folder = find_model(settings, name, "draft")
+            if is_eagle3(read_raw(folder)):
+                found.add(features_of(settings, folder, target))
+    if len(found) > 1:
+        raise SettingsError(
+            "the EAGLE heads of SSD_DRAFT read different layers: name those of all (SSD_EAGLE_LAYERS)"
+        )
+    return found.pop() if found else ()
 
 
 def _within(

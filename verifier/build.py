@@ -16,6 +16,7 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.cost import CostTable, HostCost
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never
@@ -53,6 +54,8 @@ class EngineParts:
     """Rounds of another kind, with the same model; None: the usual ones."""
     planner_kind: type[RoundPlanner] = RoundPlanner
     observer: Observer | None = None
+    features: FeatureStore | None = None
+    """What drafters may read of the target; its model gives it."""
 
 
 def build_engine(parts: EngineParts) -> Engine:
@@ -72,7 +75,11 @@ def build_engine(parts: EngineParts) -> Engine:
     )
     bounds = Bounds(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
     rounds = parts.rounds or _rounds(parts)
-    return Engine(rounds, scheduler, parts.drafters, planner, bounds, parts.clock, parts.observer)
+    if parts.features is not None:
+        parts.drafters.admission.offer(parts.features.layers)
+    return Engine(
+        rounds, scheduler, parts.drafters, planner, bounds, parts.clock, parts.observer, parts.features
+    )
 
 
 def _rounds(parts: EngineParts) -> Rounds:

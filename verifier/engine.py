@@ -24,6 +24,7 @@ from ssd_serve.messages import (
 from ssd_serve.models.memory import release_memory
 from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
@@ -51,8 +52,10 @@ class Engine:
         bounds: Bounds,
         clock: Callable[[], float] = time.perf_counter,
         observer: Observer | None = None,
+        features: FeatureStore | None = None,
     ) -> None:
-        """`observer`: whoever looks on."""
+        """`observer`: whoever looks on. `features`: what drafters may read of the target."""
+        self._features = features
         self.scheduler = scheduler
         self.drafters = drafters
         self.planner = planner
@@ -143,6 +146,8 @@ class Engine:
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
         self.observer.decided(walks, self.decision)
+        if self._features is not None:
+            self._features.take(flight, walks)
         reports = [report for walk in walks for report in self._commit(walk)]
         self.scheduler.pool.free([slot for walk in walks for slot in walk.rejected])
         self.drafters.flush()
@@ -222,6 +227,7 @@ class Engine:
         request.scored += len(walk.prompt_logprobs)
         if not walk.tokens:
             told = walk.prompt_logprobs
+            self.drafters.read(request)
             return [Committed(request.number, (), prompt_logprobs=told)] if told else []
         before = request.generated
         request.tokens.extend(walk.tokens)
@@ -255,6 +261,8 @@ class Engine:
     def _retire(self, request: Request) -> None:
         if self._active.pop(request.number, None) is not None:
             self.drafters.close(request)
+        if self._features is not None:
+            self._features.forget(request)
         self.scheduler.remove(request)
 
     def _account(

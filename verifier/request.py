@@ -1,6 +1,6 @@
 """One request's state in the verifier: its tokens, its committed slots, its replica and its figures.
 
-Knows no scheduling, no text and no tensors.
+Knows no scheduling and no text.
 """
 
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
+from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.parameters import needs_counts, needs_editing
@@ -46,6 +47,8 @@ class Request:
     figures: Figures = field(default_factory=Figures)
     scored: int = 0
     """Tokens of the prompt, from the second on, whose log-probabilities were told."""
+    features: VectorTable | None = None
+    """What the target has computed of its tokens, where a drafter reads it."""
     _common: dict[int, int] = field(default_factory=dict[int, int])
     """How much of the texts of others, by number, is known to be that of this one."""
 

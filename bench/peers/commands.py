@@ -13,7 +13,7 @@ from ssd_serve.bench.experiment import Report, Result, add_experiment
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, positive, positive_or_zero
 from ssd_serve.bench.peers.installation import INSTALLABLE, INSTALLED, install, installed
-from ssd_serve.bench.peers.ways import LLAMA, PEERS, TRANSFORMERS, VLLM, Peers
+from ssd_serve.bench.peers.ways import LLAMA, VLLM, Peers
 from ssd_serve.bench.provenance import ROOT, SERVER, code_of, commit_of
 from ssd_serve.cli.flags import Commands
 from ssd_serve.cluster.local.process import worker_environment
@@ -40,7 +40,6 @@ def add_peers(commands: Commands) -> None:
         type=Path,
         help="a Python that has torch and transformers (default: this one, if it has them)",
     )
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="compare with these (all)")
     parser.add_argument("--cores", default="0-1", help="cores that every engine has in all (0-1)")
     parser.add_argument(
         "--dtype",
@@ -88,12 +87,11 @@ def run_peers_command(args: argparse.Namespace) -> Report:
         cores=len(cores),
         dtypes=args.dtype,
     )
-    named = {LLAMA: args.llama_server, VLLM: args.vllm_python, TRANSFORMERS: args.transformers_python}
-    absent = [str(path) for path in named.values() if path is not None and not path.exists()]
-    if absent:
-        raise UserError(f"there is no {' and no '.join(absent)}")
-    found = {LLAMA: installed(LLAMA), VLLM: installed(VLLM), TRANSFORMERS: _own_python()}
-    peers = Peers(*(named[each] or found[each] if each in args.peers else None for each in PEERS))
+    peers = Peers(
+        args.llama_server or installed(LLAMA),
+        args.vllm_python or installed(VLLM),
+        args.transformers_python or _own_python(),
+    )
     estimate = minutes(plan, peers)
     takes = f"about {estimate:.0f} minutes in all, for {answers_of(plan, peers)} answers that count"
     if args.dry_run:

@@ -64,7 +64,6 @@ def measure(session: Session, plan: Plan, peers: Peers, chosen: Mapping[float, C
                 rotation = session.rotation(launch, _turned(found.ways[group], launch), asks)
                 for way, samples in rotation.items():
                     found.samples.setdefault(group, {}).setdefault(way, {})[launch] = samples
-                session.check_time()
                 session.say(
                     f"launch {launch} of {plan.launches}, {group[0]}, temperature {group[1]:g}: measured, "
                     f"{session.seconds / 60:.0f} minutes so far"
@@ -80,9 +79,7 @@ def _tuned(session: Session, begin: Sequence[Way], cores: int, asks: Sequence[As
     """The shape whose whole requests are the fastest."""
 
     def speeds(ways: Sequence[Way], some: Sequence[Ask]) -> dict[Way, float]:
-        found = session.rotation(TUNING, ways, some)
-        session.check_time()
-        return {way: speed(samples) for way, samples in found.items()}
+        return {way: speed(samples) for way, samples in session.rotation(TUNING, ways, some).items()}
 
     best, tried = tune(begin, partial(neighbours, cores=cores), speeds, asks)
     shown = {way.shape: round(value, 1) for way, value in tried.items()}

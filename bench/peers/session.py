@@ -47,31 +47,19 @@ class Session:
     minutes: float | None = None
     asked: int = 0
     failures: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
-    clock: Callable[[], float] = time.monotonic
-    _began: float = field(init=False)
-    _over: bool = False
+    _began: float = field(default_factory=time.monotonic)
     _launch: int = TUNING
     _failed: Counter[Way] = field(default_factory=Counter[Way])
-
-    def __post_init__(self) -> None:
-        """The time begins."""
-        self._began = self.clock()
 
     @property
     def seconds(self) -> float:
         """Since it began."""
-        return self.clock() - self._began
-
-    def check_time(self) -> None:
-        """Raises `OutOfTimeError` where answers are missing because the time was over."""
-        if self._over:
-            raise OutOfTimeError("the given time is over; the same command goes on where it ends")
+        return time.monotonic() - self._began
 
     def rotation(
         self, launch: int, ways: Sequence[Way], asks: Sequence[Ask]
     ) -> dict[Way, list[Sample | None]]:
-        """Every way on every prompt, in turn. A new launch starts all engines anew; None: that way failed, or
-        the time is over."""
+        """Every way on every prompt, in turn. A new launch starts all engines anew; None: that way failed."""
         if launch != self._launch:
             self.fleet.close()
             self._launch = launch
@@ -84,8 +72,7 @@ class Session:
         if known is not None or self._failed[way] >= _PATIENCE:
             return known
         if self.minutes is not None and self.seconds > 60 * self.minutes:
-            self._over = True
-            return None
+            raise OutOfTimeError("the given time is over; the same command goes on where it ends")
         if not self._started(way, ways):
             return None
         try:
@@ -122,10 +109,8 @@ class Session:
     def _fail(self, way: Way, reason: str) -> None:
         """A failure of a way is part of the result and ends nothing else."""
         when = f"launch {self._launch}" if self._launch else "tuning"
-        failure: dict[str, object] = {"way": way.label, "when": when, "reason": reason}
-        if failure not in self.failures:
-            self.say(f"  {way.label} failed: {reason}")
-            self.failures.append(failure)
+        self.say(f"  {way.label} failed: {reason}")
+        self.failures.append({"way": way.label, "when": when, "reason": reason})
 
 
 def _key(launch: int, way: Way, ask: Ask) -> str:

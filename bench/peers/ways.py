@@ -137,7 +137,7 @@ class Peers:
             TRANSFORMERS: (self.transformers_python, "--transformers-python"),
         }
         return {
-            engine: f"it is not there (--peers, --install, {flag})"
+            engine: f"it is not installed, and {flag} was not given"
             for engine, (path, flag) in found.items()
             if path is None
         }

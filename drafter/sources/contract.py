@@ -5,13 +5,16 @@ other requests' priorities. The tree belongs to the drafter's core, which names 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd_serve.cache.tree import Node
 from ssd_serve.messages import SamplingParameters
+
+if TYPE_CHECKING:
+    import torch
 
 
 class NodeRequest(NamedTuple):
@@ -112,6 +115,16 @@ class Subtree(NamedTuple):
 
 Found: TypeAlias = Candidates | Subtree | None
 """Below one pick. None: nothing now, so it is considered again when the root moves."""
+
+
+@runtime_checkable
+class FeatureReader(Protocol):
+    """A source that reads what the target has computed of committed tokens."""
+
+    def read(self, request: int, position: int, features: "torch.Tensor") -> None:
+        """Outputs of the layers that it asked for, side by side [places, width], of the committed tokens from
+        a position on. They come before the outcome behind them; some may be missing."""
+        ...
 
 
 class DraftSource(Protocol):

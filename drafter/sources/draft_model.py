@@ -16,9 +16,9 @@ from ssd_serve.cache.table import SlotTable
 from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
 from ssd_serve.errors import DeviceMemoryError
-from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.models.interface import Model
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
 from ssd_serve.sampling.native.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -27,13 +27,14 @@ from ssd_serve.sampling.ranking import ChoiceKeys, rank_children
 
 
 @dataclass(slots=True)
-class _Held:
-    """What is remembered of one request: `slots` are those of the first committed tokens, `nodes` by name.
-    seed None and temperature 0: no noise."""
+class HeldText:
+    """What is remembered of one request: `tokens` are the committed ones from position `start` on, `slots`
+    those of the first of them, `nodes` by name. seed None and temperature 0: no noise."""
 
     tokens: list[int]
     seed: int | None
     temperature: float
+    start: int = 0
     slots: SlotTable = field(default_factory=SlotTable)
     nodes: dict[int, int] = field(default_factory=dict)
 
@@ -44,16 +45,21 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows of one request in a step, and where each pick's row lies among them."""
+class StepRows:
+    """Rows of one request in a step, committed tokens before nodes, and where each pick's row lies."""
 
+    request: int
     rows: RequestRows
     new_nodes: dict[int, int]
+    parents: list[int]
+    """Names of the new nodes' parents."""
     fed: list[int]
     order: list[int]
     """Indices of the picks in the order of their rows."""
     after: list[int]
     """The positions that follow these picks."""
+    names: list[int]
+    """Those of the picks."""
 
 
 class RowsToRank(NamedTuple):
@@ -75,13 +81,14 @@ class _TreeRows:
     new row. How many new rows there are is known last, so the bits of those ancestors are shifted at the end.
     """
 
-    def __init__(self, held: _Held, first: int) -> None:
+    def __init__(self, held: HeldText, first: int) -> None:
         """`first` is the position of nodes of depth 0."""
         fed = held.tokens[len(held.slots) :]
         self.tokens = fed
         self.fed = len(fed)
-        self.positions = list(range(len(held.slots), len(held.tokens)))
+        self.positions = list(range(held.start + len(held.slots), held.start + len(held.tokens)))
         self.missing: list[int] = []
+        self.parents: list[int] = []
         self.earlier: list[int] = []
         self.earlier_positions: list[int] = []
         self._known = held.nodes
@@ -126,6 +133,7 @@ class _TreeRows:
             self.tokens.append(node.token)
             self.positions.append(position)
             self.missing.append(name)
+            self.parents.append(node.parent.name if node.parent is not None else name)
             self._masks.append((own, earlier))
         place = self._places[name] = row, own, earlier
         return place
@@ -145,10 +153,10 @@ class ModelSource:
         """`native` ranks on CPUs."""
         self._native = native
         self._model = model
-        self._pool = pool
+        self.pool = pool
         self._noise = noise
         self._fan_out = fan_out
-        self._requests: OrderedDict[int, _Held] = OrderedDict()
+        self.held: OrderedDict[int, HeldText] = OrderedDict()
         self._captured_now = False
 
     @property
@@ -158,13 +166,13 @@ class ModelSource:
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self.close(request)
         greedy = is_greedy(parameters)
-        self._requests[request] = _Held(
+        self.held[request] = HeldText(
             list(tokens), None if greedy else seed, 0.0 if greedy else parameters.temperature
         )
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         """KV of accepted nodes becomes committed KV where it follows without a gap."""
-        held = self._requests[request]
+        held = self.held[request]
         if len(held.slots) == len(held.tokens):
             for name in path:
                 slot = held.nodes.pop(name, None)
@@ -173,24 +181,24 @@ class ModelSource:
                 held.slots.extend([slot])
         held.tokens.extend(tokens)
         alive = set(kept)
-        self._pool.free([slot for name, slot in held.nodes.items() if name not in alive])
+        self.pool.free([slot for name, slot in held.nodes.items() if name not in alive])
         held.nodes = {name: slot for name, slot in held.nodes.items() if name in alive}
 
     def close(self, request: int) -> None:
-        held = self._requests.pop(request, None)
+        held = self.held.pop(request, None)
         if held is not None:
-            self._pool.free(held.all_slots())
+            self.pool.free(held.all_slots())
 
     def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         """One forward over the missing rows of all picks."""
         order: dict[int, list[int]] = {}
         for index, pick in enumerate(picks):
             order.setdefault(pick.request, []).append(index)
-        groups: list[tuple[_Held, _Group, list[int]]] = []
+        groups: list[tuple[HeldText, StepRows, list[int]]] = []
         for request, indices in order.items():
-            self._requests.move_to_end(request)
-            held = self._requests[request]
-            group = self._group(held, [picks[index].at for index in indices], order)
+            self.held.move_to_end(request)
+            held = self.held[request]
+            group = self._group(request, held, [picks[index].at for index in indices], order)
             if group is not None:
                 groups.append((held, group, [indices[place] for place in group.order]))
         self._captured_now = False
@@ -211,30 +219,41 @@ class ModelSource:
         return _in_order(ranked, wanted, len(picks))
 
     def _ranked_or_none(
-        self, groups: Sequence[tuple[_Held, _Group, list[int]]], wish: RowsToRank
+        self, groups: Sequence[tuple[HeldText, StepRows, list[int]]], wish: RowsToRank
     ) -> Sequence[Candidates] | None:
         """The candidates of all groups' picks; None where the device has too little memory for them."""
-        batch = build_batch([group.rows for _, group, _ in groups])
+        batch = self.prepared(build_batch([group.rows for _, group, _ in groups]), groups)
         try:
             result = within_memory(lambda: self._model.forward(batch))
         except DeviceMemoryError:
             for _, group, _ in groups:
-                self._pool.free(group.rows.write_slots)
+                self.pool.free(group.rows.write_slots)
             return None
         self._keep(groups)
         result.completion.wait()
         self._captured_now = result.captured_now
+        self.computed(result, groups)
         try:
             return within_memory(lambda: self._rank(result.logits, wish))
         except DeviceMemoryError:
             return None
 
-    def _group(self, held: _Held, nodes: Sequence[Node], busy: Collection[int]) -> _Group | None:
+    def prepared(self, batch: Batch, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> Batch:
+        """The batch as the model wants it."""
+        del groups
+        return batch
+
+    def computed(self, result: ForwardResult, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> None:
+        """The model has computed these rows."""
+
+    def _group(
+        self, request: int, held: HeldText, nodes: Sequence[Node], busy: Collection[int]
+    ) -> StepRows | None:
         """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents
         first."""
         if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
-            self._pool.free([held.slots.pop()])  # the root's logits are wanted again
-        first = len(held.tokens) - 1 - _root_of(nodes[0]).depth
+            self.pool.free([held.slots.pop()])  # the root's logits are wanted again
+        first = held.start + len(held.tokens) - 1 - _root_of(nodes[0]).depth
         tree = _TreeRows(held, first)
         rows = [tree.row_of(node) for node in nodes]
         slots = self._allocate(len(tree.tokens), held.slots.last(), busy)
@@ -253,9 +272,10 @@ class ModelSource:
         )
         new_nodes = dict(zip(tree.missing, slots[tree.fed :], strict=True))
         after = [first + 1 + nodes[index].depth for index in order]
-        return _Group(part, new_nodes, slots[: tree.fed], order, after)
+        names = [nodes[index].name for index in order]
+        return StepRows(request, part, new_nodes, tree.parents, slots[: tree.fed], order, after, names)
 
-    def _keep(self, groups: Sequence[tuple[_Held, _Group, list[int]]]) -> None:
+    def _keep(self, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> None:
         for held, group, _ in groups:
             held.slots.extend(group.fed)
             held.nodes.update(group.new_nodes)
@@ -271,20 +291,20 @@ class ModelSource:
     def _allocate(self, count: int, near: int | None, busy: Collection[int]) -> list[int] | None:
         """Slots, taken from the least recently expanded other requests when there are too few."""
         while True:
-            slots = self._pool.allocate(count, near=near)
+            slots = self.pool.allocate(count, near=near)
             if slots is not None:
                 return slots
             idle = next(
                 (
                     held
-                    for number, held in self._requests.items()
+                    for number, held in self.held.items()
                     if number not in busy and (held.slots or held.nodes)
                 ),
                 None,
             )
             if idle is None:
                 return None
-            self._pool.free(idle.all_slots())
+            self.pool.free(idle.all_slots())
 
 
 def _root_of(node: Node) -> Node:

@@ -45,11 +45,13 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """A source that is ready. `seconds` are those of a step of each width."""
+    """A source that is ready. `seconds` are those of a step of each width; `features` are the target's layers
+    whose outputs it reads."""
 
     source: DraftSource
     texts: Texts
     seconds: Mapping[int, float]
+    features: tuple[int, ...] = ()
 
 
 def texts_of_target(settings: Settings) -> Texts:

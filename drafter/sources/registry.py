@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.models.config import read_raw
+from ssd_serve.models.config import is_eagle3, read_raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder
 
-ANY_MODEL = "*"
+ANY_MODEL, EAGLE3 = "*", "*eagle3"
 SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
+    EAGLE3: "ssd_serve.drafter.sources.eagle_loading:load_eagle",
 }
 """What loads a source, as `module:function`, by what chooses it: the name that `SSD_DRAFT` gives, or an entry
 of `architectures` in the draft's `config.json`. All other drafts are whole models."""
@@ -38,7 +39,7 @@ def own_layers(name: str) -> int | None:
 
 def is_source(name: str) -> bool:
     """Whether a draft is a source of that name, rather than a folder or a hub id."""
-    return name != ANY_MODEL and (name in SOURCES or bool(_entry_points(name)))
+    return not name.startswith(ANY_MODEL) and (name in SOURCES or bool(_entry_points(name)))
 
 
 def load_source(name: str, order: "SourceOrder") -> "LoadedSource":
@@ -58,4 +59,6 @@ def _entry_points(name: str) -> EntryPoints:
 
 
 def _kind(folder: Path) -> str:
+    if is_eagle3(read_raw(folder)):
+        return EAGLE3
     return next(filter(is_source, read_raw(folder).get("architectures") or []), ANY_MODEL)

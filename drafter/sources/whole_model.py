@@ -4,17 +4,16 @@ requests."""
 from dataclasses import dataclass
 
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.devices import parse_device
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts, texts_of
+from ssd_serve.drafter.sources.memory import draft_slots
 from ssd_serve.errors import PairMismatchError, SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import model_here
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.mapped import MappedModel
-from ssd_serve.models.memory import available_memory
-from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
+from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.text.common_tokens import common_tokens
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
@@ -23,7 +22,6 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.ranking import trusted_ranking
 from ssd_serve.settings import Settings
 
-_USUAL = 256 << 20
 _LEAST_COMMON = 0.5
 
 
@@ -55,8 +53,7 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     sizes = model_sizes(
         path, device=device, dtype=settings.dtype, allow_pickle=settings.allow_pickle, layers=order.layers
     )
-    most = settings.max_running * (settings.context or sizes.context) + settings.tree_nodes
-    slots = min(most, max(1024, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
+    slots = draft_slots(settings, sizes, device)
     loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
     model, texts = _in_targets_tokens(settings, loaded, Tokenizer(path))
     model = wrap_model(model, "draft", settings.model_wrapper)
@@ -86,13 +83,3 @@ def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tupl
             f"{_LEAST_COMMON:.0%} are needed: choose a draft model of the same family"
         )
     return MappedModel(model, tokens, texts.ends), texts
-
-
-def _kv_bytes(settings: Settings, sizes: ModelSizes, device: str) -> int:
-    """Bytes: what the settings name, or a share of a GPU that has no target, which would be loading now."""
-    if settings.draft_kv_memory_mb is not None:
-        return settings.draft_kv_memory_mb << 20
-    own, target = parse_device(device), parse_device(settings.target_device or "cpu")
-    if own.kind == "cpu" or (target.kind == "cuda" and set(own.indices) & set(target.indices)):
-        return _USUAL
-    return (available_memory(torch_device(device)) - sizes.resident_bytes) // 10

@@ -300,6 +300,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What a drafter guesses with: those that name the same share the requests."""
     step_ms: float = 0.0
     """The drafter's measured step time, 0 when unknown."""
+    features: tuple[int, ...] = ()
+    """Layers of the target whose outputs a drafter reads."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -330,6 +332,17 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     position: int
     tokens: tuple[int, ...]
     root: int
+
+
+class Features(msgspec.Struct, frozen=True, tag=True):
+    """What the target has computed of committed tokens, from `position` on: outputs of the layers that the
+    drafter's `Hello` names, side by side, as rows of `width` bfloat16 numbers. Never needed for a text."""
+
+    request: int
+    epoch: int
+    position: int
+    width: int
+    data: bytes
 
 
 class Growth(msgspec.Struct, frozen=True, tag=True):
@@ -382,5 +395,5 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 ServerMessage = Submit | SubmitChoices | Abort | Finish
 VerifierReport = Ready | Committed | Finished | Refused | Status | Progress
-DrafterMessage = Hello | Refusal | Open | Outcome | Growth | Resync | Close | Pause | Heartbeat
+DrafterMessage = Hello | Refusal | Open | Outcome | Features | Growth | Resync | Close | Pause | Heartbeat
 Message = ServerMessage | VerifierReport | DrafterMessage

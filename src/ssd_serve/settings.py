@@ -94,6 +94,12 @@ def _cluster_key(value: str) -> str:
     return key
 
 
+def _layers(value: str) -> str:
+    if not re.fullmatch(r"\d+(,\d+)*", value.replace(" ", "")):
+        raise PydanticCustomError("layers", "must be numbers with commas between, such as 1,15,28")
+    return value.replace(" ", "")
+
+
 def _drafts(value: str) -> str:
     names = [name.strip() for name in value.split(",")]
     if NO_DRAFT in names and any(name not in (NO_DRAFT, "") for name in names):
@@ -285,6 +291,16 @@ class Settings(BaseSettings):
     draft_width: int = Field(
         default=16, ge=1, le=256, description="most nodes that the drafter expands in a step"
     )
+    eagle_layers: Annotated[str, AfterValidator(_layers)] | None = Field(
+        default=None,
+        description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28; "
+        "empty: those that the head names, or that follow from the target",
+    )
+    features_mb: int = Field(
+        default=1024,
+        ge=0,
+        description="MiB of what the target has computed of running requests that are kept for EAGLE heads",
+    )
     suffix_shared: int = Field(
         default=0,
         ge=0,
@@ -398,6 +414,11 @@ class Settings(BaseSettings):
     def lookups(self) -> tuple[str, ...]:
         """Those that need no model and no device."""
         return tuple(name for name in self.drafts if name in LOOKUPS)
+
+    @property
+    def eagle_features(self) -> tuple[int, ...] | None:
+        """The layers that are named."""
+        return None if self.eagle_layers is None else tuple(map(int, self.eagle_layers.split(",")))
 
     @property
     def draft_model(self) -> str | None:

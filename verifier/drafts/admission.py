@@ -73,11 +73,16 @@ class Admission:
     ) -> None:
         self._hello = hello
         self._sources: frozenset[str] = frozenset()
+        self._features: tuple[int, ...] = ()
         self._names: set[str] = set()
         self._outside = outside
         self._came: deque[tuple[float, str]] = deque()
         self.peers = Bans(outside)
         self.names = Bans(clock)
+
+    def offer(self, features: Iterable[int]) -> None:
+        """Drafters may read the outputs of these layers of the target."""
+        self._features = tuple(features)
 
     def restrict(self, sources: Iterable[str]) -> None:
         """Strangers draft with these models only; with any where none is named."""
@@ -118,6 +123,11 @@ class Admission:
         if not is_label(theirs.name) or not is_label(theirs.source):
             raise ProtocolError(f"names and draft models are at most {LONGEST_LABEL} printable bytes")
         check_step(theirs.step_ms)
+        if theirs.features and theirs.features != self._features:
+            raise PairMismatchError(
+                f"the draft reads outputs of layers {list(theirs.features)}, this server gives "
+                f"{list(self._features) or 'none'}: name the same draft there and here (SSD_DRAFT)"
+            )
         if stranger and self._sources and theirs.source not in self._sources:
             raise PairMismatchError(
                 f"this server drafts with {', '.join(sorted(self._sources))} (SSD_DRAFT), not with "

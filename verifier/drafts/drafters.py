@@ -166,6 +166,11 @@ class Drafters:
         for link in self._homes.of(request.number):
             self._links.attempt(link, link.outcome, request)
 
+    def read(self, request: Request) -> None:
+        """The target has computed more of a prompt, which some drafters may read."""
+        for link in self._homes.of(request.number):
+            self._links.attempt(link, link.read, request)
+
     def flush(self) -> None:
         """The end of a round: send its outcomes together."""
         self._round_over = True

@@ -24,14 +24,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.cluster.channels.channel import Channel
-from ssd_serve.messages import Close, DrafterMessage, Hello, Message, Outcome, Pause
+from ssd_serve.messages import Close, DrafterMessage, Features, Hello, Message, Outcome, Pause
 from ssd_serve.verifier.drafts.liveness import Liveness
 from ssd_serve.verifier.drafts.teams import Team
 from ssd_serve.verifier.request import Request
 
 _RESYNCS, _RESYNC_S = 8, 8.0
 """A drafter may be told so often in so many seconds where one request stands."""
+_FEATURE_ROWS = 128
+"""Of a message: some megabytes at most."""
 _HELD_TOKENS = 64
 """Tokens of a request that a paused drafter hears together: one cheap chunk. What begins while it pauses and
 ends sooner costs it nothing."""
@@ -52,6 +55,8 @@ class _Told:
     state: Knows = Knows.UNKNOWN
     length: int = 0
     """Tokens that the drafter knows, or that the request had when it began for this drafter."""
+    featured: int = 0
+    """The position behind the last one of which it has features."""
     resyncs: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RESYNCS))
     """When it was last told again because it had asked."""
 
@@ -89,6 +94,8 @@ class Link:
         self.name = ""
         self.instance = 0
         self.source = ""
+        self.features: tuple[int, ...] = ()
+        """Layers of the target whose outputs it reads."""
         self.joined = False
         self.team: Team | None = None
         self.paused = False
@@ -135,6 +142,7 @@ class Link:
     def join(self, mine: Hello, theirs: Hello) -> None:
         """Its `Hello` was found to agree: answer."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
+        self.features = theirs.features
         self.joined, self.liveness.step_s = True, theirs.step_ms / 1e3
         self.since = self.liveness.heard_at
         self.channel.send(mine)
@@ -172,6 +180,12 @@ class Link:
         told.resyncs.append(now)
         told.state = Knows.LOST
         self._sync(told)
+
+    def read(self, request: Request) -> None:
+        """The target has computed more of a prompt."""
+        told = self._told.get(request.number)
+        if told is not None and told.state is Knows.FOLLOWS and not self.paused:
+            self._feature(told)
 
     def outcome(self, request: Request) -> None:
         """A round has extended the request's tokens and moved its replica; it is said with the next
@@ -216,11 +230,16 @@ class Link:
         self.liveness.asked()
         if told.state is Knows.LOST and self._full:
             return
+        if told.state is Knows.FOLLOWS:
+            self._feature(told)
         if told.state is not Knows.FOLLOWS:
             opening = request.opened(salted=self.instant)
             if request.replica is not None:
                 request.replica.restart(self.number)
             fits = self._fits(self.channel.send, opening)
+            told.featured = 0
+            if fits:
+                self._feature(told)
         elif told.length < len(request.tokens) and replica is not None:
             tokens, root = tuple(request.tokens[told.length :]), replica.tree.root.name
             message = Outcome(request.number, request.epoch, told.length, tokens, root)
@@ -229,6 +248,20 @@ class Link:
             return
         told.state = Knows.FOLLOWS if fits else Knows.LOST
         told.length = len(request.tokens)
+
+    def _feature(self, told: _Told) -> None:
+        """Send what the drafter may read and has not got, in pieces. What does not fit is missing there."""
+        table = told.request.features
+        if not self.features or table is None:
+            return
+        start = max(told.featured, table.first)
+        while start < table.end:
+            rows = table.part(start, min(_FEATURE_ROWS, table.end - start))
+            message = Features(told.request.number, told.request.epoch, start, rows.shape[1], as_bytes(rows))
+            if not self.channel.post(message):
+                break
+            start += len(rows)
+        told.featured = start
 
     def _say_paused(self) -> None:
         """Unless it knows."""

@@ -100,7 +100,7 @@ def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLay
     return DecoderLayer(
         input_norm=norm("input_layernorm"),
         qkv=make.by_outputs(qkv, c.hidden, bias=c.qkv_bias),
-        qk_norm=_read_qk_norm(own, make, attention) if c.qk_norm else None,
+        qk_norm=read_qk_norm(own, make, attention) if c.qk_norm else None,
         output=make.by_inputs(MatrixShare(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
         mlp_norm=norm("post_attention_layernorm"),
         gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),
@@ -108,7 +108,7 @@ def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLay
     )
 
 
-def _read_qk_norm(config: DecoderConfig, make: Linears, prefix: str) -> RmsNorm:
+def read_qk_norm(config: DecoderConfig, make: Linears, prefix: str) -> RmsNorm:
     """The norm of query and key heads, one weight row a head: [heads + kv_heads, head_dim]."""
     order = interleave(config.head_dim, 1)
     query, key = (

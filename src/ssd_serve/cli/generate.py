@@ -4,6 +4,7 @@ Knows flags and how to print; nothing of how tokens come about.
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from ssd_serve.llm.llm import LLM
 from ssd_serve.llm.outputs import Output
 from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.messages import Ready
+from ssd_serve.seeds import MASK64
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.terminal import ProgressLine
 
@@ -27,6 +29,21 @@ class GenerateOptions:
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
+
+    def check(self) -> None:
+        """A clear error for a value that cannot be meant."""
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise SettingsError("--temperature must be 0 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise SettingsError("--top-p must be above 0 and at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise SettingsError("--min-p must be from 0 to 1")
+        if self.top_k is not None and self.top_k < 0:
+            raise SettingsError("--top-k must be 0 (off) or more")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise SettingsError("--max-tokens must be at least 1")
+        if self.seed is not None and not 0 <= self.seed <= MASK64:
+            raise SettingsError("--seed must be from 0 to 2^64 - 1")
 
     def params(self, usual: SamplingParams | None = None) -> SamplingParams:
         """The same, without the text; what is not given is as `usual`."""
@@ -44,6 +61,7 @@ class GenerateOptions:
 
 def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) -> int:
     """Start an engine, generate, print, end it."""
+    wish.check()
     line = ProgressLine()
     try:
         wish.params()  # wrong values are told before anything is loaded

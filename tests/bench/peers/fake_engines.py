@@ -36,7 +36,6 @@ class Machine:
         self._chance = random.Random(7)
         self._noise = noise
         self._drift = 1.0
-        self.clock = 0.0
         self._broken, self._absent, self._looping = broken, absent, looping
         self.running: set[Way] = set()
         self.most = 0
@@ -59,7 +58,6 @@ class Machine:
     def answer(self, way: Way, ask: Ask) -> Sample:
         """What a request gives."""
         self.asked.append((way, ask))
-        self.clock += 1.0
         if self._broken in way.label:
             raise PeerError("it broke off")
         self._drift *= 1.0005

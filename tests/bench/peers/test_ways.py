@@ -127,9 +127,9 @@ def test_every_direction_of_a_shape_is_tried_from_one_upwards(engine: str, mode:
 
 def test_a_peer_that_is_not_there_is_named_with_its_flag() -> None:
     assert Peers().missing() == {
-        LLAMA: "it is not there (--peers, --install, --llama-server)",
-        VLLM: "it is not there (--peers, --install, --vllm-python)",
-        TRANSFORMERS: "it is not there (--peers, --install, --transformers-python)",
+        LLAMA: "it is not installed, and --llama-server was not given",
+        VLLM: "it is not installed, and --vllm-python was not given",
+        TRANSFORMERS: "it is not installed, and --transformers-python was not given",
     }
     everybody = Peers(Path("a"), Path("b"), Path("c"))
     assert everybody.missing() == {}

@@ -1,0 +1,63 @@
+"""Loads an EAGLE-3 head as a draft, with its KV slots, and measures its step. Knows no requests."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.sources.eagle import EagleSource
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, texts_of
+from ssd_serve.drafter.sources.memory import draft_slots
+from ssd_serve.errors import SettingsError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.heads.eagle import EagleHead
+from ssd_serve.models.heads.load import head_sizes, load_head
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.interface import ForwardResult
+from ssd_serve.models.load import served_wish
+from ssd_serve.models.warmup import measure_steps
+from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.sampling.ranking import trusted_ranking
+from ssd_serve.settings import Settings
+
+
+class _WithoutFeatures(WrappedModel):
+    """A head whose rows carry nothing: it takes as long."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__(head)
+        self._hidden = head.facts.hidden
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        return self._model.forward(replace(batch, vectors=torch.zeros(batch.rows, self._hidden)))
+
+
+def load_eagle(order: SourceOrder) -> LoadedSource:
+    """Load the head, for the target that the settings name."""
+    settings, folder, device = order.settings, order.folder, order.device
+    if folder is None:
+        raise SettingsError(f"{settings.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
+    target = find_model(settings, settings.target, "target")
+    sizes = head_sizes(folder, target, device=device, dtype=settings.dtype, features=settings.eagle_features)
+    slots = draft_slots(settings, sizes, device)
+    wish = replace(served_wish(settings, device, slots, order.native), graphs=False)
+    head = load_head(folder, wish, sizes, order.log)
+    timings = measure_steps(_WithoutFeatures(head), order.widths)
+    facts = head.facts
+    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, order.native)
+    ranking = trusted_ranking(order.native) if facts.device == "cpu" else None
+    return LoadedSource(
+        EagleSource(head, SlotPool(slots), noise, settings.draft_fan_out, ranking),
+        texts_of(target, facts.context),
+        {rows: min(each) for (rows, _), each in timings.items()},
+        features_of(settings, folder, target),
+    )
+
+
+def features_of(settings: Settings, folder: Path, target: Path) -> tuple[int, ...]:
+    """The target's layers that a head reads."""
+    sizes = head_sizes(folder, target, device="cpu", dtype=settings.dtype, features=settings.eagle_features)
+    features: tuple[int, ...] = sizes.description.config.features
+    return features

@@ -1,0 +1,122 @@
+"""An EAGLE-3 head in one forward: from a token and a vector of the place before it to the next token.
+
+The vector [hidden] is the target's features there, fused, or what the head itself has said there. Knows
+batches, weights and attention backends; no trees and no target.
+"""
+
+from typing import Any
+
+import torch
+
+from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.architectures.contract import ModelParts
+from ssd_serve.models.completion import completion
+from ssd_serve.models.heads.config import EagleConfig
+from ssd_serve.models.heads.weights import EagleWeights
+from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts
+from ssd_serve.models.rope import rotation_table
+from ssd_serve.models.sizes import DTYPES
+
+OWN = "own"
+"""The feature of a forward that is the head's own vector of each wanted row: [wanted, hidden]."""
+
+
+class EagleHead:
+    """`Model` whose batches carry vectors. Logits are of the target's vocabulary; what it never proposes is
+    -inf."""
+
+    def __init__(self, config: EagleConfig, weights: EagleWeights, parts: ModelParts) -> None:
+        """The weights have an embedding, the head's own or the target's."""
+        if weights.embedding is None:
+            raise ValueError("a head needs its target's embedding")
+        embedding = weights.embedding.to(parts.facts.device, DTYPES[parts.facts.dtype])
+        self._config = config
+        self._weights = weights
+        self._embedding = embedding
+        self._attention = parts.attention
+        self._operations = parts.operations
+        self._facts = parts.facts
+        self._slots = parts.slots
+        self._device = embedding.device
+        self._proposed = None if weights.proposed is None else weights.proposed.to(self._device)
+        rotations = rotation_table(config.layer.rope, config.layer.head_dim, parts.facts.context)
+        self._rotations = rotations.unsqueeze(1).to(self._device)  # [context, 1, head_dim / 2]
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes and names."""
+        return self._facts
+
+    @property
+    def slots(self) -> int:
+        """Number of KV slots."""
+        return self._slots
+
+    @property
+    def attention(self) -> AttentionBackend[Any]:
+        """The tree attention in use."""
+        return self._attention
+
+    @torch.inference_mode()
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """What rows of the target's features, side by side [rows, fused * target_hidden], are to the head:
+        [rows, hidden]."""
+        norms = self._weights.feature_norms
+        features = features.to(self._device, self._embedding.dtype)
+        if len(norms) == 1 and self._config.one_norm:
+            features = norms[0](features)
+        elif norms:
+            parts = features.chunk(len(norms), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+        return self._weights.fuse(features)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Run one ragged batch with vectors [rows, hidden]; see `Model.forward`."""
+        if batch.vectors is None:
+            raise ValueError("a head's batch carries vectors")
+        inputs = Inputs(
+            torch.from_numpy(batch.tokens).to(self._device),
+            torch.from_numpy(batch.positions).to(self._device),
+            self._attention.plan(batch),
+            torch.from_numpy(batch.rows_wanted).to(self._device),
+            batch.vectors.to(self._device, self._embedding.dtype),
+        )
+        logits, features = self.run(inputs)
+        return ForwardResult(logits, features, completion(self._device))
+
+    def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Logits of the wanted rows, float32 [wanted, vocabulary], and their own vectors."""
+        if inputs.vectors is None or inputs.wanted is None:
+            raise ValueError("a head's rows carry vectors")
+        w, operations, layer = self._weights, self._operations, self._weights.layer
+        rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2]
+        token = self._embedding.index_select(0, inputs.tokens)  # [rows, hidden]
+        hidden = inputs.vectors.clone()
+        normed = operations.norm(hidden, None, w.hidden_norm)
+        if self._config.residual_is_normed:
+            hidden = normed.clone()
+        rows = torch.cat((operations.norm(token, None, layer.input_norm), normed), dim=-1)
+        added = self._attend(rows, rotations, inputs.plan)
+        rows = operations.norm(hidden, added, layer.mlp_norm)
+        own = (hidden + layer.down(operations.gate(layer.gate_up(rows)))).index_select(0, inputs.wanted)
+        said = operations.norm(own, None, w.norm)
+        return self._logits(said), {OWN: said if self._config.feed_normed else own}
+
+    def _attend(self, rows: torch.Tensor, rotations: torch.Tensor, plan: object) -> torch.Tensor:
+        """Normed rows [rows, 2 * hidden] -> [rows, hidden]."""
+        c, layer = self._config.layer, self._weights.layer
+        heads = layer.qkv(rows).view(rows.shape[0], -1, c.head_dim)
+        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, layer.qk_norm)
+        self._attention.write(0, heads[:, c.heads :], plan)
+        attended = self._attention.run(0, heads[:, : c.heads], plan)
+        return layer.output(attended.to(rows.dtype))
+
+    def _logits(self, said: torch.Tensor) -> torch.Tensor:
+        """Normed rows to logits of the target's vocabulary, float32 [wanted, vocabulary]."""
+        logits = self._weights.head(said).float()
+        if self._proposed is None:
+            return logits
+        whole = torch.full((len(said), self._config.vocabulary), -torch.inf, device=self._device)
+        return whole.index_copy_(1, self._proposed, logits)

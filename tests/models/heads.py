@@ -1,0 +1,136 @@
+"""Small random EAGLE-3 heads in the layouts in which they are published, and what transformers' own blocks
+compute with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+HIDDEN, VOCABULARY, PROPOSED, LAYERS = 32, 97, 40, 8
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+FLAT, NESTED = "flat", "nested"
+
+
+class Oracle(nn.Module):
+    """A head made of transformers' attention, MLP, norms and rotation."""
+
+    def __init__(
+        self,
+        family: str = "llama",
+        proposed: int = PROPOSED,
+        residual_is_normed: bool = False,
+        norms: str = "",
+        feed_normed: bool = False,
+        own_embedding: bool = True,
+    ) -> None:
+        super().__init__()
+        blocks: Any = llama if family == "llama" else qwen3
+        name = "Llama" if family == "llama" else "Qwen3"
+        config = getattr(transformers, f"{name}Config")(**_SIZES)
+        config._attn_implementation = "eager"
+        self.family, self.residual_is_normed, self.feed_normed = family, residual_is_normed, feed_normed
+        self.norms, self.own_embedding, self.proposed = norms, own_embedding, proposed
+        norm = getattr(blocks, f"{name}RMSNorm")
+        self.attention: Any = getattr(blocks, f"{name}Attention")(config, 0)
+        for which in ("q", "k", "v"):
+            old = getattr(self.attention, f"{which}_proj")
+            setattr(self.attention, f"{which}_proj", nn.Linear(2 * HIDDEN, old.out_features, bias=False))
+        self.mlp: Any = getattr(blocks, f"{name}MLP")(config)
+        self.rotary: Any = getattr(blocks, f"{name}RotaryEmbedding")(config)
+        self.hidden_norm: Any = norm(HIDDEN, eps=1e-5)
+        self.input_layernorm: Any = norm(HIDDEN, eps=1e-5)
+        self.post_attention_layernorm: Any = norm(HIDDEN, eps=1e-5)
+        self.norm: Any = norm(HIDDEN, eps=1e-5)
+        wide = [3 * HIDDEN] if norms == "one" else [HIDDEN] * 3 if norms == "each" else []
+        self.feature_norms = nn.ModuleList([norm(width, eps=1e-5) for width in wide])
+        self.fc = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.head = nn.Linear(HIDDEN, proposed, bias=False)
+        torch.manual_seed(5)
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+            else:
+                nn.init.normal_(parameter, 0.0, 0.3)
+        self.ids = torch.randperm(VOCABULARY)[:proposed].sort().values
+
+    @torch.no_grad()
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """[rows, 3 * hidden] -> [rows, hidden]."""
+        parts = features.chunk(3, -1) if self.norms == "each" else (features,)
+        if len(self.feature_norms):
+            parts = tuple(norm(part) for norm, part in zip(self.feature_norms, parts, strict=True))
+        fused: torch.Tensor = self.fc(torch.cat(parts, -1))
+        return fused
+
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A causal chunk [rows] with vectors [rows, hidden]: logits [rows, proposed] and own vectors."""
+        count = len(tokens)
+        hidden = self.hidden_norm(vectors)
+        residual = hidden if self.residual_is_normed else vectors
+        x = torch.cat((self.input_layernorm(self.embed(tokens)), hidden), -1)[None]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        rotation = self.rotary(x, torch.arange(count)[None])
+        attended, _ = self.attention(x, position_embeddings=rotation, attention_mask=mask)
+        hidden = residual + attended[0]
+        own = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        said = self.norm(own)
+        return self.head(said), said if self.feed_normed else own
+
+    def save(self, folder: Path, layout: str) -> Path:
+        """Write it as a checkpoint."""
+        folder.mkdir()
+        layer = "midlayer" if layout == FLAT else "layers.0"
+        named: dict[str, torch.Tensor] = {"fc.weight": self.fc.weight, "lm_head.weight": self.head.weight}
+        for each in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+            named[f"{layer}.{each}.weight"] = getattr(self, each).weight
+        named |= {f"{layer}.self_attn.{key}": value for key, value in self.attention.state_dict().items()}
+        named |= {f"{layer}.mlp.{key}": value for key, value in self.mlp.state_dict().items()}
+        named["norm.weight"] = self.norm.weight
+        for index, norm in enumerate(self.feature_norms):
+            named["input_norm.weight" if self.norms == "one" else f"fc_norm.{index}.weight"] = (
+                norm.get_parameter("weight")
+            )
+        if self.own_embedding:
+            named["embed_tokens.weight"] = self.embed.weight
+        if self.proposed < VOCABULARY:
+            named["d2t"] = self.ids - torch.arange(self.proposed)
+            named["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, self.ids, True)
+        save_file(
+            {key: value.detach().contiguous() for key, value in named.items()}, folder / "model.safetensors"
+        )
+        (folder / "config.json").write_text(json.dumps(self._described(layout)), encoding="utf-8")
+        return folder
+
+    def _described(self, layout: str) -> dict[str, object]:
+        inner = {**_SIZES, "model_type": self.family, "rope_theta": 10000.0}
+        flags = {
+            "norm_before_residual": self.residual_is_normed,
+            "norm_before_fc": self.norms == "one",
+            "fc_norm": self.norms == "each",
+            "norm_output": self.feed_normed,
+            "draft_vocab_size": self.proposed,
+        }
+        if layout == FLAT:
+            return {**inner, **flags, "architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32"}
+        ids = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+        kind = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+        return {**kind, **flags, **ids, "transformer_layer_config": inner}

@@ -1,0 +1,210 @@
+"""What the target has computed of committed tokens reaches drafters that read it, in order and before the
+outcome, whatever the rounds were like."""
+
+from dataclasses import replace as changed
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from ssd_serve.bench.lossless.fixed_costs import FixedCost
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.cache.vectors import from_bytes
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.errors import PairMismatchError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.messages import Close, Features, Message, Open, Outcome, Resync, SamplingParameters, Submit
+from ssd_serve.models.interface import ForwardResult
+from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.drafts.admission import Admission
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.features import FeatureStore
+from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.scheduler import SchedulerLimits
+from tests.fakes import HELLO, Case, FakeModel, make_core
+
+LAYERS = (0, 2)
+READS = replace(HELLO, features=LAYERS, name="reader", source="reader")
+PROMPT = tuple(1 + 7 * place % 30 for place in range(40))
+
+
+class TellingModel(FakeModel):
+    """A row's features say its token and its position, and which layer they are of."""
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        result = super().forward(batch)
+        rows = torch.stack((torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)), dim=1)
+        told = {f"layer.{layer}": torch.cat((rows, rows * 0 + layer), dim=1) for layer in LAYERS}
+        return changed(result, features=told)
+
+
+def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
+    return build_engine(
+        EngineParts(
+            model=TellingModel(slots),
+            drafters=Drafters(HELLO, clock=lambda: 0.0),
+            cost=FixedCost(),
+            slots=slots,
+            limits=SchedulerLimits(8, 100, chunk),
+            policy=FixedSteps(3),
+            features=FeatureStore(LAYERS, limit),
+        )
+    )
+
+
+class Reader:
+    """A drafter that notes what it is told."""
+
+    def __init__(self, engine: Engine) -> None:
+        mine, self.its = memory_pair()
+        engine.drafters.connect(mine)
+        self.its.send(READS)
+        engine.drain()
+        self.told: list[Message] = []
+
+    def hear(self) -> None:
+        self.told += self.its.receive()
+
+    def rows(self, request: int = 1) -> dict[int, list[float]]:
+        """What it has read, by position; nothing twice."""
+        found: dict[int, list[float]] = {}
+        for message in self.told:
+            if isinstance(message, Features) and message.request == request:
+                for place, row in enumerate(from_bytes(message.data, message.width).tolist()):
+                    assert message.position + place not in found
+                    found[message.position + place] = row
+        return found
+
+
+def submitted(engine: Engine, number: int = 1, most: int = 30) -> None:
+    parameters = SamplingParameters(temperature=0.7, max_tokens=most, ignore_eos=True)
+    assert engine.submit(Submit(number, PROMPT, parameters, 7)) is None
+
+
+def expected(tokens: list[int]) -> dict[int, list[float]]:
+    return {
+        position: [float(value) for layer in LAYERS for value in (token, position, layer, layer)]
+        for position, token in enumerate(tokens)
+    }
+
+
+def test_every_committed_token_is_read_once_and_before_the_outcome_behind_it() -> None:
+    engine = make()
+    reader = Reader(engine)
+    engine.drafters.connect(InlineChannel(make_core(Case()), HELLO), synchronous=True)
+    submitted(engine)
+    known, committed = 0, len(PROMPT)
+    text = list(PROMPT)
+    while engine.busy:
+        engine.step()
+        before = len(reader.told)
+        reader.hear()
+        for message in reader.told[before:]:
+            if isinstance(message, Features):
+                assert message.position == known
+                known += len(message.data) // (2 * message.width)
+            elif isinstance(message, Outcome):
+                assert known == message.position + len(message.tokens) - 1  # not of the last
+                text += message.tokens
+                committed = len(text)
+    assert committed > len(PROMPT) + 10
+    assert any(isinstance(message, Open) for message in reader.told)
+    read = reader.rows()
+    assert read == {position: row for position, row in expected(text).items() if position < len(read)}
+
+
+def test_a_prompt_is_read_while_it_is_computed() -> None:
+    engine = make(chunk=16)
+    reader = Reader(engine)
+    submitted(engine)
+    for rows in (16, 32):
+        engine.step()
+        reader.hear()
+        assert len(reader.rows()) == rows
+
+
+def test_who_comes_late_reads_from_the_beginning() -> None:
+    engine = make()
+    submitted(engine)
+    for _ in range(12):
+        engine.step()
+    reader = Reader(engine)
+    engine.step()
+    reader.hear()
+    opened = next(message for message in reader.told if isinstance(message, Open))
+    assert list(reader.rows()) == list(range(len(reader.rows())))
+    assert len(reader.rows()) >= len(opened.prompt) + len(opened.output) - 1
+
+
+def test_who_asks_again_reads_again() -> None:
+    engine = make()
+    reader = Reader(engine)
+    submitted(engine)
+    for _ in range(6):
+        engine.step()
+    reader.hear()
+    opened = next(message for message in reader.told if isinstance(message, Open))
+    reader.told.clear()
+    reader.its.send(Resync(1, opened.epoch))
+    engine.step()
+    reader.hear()
+    assert min(reader.rows()) == 0
+
+
+def test_beyond_the_limit_the_beginning_is_missing() -> None:
+    width = len(LAYERS) * 4 * 2
+    engine = make(limit=45 * width)
+    submitted(engine)
+    for _ in range(12):
+        engine.step()
+    reader = Reader(engine)
+    engine.step()
+    reader.hear()
+    rows = reader.rows()
+    assert min(rows) > 0
+    assert list(rows) == list(range(min(rows), max(rows) + 1))
+
+
+def test_what_the_prefix_cache_has_is_a_gap() -> None:
+    engine = make()
+    submitted(engine, 1)
+    while engine.busy:
+        engine.step()
+    reader = Reader(engine)
+    submitted(engine, 2)
+    engine.step()
+    reader.hear()
+    assert min(reader.rows(2)) == len(PROMPT) - 1
+
+
+def test_a_request_that_is_over_takes_no_room() -> None:
+    store = FeatureStore(LAYERS, 1 << 20)
+    engine = make()
+    engine._features = store
+    submitted(engine)
+    while engine.busy:
+        engine.step()
+        assert (store.kept > 0) == engine.busy
+    assert store.kept == 0
+
+
+def test_drafters_of_other_layers_are_refused_and_those_of_none_hear_nothing() -> None:
+    admission = Admission(HELLO, lambda: 0.0)
+    admission.offer(LAYERS)
+    admission.check(READS, stranger=False, sources=())
+    with pytest.raises(PairMismatchError, match=r"reads outputs of layers \[1, 2\], this server gives"):
+        admission.check(replace(READS, features=(1, 2)), stranger=False, sources=())
+    engine = make()
+    mine, its = memory_pair()
+    engine.drafters.connect(mine)
+    its.send(HELLO)
+    engine.drafters.drain({})
+    submitted(engine, most=3)
+    told: list[Message] = []
+    while engine.busy:
+        engine.step()
+        told += its.receive()
+    assert any(isinstance(message, Close) for message in told)
+    assert not any(isinstance(message, Features) for message in told)
+    assert isinstance(its, MemoryChannel)
