@@ -3,6 +3,7 @@
 Knows how each engine is asked; nothing here is timed.
 """
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,10 +13,13 @@ from ssd_serve.bench.peers.ways import LLAMA, PLAIN, TRANSFORMERS, VLLM, Place, 
 _ASK_S = 120.0
 _TORCH_BUILD = "import torch; print(torch.__config__.show())"
 _SYSTEM_INFO = "system_info:"
+_NO_MODEL = ("-lv", "4", "-m", os.devnull)
+"""llama.cpp tells what its build can use before it finds that this is no model."""
 _OPTIONS = (
     "CMAKE_BUILD_TYPE:",
-    "CMAKE_C_FLAGS",
-    "CMAKE_CXX_FLAGS",
+    "CMAKE_C_FLAGS:",
+    "CMAKE_CXX_FLAGS:",
+    "CMAKE_CXX_FLAGS_RELEASE:",
     "GGML_NATIVE:",
     "GGML_OPENMP:",
     "GGML_BLAS:",
@@ -23,13 +27,13 @@ _OPTIONS = (
 
 
 def peer_builds(place: Place) -> dict[str, dict[str, str]]:
-    """By engine, of those that are there, after they have run: llama.cpp logs what its build can use."""
+    """By engine, of those that are there."""
     peers, found = place.peers, dict[str, dict[str, str]]()
     if peers.llama_server is not None:
         found[LLAMA] = {
             "version": _said([str(peers.llama_server), "--version"]),
             "build": _cmake(peers.llama_server),
-            "system_info": _logged(place.work, _SYSTEM_INFO),
+            "system_info": _from(_SYSTEM_INFO, _said([str(peers.llama_server), *_NO_MODEL])),
         }
     if peers.vllm_python is not None:
         told = variables(Way(VLLM, PLAIN), place)
@@ -56,13 +60,10 @@ def _said(words: list[str]) -> str:
     return " ".join(done.stdout.split())
 
 
-def _logged(folder: Path, mark: str) -> str:
-    """A line that has this mark, from there on, in any log of llama.cpp."""
-    for log in folder.glob(f"{LLAMA}*.log"):
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-            if mark in line:
-                return line[line.index(mark) :]
-    return ""
+def _from(mark: str, text: str) -> str:
+    """The text from this mark to the end of its list; nothing where there is none."""
+    found = text[text.index(mark) :] if mark in text else ""
+    return found[: found.rindex("|")].strip() if "|" in found else found
 
 
 def _cmake(program: Path) -> str:

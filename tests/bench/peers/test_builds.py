@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.bench.peers.builds import log_of, peer_builds
-from ssd_serve.bench.peers.ways import LLAMA, PLAIN, TRANSFORMERS, VLLM, Pair, Peers, Place, Way
+from ssd_serve.bench.peers.ways import LLAMA, TRANSFORMERS, VLLM, Pair, Peers, Place, Way
 
 SYSTEM = "system_info: n_threads = 2 | CPU : AVX512_BF16 = 1 | OPENMP = 1"
 
@@ -24,7 +24,12 @@ def place(folder: Path, peers: Peers) -> Place:
 
 
 def test_version_flags_and_variables_are_told(tmp_path: Path) -> None:
-    says = "import sys; print('version: 1 (abc)\\nbuilt with', sys.argv[1], file=sys.stderr)"
+    told = f"0.00.1 I main: loading\\n0.00.2 I {SYSTEM} | \\nno model"
+    says = (
+        "import sys\n"
+        "told = 'version: 1 (abc)\\nbuilt with ' + sys.argv[1]\n"
+        f"print('{told}' if '-m' in sys.argv else told, file=sys.stderr)"
+    )
     peers = Peers(
         llama_server=program(tmp_path, "llama-server", says),
         vllm_python=program(tmp_path, "vllm-python", "print('PyTorch built with:\\n - GCC 13')"),
@@ -34,9 +39,6 @@ def test_version_flags_and_variables_are_told(tmp_path: Path) -> None:
     (tmp_path / "CMakeCache.txt").write_text(
         "# made\nCMAKE_BUILD_TYPE:STRING=Release\nGGML_NATIVE:BOOL=ON\nCMAKE_AR:FILEPATH=/usr/bin/ar\n",
         encoding="utf-8",
-    )
-    log_of(Way(LLAMA, PLAIN), here).write_text(
-        f"0.00.1 I main: loading\n0.00.2 I {SYSTEM}\nready\n", encoding="utf-8"
     )
     found = peer_builds(here)
     assert found[LLAMA] == {
