@@ -48,10 +48,11 @@ def run_peers(
         journal = Journal(folder / "answers.jsonl", f"{code} {_embedded()}")
         if journal.answers:
             say(f"{journal.answers} answers are known from before")
-        place = Place(peers, write_pair(folder, say), cores, folder)
+        pair = write_pair(folder, say)
+        place = Place(peers, pair, cores, folder)
         say("choosing prompts")
         chosen = choose_prompts(
-            Settings(mode=Mode.AR, draft=EMBEDDED),
+            Settings(mode=Mode.AR, target=str(pair.target), draft=str(pair.draft)),
             plan.temperatures,
             plan.prompts,
             say,
