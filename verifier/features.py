@@ -24,7 +24,11 @@ class FeatureStore:
         """Bytes that requests keep."""
 
     def take(self, flight: InFlight, walks: Sequence[Walk]) -> None:
-        """Keep the rows of a round's committed tokens with their requests."""
+        """Keep the rows of a round's committed tokens with their requests. A session that is run again has
+        none."""
+        told = flight.result.features
+        if not all(f"layer.{layer}" in told for layer in self.layers):
+            return
         rows: list[int] = []
         counts: list[int] = []
         start = 0
@@ -34,7 +38,7 @@ class FeatureStore:
             counts.append(len(committed))
             rows += committed
             start += walk.work.rows
-        found = [flight.result.features[f"layer.{layer}"] for layer in self.layers]
+        found = [told[f"layer.{layer}"] for layer in self.layers]
         chosen = torch.tensor(rows, device=found[0].device)
         features = torch.cat([each.index_select(0, chosen) for each in found], dim=-1)
         kept = features.to("cpu", torch.bfloat16)  # [committed, layers * hidden]
