@@ -24,11 +24,7 @@ class FeatureStore:
         """Bytes that requests keep."""
 
     def take(self, flight: InFlight, walks: Sequence[Walk]) -> None:
-        """Keep the rows of a round's committed tokens with their requests. A session that is run again has
-        none."""
-        told = flight.result.features
-        if not all(f"layer.{layer}" in told for layer in self.layers):
-            return
+        """Keep the rows of a round's committed tokens with their requests."""
         rows: list[int] = []
         counts: list[int] = []
         start = 0
@@ -38,7 +34,7 @@ class FeatureStore:
             counts.append(len(committed))
             rows += committed
             start += walk.work.rows
-        found = [told[f"layer.{layer}"] for layer in self.layers]
+        found = [flight.result.features[f"layer.{layer}"] for layer in self.layers]
         chosen = torch.tensor(rows, device=found[0].device)
         features = torch.cat([each.index_select(0, chosen) for each in found], dim=-1)
         kept = features.to("cpu", torch.bfloat16)  # [committed, layers * hidden]

@@ -39,10 +39,10 @@ class TellingModel(FakeModel):
         return changed(result, features=told)
 
 
-def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512, model: FakeModel | None = None) -> Engine:
+def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
     return build_engine(
         EngineParts(
-            model=model or TellingModel(slots),
+            model=TellingModel(slots),
             drafters=Drafters(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=slots,
@@ -176,17 +176,6 @@ def test_what_the_prefix_cache_has_is_a_gap() -> None:
     engine.step()
     reader.hear()
     assert min(reader.rows(2)) == len(PROMPT) - 1
-
-
-def test_a_session_that_is_run_again_has_no_features_and_goes_on() -> None:
-    engine = make(model=FakeModel(512))
-    reader = Reader(engine)
-    submitted(engine)
-    while engine.busy:
-        engine.step()
-    reader.hear()
-    assert reader.rows() == {}
-    assert any(isinstance(message, Outcome) for message in reader.told)
 
 
 def test_a_request_that_is_over_takes_no_room() -> None:
