@@ -39,7 +39,9 @@ class TellingModel(FakeModel):
         return changed(result, features=told)
 
 
-def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
+def make(
+    limit: int = 1 << 20, chunk: int = 16, slots: int = 512, store: FeatureStore | None = None
+) -> Engine:
     return build_engine(
         EngineParts(
             model=TellingModel(slots),
@@ -48,7 +50,7 @@ def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
             slots=slots,
             limits=SchedulerLimits(8, 100, chunk),
             policy=FixedSteps(3),
-            features=FeatureStore(LAYERS, limit),
+            features=store or FeatureStore(LAYERS, limit),
         )
     )
 
@@ -180,8 +182,7 @@ def test_what_the_prefix_cache_has_is_a_gap() -> None:
 
 def test_a_request_that_is_over_takes_no_room() -> None:
     store = FeatureStore(LAYERS, 1 << 20)
-    engine = make()
-    engine._features = store
+    engine = make(store=store)
     submitted(engine)
     while engine.busy:
         engine.step()
