@@ -36,7 +36,7 @@ def test_a_ray_that_fails_or_hangs() -> None:
 
 @pytest.mark.slow
 def test_a_real_ray_counts_this_machine() -> None:
-    found = ray_view()
+    found = ray_view(240.0)  # others may use the machine
     assert found.failure == ""
     assert found.cores >= len(this_machine().cores)
     assert found.gpus == this_machine().gpus
