@@ -1,4 +1,4 @@
-"""The command line of the recipes: `ssd recipe train-pair | ballast | evaluate-pair`.
+"""The command line of the recipes: `ssd recipe train-pair | eagle3 | ballast | blur | evaluate-pair`.
 
 Parses arguments and prints; everything heavy is imported when a command runs.
 """
@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from ssd_serve.errors import UserError
 
+_CONTEXT = 2048
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 
 
@@ -18,6 +19,7 @@ def add_commands(recipe: argparse.ArgumentParser) -> None:
     """Add the subcommands of `ssd recipe`; each sets `run`."""
     commands = recipe.add_subparsers(required=True, metavar="RECIPE")
     add_train_pair(commands)
+    add_eagle3(commands)
     add_ballast(commands)
     add_blur(commands)
     add_evaluate_pair(commands)
@@ -58,6 +60,29 @@ def add_train_pair(commands: Commands) -> None:
     parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
     parser.add_argument("--figures", type=Path, help="JSON of evaluate-pair, for the model cards")
     parser.set_defaults(run=run_train_pair)
+
+
+def add_eagle3(commands: Commands) -> None:
+    """`ssd recipe eagle3`."""
+    parser = commands.add_parser(
+        "eagle3", help="train an EAGLE-3 head for a target, or go on with a training"
+    )
+    parser.add_argument("target", type=Path, help="a Llama checkpoint")
+    parser.add_argument(
+        "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
+    )
+    parser.add_argument(
+        "--library", type=Path, help="folder of Python sources (default: the standard library)"
+    )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", required=True, help="of the target, whose outputs it reads, from 0"
+    )
+    parser.add_argument("--proposed", type=positive, default=2048, help="of the most frequent tokens (2048)")
+    parser.add_argument("--steps", type=positive, default=4, help="in which it reads its own words (4)")
+    parser.add_argument("--tokens", type=positive, default=12_000_000, help="that it sees in all")
+    parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.set_defaults(run=run_eagle3)
 
 
 def add_ballast(commands: Commands) -> None:
@@ -177,6 +202,28 @@ def run_ballast(args: argparse.Namespace) -> int:
         f"wrote {args.destination}: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads "
         f"({sizes.kv_heads} KV), MLP {sizes.intermediate}"
     )
+    return 0
+
+
+def run_eagle3(args: argparse.Namespace) -> int:
+    """Train and export."""
+    import torch
+
+    from ssd_serve.recipes.corpus import standard_library
+    from ssd_serve.recipes.head_training import HeadRecipe, export_head, frequent_tokens, train_head
+    from ssd_serve.recipes.tokenizer import load_tokenizer
+    from ssd_serve.recipes.workspace import Workspace
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    workspace, tokenizer = Workspace(args.work), load_tokenizer(args.target)
+    entries = tokenizer.get_vocab_size()
+    workspace.prepare(args.library or standard_library(), entries, _CONTEXT, (), tokenizer)
+    recipe = HeadRecipe(tuple(args.layers), args.proposed, args.steps, args.tokens)
+    head = train_head(recipe, workspace, args.target, say=lambda line: print(line, flush=True))
+    ids = frequent_tokens(workspace, recipe.proposed, head.shape.vocabulary)
+    export_head(head, recipe, ids, args.head)
+    print(f"exported {args.head}")
     return 0
 
 

@@ -53,7 +53,7 @@ class Optimiser:
 
     def __init__(self, decoder: nn.Module, rates: Rates) -> None:
         named = dict(decoder.named_parameters())
-        matrices = [p for n, p in named.items() if p.dim() == 2 and "_proj" in n]
+        matrices = [p for n, p in named.items() if p.dim() == 2 and ("_proj" in n or n.startswith("fc."))]
         self.muon = Muon(matrices, rates.matrix, rates.matrix_decay)
         groups: list[dict[str, Any]] = [
             {"params": [p for n, p in named.items() if "embed_tokens" in n], "lr": rates.embedding},

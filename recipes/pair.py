@@ -10,7 +10,7 @@ from pathlib import Path
 from ssd_serve.errors import UserError
 from ssd_serve.recipes.checkpoint import read_decoder
 from ssd_serve.recipes.data import evaluation_windows
-from ssd_serve.recipes.decoder import Decoder
+from ssd_serve.recipes.decoder import Decoder, initialise
 from ssd_serve.recipes.training import (
     DRAFT,
     TARGET,
@@ -73,28 +73,30 @@ def train_pair(recipe: PairRecipe, workspace: Workspace, say: Callable[[str], No
     )
 
 
-def _beginning(folder: Path | None, recipe: Recipe) -> Decoder | None:
+def _beginning(folder: Path | None, recipe: Recipe) -> Decoder:
     if folder is None:
-        return None
+        decoder = Decoder(recipe.shape)
+        initialise(decoder, recipe.seed)
+        return decoder
     decoder = read_decoder(folder)
     if decoder.shape != recipe.shape:
         raise UserError(f"{folder} has other sizes than the recipe: {decoder.shape}, not {recipe.shape}.")
-    return decoder
+    return decoder.train()
 
 
 def _train(
     workspace: Workspace,
     role: str,
     recipe: Recipe,
-    loss: Loss,
-    start: Decoder | None,
+    loss: Loss[Decoder],
+    start: Decoder,
     figures: Callable[[Decoder], dict[str, float]],
     say: Callable[[str], None],
 ) -> Decoder:
-    training = Training(recipe, workspace.stream(), workspace.checkpoint(role), loss, start)
+    training = Training(recipe, start, workspace.stream(), workspace.checkpoint(role), loss)
     if training.checkpoint.exists():
         training.load()
     say(f"{role}: {training.tokens:,} of {recipe.tokens:,} tokens")
     if training.tokens < recipe.tokens:
         run(training, figures, say=say)
-    return training.decoder.eval()
+    return training.model.eval()

@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ssd_serve.errors import UserError
 from ssd_serve.recipes.data import Ids, Sampler
-from ssd_serve.recipes.decoder import Decoder, Shape, initialise
+from ssd_serve.recipes.decoder import Decoder, Shape
 from ssd_serve.recipes.optimiser import Optimiser, Rates, Schedule
 
 ARGMAX_WEIGHT = 0.3
@@ -58,37 +58,29 @@ DRAFT = Recipe(
 )
 """The embedded pair."""
 
-Loss: TypeAlias = Callable[[Decoder, Tensor, Tensor], Tensor]
+M = TypeVar("M", bound=nn.Module)
+Loss: TypeAlias = Callable[[M, Tensor, Tensor], Tensor]
 """Of a model on inputs and the tokens that follow them, int64 [rows, length] each: nats a token, a scalar."""
 
 
-class Training:
+class Training(Generic[M]):
     """The state of one model's training: weights, optimiser, counters and the place in the data."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        stream: npt.NDArray[np.uint16],
-        checkpoint: Path,
-        loss: Loss,
-        start: Decoder | None,
+        self, recipe: Recipe, model: M, stream: npt.NDArray[np.uint16], checkpoint: Path, loss: Loss[M]
     ) -> None:
-        """`start` is a decoder to go on from; without one the weights are random."""
+        """The model has the weights that it begins with."""
         self.recipe = recipe
         self.checkpoint = checkpoint
         self.schedule = Schedule(recipe.tokens)
-        self.decoder = Decoder(recipe.shape)
-        if start is None:
-            initialise(self.decoder, recipe.seed)
-        else:
-            self.decoder.load_state_dict(start.state_dict())
-        self.optimiser = Optimiser(self.decoder, recipe.rates)
+        self.model = model
+        self.optimiser = Optimiser(model, recipe.rates)
         self.sampler = Sampler(stream, recipe.seed)
         self.step = 0
         self.tokens = 0
         self.worked = 0.0  # seconds in steps, over all runs
         self.history: list[dict[str, float]] = []
-        self._loss: Loss = torch.compile(loss, dynamic=False) if recipe.compiled else loss
+        self._loss: Loss[M] = torch.compile(loss, dynamic=False) if recipe.compiled else loss
 
     def phase(self) -> Phase:
         """The phase at this many tokens."""
@@ -100,7 +92,7 @@ class Training:
         phase = self.phase()
         windows = torch.from_numpy(self.sampler.batch(phase.rows, phase.length))
         inputs, wanted = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # [rows, length]
-        loss = self._loss(self.decoder, inputs, wanted)
+        loss = self._loss(self.model, inputs, wanted)
         torch.autograd.backward([loss])
         momentum = 0.85 + 0.10 * min(1.0, self.step / 200)
         self.optimiser.step(self.schedule.rate(self.tokens), momentum)
@@ -111,7 +103,7 @@ class Training:
     def save(self) -> None:
         """Write the checkpoint, replacing the last one in one move."""
         state = {
-            "decoder": self.decoder.state_dict(),
+            "decoder": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "shape": asdict(self.recipe.shape),
             "taken": dict(self.sampler.taken),
@@ -128,7 +120,7 @@ class Training:
     def load(self) -> None:
         """Continue from the checkpoint; the number of tokens stays the one given to this training."""
         state = read_state(self.checkpoint)
-        self.decoder.load_state_dict(state["decoder"])
+        self.model.load_state_dict(state["decoder"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.sampler.taken = state["taken"]
         self.step, self.tokens, self.worked = state["step"], state["tokens"], state["worked"]
@@ -151,7 +143,7 @@ def text_loss(model: Decoder, inputs: Tensor, wanted: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
 
 
-def taught_by(target: Decoder) -> Loss:
+def taught_by(target: Decoder) -> Loss[Decoder]:
     """The loss of a draft whose teacher is a target that no longer learns."""
 
     def loss(model: Decoder, inputs: Tensor, _wanted: Tensor) -> Tensor:
@@ -192,8 +184,8 @@ def agreement(target: Decoder, draft: Decoder, windows: Ids) -> float:
 
 
 def run(
-    training: Training,
-    figures: Callable[[Decoder], dict[str, float]],
+    training: Training[M],
+    figures: Callable[[M], dict[str, float]],
     clock: Callable[[], float] = time.time,
     say: Callable[[str], None] = print,
 ) -> None:
@@ -213,7 +205,7 @@ def run(
                 "tokens": training.tokens,
                 "tokens_per_s": (training.tokens - since) / max(now - reported, 1e-9),
                 "train_loss": sum(losses) / len(losses),
-                **figures(training.decoder),
+                **figures(training.model),
             }
             training.history.append(record)
             stamp = time.strftime("%H:%M:%S", time.localtime(now))
@@ -223,6 +215,6 @@ def run(
         if now - saved >= recipe.checkpoint_seconds:
             training.save()
             saved = now
-    training.history.append({"step": training.step, "tokens": training.tokens, **figures(training.decoder)})
+    training.history.append({"step": training.step, "tokens": training.tokens, **figures(training.model)})
     training.save()
     say("done " + json.dumps(training.history[-1]))

@@ -1,0 +1,147 @@
+"""Training an EAGLE-3 head on a tiny library: its steps, what it learns, and that it is what serves."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd_serve.errors import UserError
+from ssd_serve.kernels.batch import build_batch
+from ssd_serve.models.heads.eagle import OWN
+from ssd_serve.models.heads.load import head_sizes, load_head
+from ssd_serve.models.load import ModelWish
+from ssd_serve.recipes.checkpoint import read_decoder
+from ssd_serve.recipes.decoder import Decoder, Shape, initialise, rotary_tables
+from ssd_serve.recipes.eagle3 import TrainedHead, read_target, steps_of
+from ssd_serve.recipes.export import export_pair
+from ssd_serve.recipes.head_training import HeadRecipe, export_head, frequent_tokens, train_head
+from ssd_serve.recipes.pair import train_pair
+from ssd_serve.recipes.workspace import Workspace
+from tests.models.test_decoder import chunk
+from tests.recipes.test_training import PAIR
+
+SHAPE = Shape(300, 32, layers=3, heads=4, kv_heads=2, head=8, intermediate=48, context=256)
+RECIPE = HeadRecipe(
+    (0, 1), proposed=120, steps=2, tokens=20_000, rows=4, length=48, compiled=False, checkpoint_seconds=2.0
+)
+
+
+def random_pair() -> tuple[TrainedHead, Decoder]:
+    torch.manual_seed(1)
+    target = Decoder(SHAPE)
+    initialise(target, 1)
+    for parameter in target.parameters():
+        if parameter.dim() == 2 and not parameter.any():
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    return TrainedHead(dataclasses.replace(SHAPE, layers=1), 40, 2).eval(), target.eval()
+
+
+@torch.no_grad()
+def by_hand(
+    head: TrainedHead, target: Decoder, tokens: torch.Tensor, place: int, steps: int
+) -> list[torch.Tensor]:
+    """The head's logits after each step from one place: it reads true features up to there, then its own
+    words, the text a causal chunk each time."""
+    _, features = read_target(target, tokens[None], (0, 1))
+    embedded = target.model.embed_tokens(tokens)
+    found: list[torch.Tensor] = []
+    given = head.fc(features[0, : place + 1])
+    for step in range(steps):
+        rows = embedded[1 : place + 2 + step]
+        said = _chunk(head, rows, given)
+        found.append(head.logits(said[-1]))
+        given = torch.cat((given, said[-1:]))
+    return found
+
+
+def _chunk(head: TrainedHead, tokens: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """One causal pass over rows of tokens and vectors: the engine's way to see a text."""
+    layer, heads = head.midlayer, head.split
+    cos, sin = rotary_tables(head.shape, len(tokens), tokens.device)
+    both = torch.cat((layer.input_layernorm(tokens), layer.hidden_norm(vectors)), -1)[None]
+    query, key = (heads(getattr(layer.self_attn, f"{name}_proj")(both), cos, sin) for name in ("q", "k"))
+    mixed = head.attend(query, [key], [heads(layer.self_attn.v_proj(both))])
+    hidden = vectors + layer.self_attn.o_proj(mixed)[0]
+    result: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return result
+
+
+def test_each_step_sees_what_it_would_see_when_drafting() -> None:
+    head, target = random_pair()
+    tokens = torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        steps = steps_of(head.bfloat16().float(), target, tokens[None], (0, 1), 3)
+    for place in (0, 5, 12):
+        for (logits, _), expected in zip(steps, by_hand(head, target, tokens, place, 3), strict=True):
+            torch.testing.assert_close(logits[0, place].float(), expected, atol=0.15, rtol=0.05)
+
+
+def test_the_truth_of_a_step_is_what_follows_its_token() -> None:
+    head, target = random_pair()
+    tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(3))
+    logits, _ = read_target(target, tokens, (0, 1))
+    for step, (_, truth) in enumerate(steps_of(head, target, tokens, (0, 1), 3)):
+        torch.testing.assert_close(truth.float(), logits[:, 1 + step : 18 + step], atol=0.15, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": (0, 2)}, "name some of 0 to 1"),
+        ({"layers": (1, 0)}, "ascending"),
+        ({"proposed": 301}, "1 to 300 tokens"),
+        ({"steps": 48}, "1 to 47"),
+    ],
+)
+@pytest.mark.slow
+def test_what_cannot_be_trained_is_named(
+    changes: dict[str, object], message: str, workspace: Workspace, tmp_path: Path
+) -> None:
+    target = _target(workspace, tmp_path)
+    with pytest.raises(UserError, match=message):
+        train_head(dataclasses.replace(RECIPE, **changes), workspace, target, print)  # type: ignore[arg-type]
+
+
+def _target(workspace: Workspace, folder: Path) -> Path:
+    train_pair(PAIR, workspace, lambda _line: None)
+    export_pair(workspace, folder / "target", folder / "draft")
+    return folder / "target"
+
+
+@pytest.mark.slow
+def test_a_head_learns_goes_on_and_is_served(workspace: Workspace, tmp_path: Path) -> None:
+    target = _target(workspace, tmp_path)
+    lines: list[str] = []
+    head = train_head(RECIPE, workspace, target, lines.append)
+    (done,) = (json.loads(line.removeprefix("done ")) for line in lines if line.startswith("done "))
+    first = json.loads(lines[1].partition(" ")[2])
+    assert done["agreement_0"] > max(0.4, first["agreement_0"])
+    again: list[str] = []
+    kept = Workspace(tmp_path / "kept")
+    shutil.copytree(workspace.folder, kept.folder)
+    train_head(RECIPE, kept, target, again.append)
+    assert len(again) == 1  # it was done
+    ids = frequent_tokens(workspace, RECIPE.proposed, 300)
+    export_head(head, RECIPE, ids, tmp_path / "head")
+
+    served = load_head(
+        tmp_path / "head",
+        ModelWish(device="cpu", dtype="fp32", slots=64, context=None),
+        head_sizes(tmp_path / "head", target, device="cpu", dtype="fp32"),
+    )
+    teacher = read_decoder(target)
+    tokens = torch.from_numpy(workspace.held_out()[0].ids[:24])
+    with torch.no_grad():
+        _, features = read_target(teacher, tokens[None], RECIPE.layers)
+    part = chunk(tokens[1:].tolist(), 0, 23, range(23))
+    batch = dataclasses.replace(build_batch([part]), vectors=served.fuse(features[0, :23]))
+    found = served.forward(batch)
+    with torch.no_grad():
+        expected = head.logits(
+            _chunk(head, teacher.model.embed_tokens(tokens[1:]), head.fc(features[0, :23]))
+        )
+    torch.testing.assert_close(found.logits[:, ids], expected, atol=0.1, rtol=0.05)
+    assert found.features[OWN].shape == (23, 32)
