@@ -20,16 +20,21 @@ class VectorTable:
         return self.first + self._length
 
     @property
+    def row_bytes(self) -> int:
+        """What one row takes; 0 while there was none."""
+        return 0 if self._rows is None else self._rows.shape[1] * self._rows.element_size()
+
+    @property
     def bytes(self) -> int:
-        """What its rows take."""
-        return 0 if self._rows is None else self._length * self._rows.shape[1] * self._rows.element_size()
+        """What all rows take, with those that there is room for."""
+        return 0 if self._rows is None else len(self._rows) * self.row_bytes
 
     def __len__(self) -> int:
         return self._length
 
     def begin(self, first: int) -> None:
         """Forget everything; the next vectors are those from this position on."""
-        self.first, self._length = first, 0
+        self.first, self._length, self._rows = first, 0, None
 
     def extend(self, vectors: torch.Tensor) -> None:
         """Append those of the next positions: [places, hidden]."""

@@ -56,8 +56,7 @@ class Frontier:
 
     def may_grow(self, node: Node) -> bool:
         """Whether anything may grow below a node: it is not too deep, and does not end the text."""
-        depth = node.depth - self._tree.root.depth
-        return depth < self._limits.depth and node.depth < self._deepest and node.token not in self._ends
+        return self._is_shallow(node.depth) and node.token not in self._ends
 
     def offer(self, node: Node) -> None:
         """Consider the candidates of a node that has been expanded."""
@@ -132,7 +131,10 @@ class Frontier:
         return token, parent.children.get(token)
 
     def _push(self, node: Node) -> None:
-        deep = node.depth + 1 - self._tree.root.depth >= self._limits.depth or node.depth + 1 >= self._deepest
-        if not deep and node.tokens:
+        if node.tokens and self._is_shallow(node.depth + 1):
             self._order += 1
             heapq.heappush(self._heap, (-node.cumulatives[0], self._order, node, 0))
+
+    def _is_shallow(self, depth: int) -> bool:
+        """Whether a node so deep, counted as `Node.depth`, may have candidates."""
+        return depth - self._tree.root.depth < self._limits.depth and depth < self._deepest

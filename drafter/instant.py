@@ -25,7 +25,8 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
-from ssd_serve.settings import SUFFIX, Settings
+from ssd_serve.setting_values import SUFFIX
+from ssd_serve.settings import Settings
 
 _FAN_OUT = 4
 

@@ -210,7 +210,7 @@ def run_eagle3(args: argparse.Namespace) -> int:
     import torch
 
     from ssd_serve.recipes.corpus import standard_library
-    from ssd_serve.recipes.head_training import HeadRecipe, export_head, frequent_tokens, train_head
+    from ssd_serve.recipes.head_training import HeadRecipe, export_head, train_head
     from ssd_serve.recipes.tokenizer import load_tokenizer
     from ssd_serve.recipes.workspace import Workspace
 
@@ -221,8 +221,7 @@ def run_eagle3(args: argparse.Namespace) -> int:
     workspace.prepare(args.library or standard_library(), entries, _CONTEXT, (), tokenizer)
     recipe = HeadRecipe(tuple(args.layers), args.proposed, args.steps, args.tokens)
     head = train_head(recipe, workspace, args.target, say=lambda line: print(line, flush=True))
-    ids = frequent_tokens(workspace, recipe.proposed, head.shape.vocabulary)
-    export_head(head, recipe, ids, args.head)
+    export_head(head, recipe, args.head)
     print(f"exported {args.head}")
     return 0
 

@@ -42,16 +42,19 @@ class HeadLayer(nn.Module):
 
 
 class TrainedHead(nn.Module):
-    """A head of a target of the same width, which reads `features` of its layers and proposes `proposed` of
-    its tokens. It has no embedding: it reads the target's."""
+    """A head of a target of the same width, which reads `features` of its layers and proposes the tokens
+    `ids`, int64 [proposed], ascending. It has no embedding: it reads the target's."""
 
-    def __init__(self, shape: Shape, proposed: int, features: int = 3) -> None:
+    ids: Tensor
+
+    def __init__(self, shape: Shape, ids: Tensor, features: int = 3) -> None:
         super().__init__()
         self.shape = shape
+        self.register_buffer("ids", ids, persistent=False)
         self.fc = nn.Linear(features * shape.hidden, shape.hidden, bias=False)
         self.midlayer = HeadLayer(shape)
         self.norm = Norm(shape.hidden, shape.epsilon)
-        self.lm_head = nn.Linear(shape.hidden, proposed, bias=False)
+        self.lm_head = nn.Linear(shape.hidden, len(ids), bias=False)
 
     def forward(self, embedded: Sequence[Tensor], features: Tensor) -> list[Tensor]:
         """The vectors that it says of itself at each step, [batch, rows, hidden] each.
@@ -132,12 +135,12 @@ def steps_of(
 
 
 def head_loss(
-    head: TrainedHead, target: Decoder, tokens: Tensor, layers: Sequence[int], ids: Tensor, steps: int
+    head: TrainedHead, target: Decoder, tokens: Tensor, layers: Sequence[int], steps: int
 ) -> Tensor:
     """Cross entropy against what the target says of the proposed tokens, over all steps: nats a token."""
     total, weight = torch.zeros(()), 1.0
     for guesses, truth in steps_of(head, target, tokens, layers, steps):
-        wanted = functional.softmax(truth.float()[..., ids], dim=-1)
+        wanted = functional.softmax(truth.float()[..., head.ids], dim=-1)
         total = total - weight * (wanted * functional.log_softmax(guesses.float(), dim=-1)).sum(-1).mean()
         weight *= STEP_WEIGHT
     return total
@@ -145,11 +148,11 @@ def head_loss(
 
 @torch.no_grad()
 def agreement_by_step(
-    head: TrainedHead, target: Decoder, tokens: Tensor, layers: Sequence[int], ids: Tensor, steps: int
+    head: TrainedHead, target: Decoder, tokens: Tensor, layers: Sequence[int], steps: int
 ) -> list[float]:
     """Share of places at which both choose the same at temperature 0, by how many of its own words the head
     has gone on from."""
     return [
-        float((ids[guesses.argmax(-1)] == truth.argmax(-1)).float().mean())
+        float((head.ids[guesses.argmax(-1)] == truth.argmax(-1)).float().mean())
         for guesses, truth in steps_of(head, target, tokens, layers, steps)
     ]

@@ -67,16 +67,16 @@ def train_head(
     ids = frequent_tokens(workspace, recipe.proposed, teacher.shape.vocabulary)
     plan = recipe.of_target(teacher.shape)
     torch.manual_seed(recipe.seed)
-    head = TrainedHead(plan.shape, len(ids), len(recipe.layers))
+    head = TrainedHead(plan.shape, ids, len(recipe.layers))
 
     def loss(model: TrainedHead, inputs: Tensor, _wanted: Tensor) -> Tensor:
-        return head_loss(model, teacher, inputs, recipe.layers, ids, recipe.steps)
+        return head_loss(model, teacher, inputs, recipe.layers, recipe.steps)
 
     windows = torch.from_numpy(evaluation_windows(workspace.held_out(), _LENGTH, _WINDOWS))
 
     def figures(model: TrainedHead) -> dict[str, float]:
         shares = [
-            agreement_by_step(model, teacher, each[None, :-1], recipe.layers, ids, recipe.steps)
+            agreement_by_step(model, teacher, each[None, :-1], recipe.layers, recipe.steps)
             for each in windows
         ]
         mean = np.mean(shares, axis=0)
@@ -97,9 +97,9 @@ def frequent_tokens(workspace: Workspace, count: int, vocabulary: int) -> Tensor
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count])).to(torch.int64)
 
 
-def export_head(head: TrainedHead, recipe: HeadRecipe, ids: Tensor, folder: Path) -> None:
+def export_head(head: TrainedHead, recipe: HeadRecipe, folder: Path) -> None:
     """Write it as SafeAILab's and SpecForge's heads are written; the embedding is the target's."""
-    vocabulary = head.shape.vocabulary
+    ids, vocabulary = head.ids, head.shape.vocabulary
     config = {
         **llama_config(head.shape),
         "architectures": ["LlamaForCausalLMEagle3"],

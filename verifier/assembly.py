@@ -14,7 +14,6 @@ from ssd_serve.devices import parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import instant_channel
-from ssd_serve.drafter.sources.eagle_loading import features_of
 from ssd_serve.drafter.sources.registry import is_source, own_layers
 from ssd_serve.errors import MemoryShortError, SettingsError
 from ssd_serve.hub_id import without_revision
@@ -24,7 +23,8 @@ from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello, Ready
 from ssd_serve.models.config import is_eagle3, model_name, read_raw
-from ssd_serve.models.hub import find_model
+from ssd_serve.models.heads.load import head_config
+from ssd_serve.models.hub import find_model, model_here
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
@@ -280,13 +280,18 @@ def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
 
 
 def _features(settings: Settings, target: Path) -> tuple[int, ...]:
-    """The target's layers that its drafts read; those of all heads must be the same."""
+    """The target's layers that its drafts read; those of all heads must be the same. Heads whose files are on
+    another machine only read what the settings name."""
+    named = settings.eagle_features
     found: set[tuple[int, ...]] = set()
     for name in settings.draft_models if settings.mode is not Mode.AR else ():
-        if not is_source(name) and own_layers(name) is None:
-            folder = find_model(settings, name, "draft")
-            if is_eagle3(read_raw(folder)):
-                found.add(features_of(settings, folder, target))
+        if is_source(name) or own_layers(name) is not None:
+            continue
+        folder = model_here(name, "draft")
+        if folder is None and named is not None:
+            found.add(named)
+        elif folder is not None and is_eagle3(read_raw(folder)):
+            found.add(head_config(folder, target, named).features or ())
     if len(found) > 1:
         raise SettingsError(
             "the EAGLE heads of SSD_DRAFT read different layers: name those of all (SSD_EAGLE_LAYERS)"

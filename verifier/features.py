@@ -54,11 +54,11 @@ class FeatureStore:
         table = request.features
         if table is None:
             table = request.features = VectorTable()
-        before = table.bytes
-        if not table.first <= position <= table.end or not len(table):
+        self.kept -= table.bytes
+        if not len(table) or not table.first <= position <= table.end:
             table.begin(position)
-        more = rows[table.end - position :]  # what is computed again after a preemption is there
-        if self.kept + more.nbytes > self._limit:
+        table.extend(rows[table.end - position :])  # what is computed again after a preemption is there
+        if self.kept + table.bytes > self._limit:
             table.begin(position)
-        table.extend(more if len(table) else rows)
-        self.kept += table.bytes - before
+            table.extend(rows)
+        self.kept += table.bytes

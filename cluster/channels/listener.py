@@ -18,7 +18,7 @@ from ssd_serve.cluster.channels.handshake import KeyGate, introduce, tune
 from ssd_serve.cluster.channels.tls import identity
 from ssd_serve.cluster.scarcity import PAUSE_S, is_scarce
 from ssd_serve.errors import EngineDeadError, PermissionProblemError, SettingsError
-from ssd_serve.settings import STRONG_KEY, is_weak
+from ssd_serve.setting_values import STRONG_KEY, is_weak
 
 T = TypeVar("T")
 _TCP = "tcp://"

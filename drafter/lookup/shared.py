@@ -15,24 +15,26 @@ class SharedTexts:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._texts: OrderedDict[bytes, GrowingText] = OrderedDict()
+        self._kept = 0
 
     def __len__(self) -> int:
         """Tokens that are kept."""
-        return sum(len(text) for text in self._texts.values())
+        return self._kept
 
     def add(self, salt: bytes, tokens: Tokens) -> None:
         """A request of this salt is over."""
         text = self._texts.setdefault(salt, GrowingText(()))
         self._texts.move_to_end(salt)
+        self._kept -= len(text)
         text.extend([NOTHING])
         text.extend(tokens[-self._limit :])
-        # Not with every request: it copies all that stays.
-        while len(self) > 2 * self._limit:
-            oldest = next(iter(self._texts))
-            if oldest == salt:
-                text.keep_last(self._limit)
-            else:
-                del self._texts[oldest]
+        self._kept += len(text)
+        while self._kept > 2 * self._limit and len(self._texts) > 1:
+            _, oldest = self._texts.popitem(last=False)
+            self._kept -= len(oldest)
+        if self._kept > 2 * self._limit:  # not with every request: it copies all that stays
+            text.keep_last(self._limit)
+            self._kept = len(text)
 
     def match(self, salt: bytes, suffix: Tokens, most: int) -> Match | None:
         """Where the end of a text stands in these."""

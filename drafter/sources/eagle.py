@@ -16,6 +16,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import HeldText, ModelSource, StepRows
+from ssd_serve.errors import ProtocolError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.heads.eagle import OWN, EagleHead
@@ -67,6 +68,10 @@ class EagleSource(ModelSource):
         _read_on(held, known)
 
     def read(self, request: int, position: int, features: torch.Tensor) -> None:
+        if position < 0 or features.shape[1] != self._head.width:
+            raise ProtocolError(
+                f"features are {features.shape[1]} wide, not {self._head.width}, or of no place"
+            )
         self.give(request, position, self._head.fuse(features))
 
     def give(self, request: int, position: int, vectors: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
 """Loads an EAGLE-3 head as a draft, with its KV slots, and measures its step. Knows no requests."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,6 @@ from ssd_serve.models.warmup import measure_steps
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.ranking import trusted_ranking
-from ssd_serve.settings import Settings
 
 
 class _WithoutFeatures(WrappedModel):
@@ -52,12 +50,5 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
         EagleSource(head, SlotPool(slots), noise, settings.draft_fan_out, ranking),
         texts_of(target, facts.context),
         {rows: min(each) for (rows, _), each in timings.items()},
-        features_of(settings, folder, target),
+        sizes.description.config.features,
     )
-
-
-def features_of(settings: Settings, folder: Path, target: Path) -> tuple[int, ...]:
-    """The target's layers that a head reads."""
-    sizes = head_sizes(folder, target, device="cpu", dtype=settings.dtype, features=settings.eagle_features)
-    features: tuple[int, ...] = sizes.description.config.features
-    return features

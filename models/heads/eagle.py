@@ -58,6 +58,11 @@ class EagleHead:
         """The tree attention in use."""
         return self._attention
 
+    @property
+    def width(self) -> int:
+        """Numbers of the target's features at one place."""
+        return self._config.fused * self._config.target_hidden
+
     @torch.inference_mode()
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """What rows of the target's features, side by side [rows, fused * target_hidden], are to the head:

@@ -21,11 +21,9 @@ from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linears
 
 
-def head_sizes(
-    folder: Path, target: Path, *, device: str, dtype: str, features: tuple[int, ...] | None = None
-) -> ModelSizes:
-    """Sizes of a head for a target; `features` are outputs of the target's layers, instead of those that the
-    head names. Raises `CheckpointError` where the two do not fit each other."""
+def head_config(folder: Path, target: Path, features: tuple[int, ...] | None = None) -> EagleConfig:
+    """A head for a target; `features` are outputs of the target's layers, instead of those that the head
+    names. Raises `CheckpointError` where the two do not fit each other."""
     theirs = load_description(target)
     layers = len(theirs.sizes(Parallel()).kv)
     config = parse_eagle3(read_raw(folder), {})
@@ -36,8 +34,14 @@ def head_sizes(
             f"{folder} is a head for targets of width {config.target_hidden} with {config.vocabulary} "
             f"tokens; {target} has width {theirs.config.hidden} and {theirs.config.vocabulary} tokens"
         )
-    ends = replace(config.layer, eos_token_ids=theirs.config.eos_token_ids)
-    description = Description(_architecture(target), replace(config, layer=ends))
+    return replace(config, layer=replace(config.layer, eos_token_ids=theirs.config.eos_token_ids))
+
+
+def head_sizes(
+    folder: Path, target: Path, *, device: str, dtype: str, features: tuple[int, ...] | None = None
+) -> ModelSizes:
+    """Sizes of such a head."""
+    description = Description(_architecture(target), head_config(folder, target, features))
     return sizes_of(description, folder, device=device, dtype=dtype)
 
 

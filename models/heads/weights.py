@@ -10,9 +10,8 @@ import torch
 
 from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels.rows.norm import RmsNorm
-from ssd_serve.models.architectures.dense.weights import DecoderLayer, read_qk_norm
+from ssd_serve.models.architectures.dense.weights import DecoderLayer, read_layer
 from ssd_serve.models.heads.config import EagleConfig
-from ssd_serve.models.rope import interleave
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
 
@@ -60,7 +59,7 @@ def read_eagle3(config: EagleConfig, checkpoint: Checkpoint, make: Linears) -> E
         feature_norms=feature_norms,
         fuse=fuse,
         hidden_norm=norm(f"{prefix}.hidden_norm", c.hidden),
-        layer=_read_layer(c, make, prefix),
+        layer=read_layer(c.layer, make, prefix, 2 * c.hidden),
         norm=norm(f"{outside}norm", c.hidden),
         head=head,
         proposed=_read_proposed(c, checkpoint),
@@ -69,35 +68,10 @@ def read_eagle3(config: EagleConfig, checkpoint: Checkpoint, make: Linears) -> E
     return weights
 
 
-def _read_layer(config: EagleConfig, make: Linears, prefix: str) -> DecoderLayer:
-    c, attention, mlp = config.layer, f"{prefix}.self_attn", f"{prefix}.mlp"
-
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(make.tensor(f"{prefix}.{name}.weight", (c.hidden,)), c.norm_epsilon)
-
-    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    qkv = [
-        MatrixShare(f"{attention}.q_proj", queries, interleave(c.head_dim, c.heads)),
-        MatrixShare(f"{attention}.k_proj", keys, interleave(c.head_dim, c.kv_heads)),
-        MatrixShare(f"{attention}.v_proj", keys),
-    ]
-    gate_up = [MatrixShare(f"{mlp}.gate_proj", c.intermediate), MatrixShare(f"{mlp}.up_proj", c.intermediate)]
-    return DecoderLayer(
-        input_norm=norm("input_layernorm"),
-        qkv=make.by_outputs(qkv, 2 * c.hidden, bias=c.qkv_bias),
-        qk_norm=read_qk_norm(c, make, attention) if c.qk_norm else None,
-        output=make.by_inputs(MatrixShare(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
-        mlp_norm=norm("post_attention_layernorm"),
-        gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),
-        down=make.by_inputs(MatrixShare(f"{mlp}.down_proj", c.hidden), c.intermediate, bias=c.mlp_bias),
-    )
-
-
 def _read_proposed(config: EagleConfig, checkpoint: Checkpoint) -> torch.Tensor | None:
     """The target's ids of the tokens that the head knows: id + d2t[id]."""
     count = config.draft_vocabulary
-    for name in ("t2d",):
-        checkpoint.ignore(name)  # says the same
+    checkpoint.ignore("t2d")  # says the same
     if "d2t" not in checkpoint:
         if count != config.vocabulary:
             raise CheckpointError(

@@ -4,22 +4,30 @@ Worker processes get their settings as JSON from the process that starts them, s
 not know where values come from: `settings_sources.py` does.
 """
 
-import re
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, AliasChoices, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.kernels.attention.registry import AUTO, names, told
+from ssd_serve.kernels.attention.registry import AUTO, told
+from ssd_serve.setting_values import (
+    LOOKUPS,
+    NGRAM,
+    NO_DRAFT,
+    ClusterKey,
+    Drafts,
+    Hosts,
+    Key,
+    Layers,
+    Origins,
+    RootPath,
+    TreeAttention,
+)
 
 EMBEDDED = "embedded"
-NGRAM, SUFFIX, NO_DRAFT = "ngram", "suffix", "none"
-LOOKUPS = frozenset({NGRAM, SUFFIX})
-"""Drafts that need no model: they look the text up."""
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
 RAY_VARIABLE = "RAY_ADDRESS"
@@ -33,8 +41,6 @@ KEY_SETTINGS = (
 """Who may ask for what: a benchmark, which asks itself, has none of them."""
 GONE = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
 """Settings that earlier versions had: the ones that took their places, with values that say the same."""
-STRONG_KEY = "16 characters or more that nobody can guess, such as `openssl rand -hex 32` prints"
-_SHORTEST_KEY, _MIN_SIGNS = 16, 8
 
 
 class Mode(str, Enum):
@@ -44,76 +50,6 @@ class Mode(str, Enum):
     SD = "sd"
     SSD = "ssd"
     AUTO = "auto"
-
-
-def _origins(value: str) -> str:
-    origins = [origin.strip().lower() for origin in value.split(",")]
-    for origin in origins:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
-            raise PydanticCustomError(
-                "origin",
-                "'{origin}' is no origin; write e.g. https://app.example.org, or * for all",
-                {"origin": origin},
-            )
-    return ",".join(origins)
-
-
-def _hosts(value: str) -> str:
-    hosts = [host.strip().strip("[]").lower() for host in value.split(",")]
-    for host in hosts:
-        if host != "*" and not re.fullmatch(r"[a-z0-9_.-]+|[0-9a-f:.]*:[0-9a-f:.]*:[0-9a-f:.]*", host):
-            raise PydanticCustomError(
-                "host", "'{host}' is no host name; write e.g. llm.example.org, or * for all", {"host": host}
-            )
-    return ",".join(hosts)
-
-
-def _root_path(value: str) -> str:
-    if not re.fullmatch(r"(/[^/\s?#]+)+", value):
-        raise PydanticCustomError("root_path", "must begin with / and not end with it, e.g. /llm")
-    return value
-
-
-def _key(value: str) -> str:
-    """Files that keys come from end with a newline."""
-    key = value.strip()
-    if not key:
-        raise PydanticCustomError("empty_key", "is empty; openssl rand -hex 32 makes a key")
-    return key
-
-
-def is_weak(key: str) -> bool:
-    """Whether a key that processes prove to know was surely not drawn by chance."""
-    return len(key) < _SHORTEST_KEY or len(set(key)) < _MIN_SIGNS
-
-
-def _cluster_key(value: str) -> str:
-    key = _key(value)
-    if is_weak(key):
-        raise PydanticCustomError("cluster_key", "must be {strong}", {"strong": STRONG_KEY})
-    return key
-
-
-def _layers(value: str) -> str:
-    if not re.fullmatch(r"\d+(,\d+)*", value.replace(" ", "")):
-        raise PydanticCustomError("layers", "must be numbers with commas between, such as 1,15,28")
-    return value.replace(" ", "")
-
-
-def _drafts(value: str) -> str:
-    names = [name.strip() for name in value.split(",")]
-    if NO_DRAFT in names and any(name not in (NO_DRAFT, "") for name in names):
-        raise PydanticCustomError("drafts", "'none' stands alone: leave it out, or the others")
-    return value
-
-
-def _tree_attention(value: str) -> str:
-    *others, last = (repr(name) for name in (AUTO, *names()))
-    if value not in (AUTO, *names()):
-        raise PydanticCustomError(
-            "backend", "Input should be {backends}", {"backends": f"{', '.join(others)} or {last}"}
-        )
-    return value
 
 
 class Settings(BaseSettings):
@@ -127,7 +63,7 @@ class Settings(BaseSettings):
         default=EMBEDDED,
         description="target model: a folder, a hub id, a state of it as owner/name@revision, or 'embedded'",
     )
-    draft: Annotated[str, AfterValidator(_drafts)] | None = Field(
+    draft: Drafts | None = Field(
         default=None,
         description="what drafts: a folder, a hub id or 'embedded' for a model, 'self:N' for the target's "
         "first N layers, 'ngram' for lookup in a request's own text, 'suffix' for lookup in others too, or "
@@ -177,7 +113,7 @@ class Settings(BaseSettings):
         description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
         "int8: weights of 8 bits, activations in bf16, on CPUs",
     )
-    tree_decode_backend: Annotated[str, AfterValidator(_tree_attention)] = Field(
+    tree_decode_backend: TreeAttention = Field(
         default=AUTO,
         description=f"tree attention: {told()} or {AUTO}, the fastest that works",
     )
@@ -193,7 +129,7 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="address to listen on; loopback by default")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
-    api_key: Annotated[str, AfterValidator(_key)] | None = Field(
+    api_key: Key | None = Field(
         default=None, description="when set, every request but /health and /ping needs this bearer token"
     )
     api_keys_file: Path | None = Field(
@@ -217,7 +153,7 @@ class Settings(BaseSettings):
         description="tell `cached_tokens` also of KV that others' prompts may have left, which confirms "
         "guesses about them",
     )
-    metrics_key: Annotated[str, AfterValidator(_key)] | None = Field(
+    metrics_key: Key | None = Field(
         default=None, description="when set, /metrics needs this bearer token instead of an API key"
     )
     metrics_port: int | None = Field(
@@ -232,12 +168,12 @@ class Settings(BaseSettings):
         description="connections of clients at once; idle ones make room for others, and where none is idle "
         "the answer is 503; empty: 4 x (SSD_MAX_RUNNING + SSD_MAX_WAITING) + 64, as far as descriptors reach",
     )
-    allowed_hosts: Annotated[str, AfterValidator(_hosts)] | None = Field(
+    allowed_hosts: Hosts | None = Field(
         default=None,
         description="names that this server may be called by beside localhost, with commas between, or * for "
         "any; empty: any, but none without a key on loopback",
     )
-    cors_origins: Annotated[str, AfterValidator(_origins)] | None = Field(
+    cors_origins: Origins | None = Field(
         default=None,
         description="origins of web pages that may call this server, with commas between, or *; empty: none",
     )
@@ -247,7 +183,7 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(
         default=None, description="private key (PEM file, not encrypted) of SSD_TLS_CERTIFICATE"
     )
-    root_path: Annotated[str, AfterValidator(_root_path)] | None = Field(
+    root_path: RootPath | None = Field(
         default=None, description="path under which a proxy in front shows this server, e.g. /llm"
     )
     served_model_name: str | None = Field(
@@ -291,7 +227,7 @@ class Settings(BaseSettings):
     draft_width: int = Field(
         default=16, ge=1, le=256, description="most nodes that the drafter expands in a step"
     )
-    eagle_layers: Annotated[str, AfterValidator(_layers)] | None = Field(
+    eagle_layers: Layers | None = Field(
         default=None,
         description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28; "
         "empty: those that the head names, or that follow from the target",
@@ -369,7 +305,7 @@ class Settings(BaseSettings):
     draft_accelerator: str | None = Field(
         default=None, description="with Ray, kind of GPU for the drafters; empty: any"
     )
-    cluster_key: Annotated[str, AfterValidator(_cluster_key)] | None = Field(
+    cluster_key: ClusterKey | None = Field(
         default=None,
         description="key that processes which meet over TCP prove to know, and by which they encrypt; "
         "empty: a random one for each run",

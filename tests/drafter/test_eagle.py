@@ -10,6 +10,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.eagle import EagleSource
+from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.models.heads import FLAT, HIDDEN, VOCABULARY, Oracle
@@ -137,6 +138,13 @@ def test_after_a_gap_it_begins_anew_behind_it(told: Told) -> None:
     (found,) = told.expand(told.tree.root)
     told.check(told.tree.root, found)
     assert told.first == 6
+
+
+@pytest.mark.parametrize(("position", "width"), [(0, HIDDEN), (0, 4 * HIDDEN), (-1, 3 * HIDDEN)])
+def test_features_that_are_none_are_nonsense(told: Told, position: int, width: int) -> None:
+    with pytest.raises(ProtocolError, match=f"{width} wide, not {3 * HIDDEN}, or of no place"):
+        told.source.read(1, position, torch.zeros((2, width)))
+    told.source.read(1, 5, torch.zeros((2, 3 * HIDDEN)))
 
 
 def test_slots_come_back(told: Told) -> None:

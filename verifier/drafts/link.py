@@ -33,8 +33,8 @@ from ssd_serve.verifier.request import Request
 
 _RESYNCS, _RESYNC_S = 8, 8.0
 """A drafter may be told so often in so many seconds where one request stands."""
-_FEATURE_ROWS = 128
-"""Of a message: some megabytes at most."""
+_FEATURE_BYTES = 4 << 20
+"""Of a message, about."""
 _HELD_TOKENS = 64
 """Tokens of a request that a paused drafter hears together: one cheap chunk. What begins while it pauses and
 ends sooner costs it nothing."""
@@ -230,8 +230,6 @@ class Link:
         self.liveness.asked()
         if told.state is Knows.LOST and self._full:
             return
-        if told.state is Knows.FOLLOWS:
-            self._feature(told)
         if told.state is not Knows.FOLLOWS:
             opening = request.opened(salted=self.instant)
             if request.replica is not None:
@@ -241,6 +239,7 @@ class Link:
             if fits:
                 self._feature(told)
         elif told.length < len(request.tokens) and replica is not None:
+            self._feature(told)
             tokens, root = tuple(request.tokens[told.length :]), replica.tree.root.name
             message = Outcome(request.number, request.epoch, told.length, tokens, root)
             fits = self._fits(self.channel.post, message)
@@ -252,11 +251,11 @@ class Link:
     def _feature(self, told: _Told) -> None:
         """Send what the drafter may read and has not got, in pieces. What does not fit is missing there."""
         table = told.request.features
-        if not self.features or table is None:
+        if not self.features or table is None or not len(table):
             return
-        start = max(told.featured, table.first)
+        start, most = max(told.featured, table.first), max(1, _FEATURE_BYTES // table.row_bytes)
         while start < table.end:
-            rows = table.part(start, min(_FEATURE_ROWS, table.end - start))
+            rows = table.part(start, min(most, table.end - start))
             message = Features(told.request.number, told.request.epoch, start, rows.shape[1], as_bytes(rows))
             if not self.channel.post(message):
                 break

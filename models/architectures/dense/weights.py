@@ -76,13 +76,16 @@ def read_dense(config: DecoderConfig, checkpoint: Checkpoint, make: Linears) -> 
         head = make.by_outputs(
             [MatrixShare("lm_head", config.vocabulary, own=tokens)], config.hidden, bias=False
         )
-    layers = tuple(_read_layer(config, make, f"model.layers.{index}") for index in range(config.layers))
+    layers = tuple(
+        read_layer(config, make, f"model.layers.{index}", config.hidden) for index in range(config.layers)
+    )
     norm = RmsNorm(make.tensor("model.norm.weight", (config.hidden,)), config.norm_epsilon)
     checkpoint.finish()
     return DecoderWeights(embedding, layers, norm, head)
 
 
-def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLayer:
+def read_layer(config: DecoderConfig, make: Linears, prefix: str, inputs: int) -> DecoderLayer:
+    """One layer, whose queries, keys and values are made of rows [inputs]."""
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(make.tensor(f"{prefix}.{name}.weight", (c.hidden,)), c.norm_epsilon)
@@ -99,8 +102,8 @@ def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLay
     gate_up = [MatrixShare(f"{mlp}.gate_proj", c.intermediate), MatrixShare(f"{mlp}.up_proj", c.intermediate)]
     return DecoderLayer(
         input_norm=norm("input_layernorm"),
-        qkv=make.by_outputs(qkv, c.hidden, bias=c.qkv_bias),
-        qk_norm=read_qk_norm(own, make, attention) if c.qk_norm else None,
+        qkv=make.by_outputs(qkv, inputs, bias=c.qkv_bias),
+        qk_norm=_read_qk_norm(own, make, attention) if c.qk_norm else None,
         output=make.by_inputs(MatrixShare(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
         mlp_norm=norm("post_attention_layernorm"),
         gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),
@@ -108,7 +111,7 @@ def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLay
     )
 
 
-def read_qk_norm(config: DecoderConfig, make: Linears, prefix: str) -> RmsNorm:
+def _read_qk_norm(config: DecoderConfig, make: Linears, prefix: str) -> RmsNorm:
     """The norm of query and key heads, one weight row a head: [heads + kv_heads, head_dim]."""
     order = interleave(config.head_dim, 1)
     query, key = (
