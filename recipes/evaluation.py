@@ -160,11 +160,7 @@ def evaluate_pair(
     seed: int = 0,
     temperatures: Sequence[float] = TEMPERATURES,
 ) -> dict[str, object]:
-    """All figures of a pair, ready for JSON.
-
-    Functions are sampled after `def` as the tokenizer splits it from a name (the space belongs to the name),
-    after `def` and a token for the space, which training hardly ever saw, and after held-out signatures.
-    """
+    """All figures of a pair, ready for JSON; functions are sampled after held-out signatures."""
     held = held_out_files(target, library)
     documents = encode(held.files, load_tokenizer(target))
     figures = measure_pair(read_decoder(target), read_decoder(draft), documents, seed=seed)
@@ -174,10 +170,6 @@ def evaluate_pair(
         "held_out_files_missing": held.missing,
     }
     if samples:
-        kinds = {
-            "prompt_def": ["def"] * samples,
-            "prompt_def_space": ["def "] * samples,
-            "prompt_held_out_signature": signatures(held.files, samples),
-        }
-        result["sampled"] = FunctionSampler(target).measure(kinds, temperatures, seed)
+        prompts = signatures(held.files, samples)
+        result["sampled"] = FunctionSampler(target).measure(prompts, temperatures, seed)
     return result

@@ -12,7 +12,7 @@ from typing import Any
 
 from ssd_serve.recipes.checkpoint import replaced_folder, write_decoder, write_json
 from ssd_serve.recipes.decoder import Decoder, Shape
-from ssd_serve.recipes.functions import NEW_TOKENS, TOP_P
+from ssd_serve.recipes.functions import NEW_TOKENS
 from ssd_serve.recipes.tokenizer import save_tokenizer
 from ssd_serve.recipes.training import read_state
 from ssd_serve.recipes.workspace import LIBRARY_TIMES, Workspace
@@ -61,19 +61,19 @@ def export_pair(
             (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def best_temperature(figures: Mapping[str, Any] | None) -> float | None:
-    """That at which most functions after held-out signatures parse; None where none were sampled."""
+def best_sampling(figures: Mapping[str, Any] | None) -> dict[str, float]:
+    """The temperature and top-p by which most functions parse that say something; empty without samples."""
     sampled = (figures or {}).get("sampled", [])
-    best = max(sampled, key=lambda entry: entry[SIGNATURES]["parsed"], default=None)
-    return None if best is None else float(best["temperature"])
+    best = max(sampled, key=lambda entry: entry["parsed"] - entry["empty"], default=None)
+    return {} if best is None else {name: float(best[name]) for name in ("temperature", "top_p")}
 
 
 def _set_sampling(file: Path, figures: Mapping[str, Any] | None) -> None:
     """Let requests that name no sampling take what parses best."""
-    temperature = best_temperature(figures)
-    if temperature is not None:
+    sampling = best_sampling(figures)
+    if sampling:
         known = json.loads(file.read_text(encoding="utf-8"))
-        write_json(file, {**known, "do_sample": True, "temperature": temperature, "top_p": TOP_P})
+        write_json(file, {**known, "do_sample": True, **sampling})
 
 
 def model_card(
@@ -127,8 +127,8 @@ INTRODUCTIONS = {
 
 LIMITS = (
     "It is not an assistant, knows no facts and cannot follow instructions. It continues text that looks "
-    "like the Python standard library: plausible names, lines that mostly make sense, "
-    "functions that often do not parse, no understanding. The chat "
+    "like Python source: plausible names, lines that mostly make sense, "
+    "no understanding. The chat "
     "template turns messages into comments and lets the model continue with code. It may repeat passages of "
     "its training data, which are under the licences above. Do not use its output for anything but trying "
     "out and measuring the server."
@@ -213,36 +213,25 @@ def figure_lines(figures: Mapping[str, Any] | None) -> list[str]:
     return [*lines, *sampled_lines(figures.get("sampled", []))]
 
 
-SIGNATURES = "prompt_held_out_signature"
-PROMPTS = {
-    "prompt_def": "`def`",
-    "prompt_def_space": "`def` and a token for the space",
-    SIGNATURES: "a held-out signature",
-}
-"""What the kinds of prompts are called in a card."""
-
-
 def sampled_lines(sampled: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The table of sampled functions, one line for each prompt and temperature; empty without samples."""
+    """The table of sampled functions, one line for each temperature and top-p; empty without samples."""
     if not sampled:
         return []
     lines = [
         "",
-        f"Functions sampled from the target at top-p {TOP_P:g}, cut at their end. *Parse*: pass `ast.parse` "
-        "as one whole function; *broken*: a syntax error before the end; *unfinished*: no end within "
-        f"{NEW_TOKENS} new tokens. Of those that parse, *distinct*: unlike one another; *empty*: a body "
-        "of nothing but a docstring, `pass` or `...`; *repetitive*: fewer than half of the lines differ; "
-        "*lines*: the median.",
+        "Functions sampled from the target after held-out signatures, cut at their end. *Parse*: pass "
+        "`ast.parse` as one whole function; *broken*: a syntax error before the end; *unfinished*: no end "
+        f"within {NEW_TOKENS} new tokens. Of those that parse, *distinct*: unlike one another; *empty*: a "
+        "body of nothing but a docstring, `pass` or `...`; *repetitive*: fewer than half of the lines "
+        "differ; *lines*: the median.",
         "",
-        "| after | temperature | parse | broken | unfinished | distinct | empty | repetitive | lines |",
+        "| temperature | top-p | parse | broken | unfinished | distinct | empty | repetitive | lines |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for kind, name in PROMPTS.items():
-        for entry in sampled:
-            counts = entry[kind]
-            cells = [counts[key] for key in ("broken", "unfinished", "distinct", "empty", "repetitive")]
-            lines.append(
-                f"| {name} | {entry['temperature']:g} | {counts['parsed']} of {counts['samples']} | "
-                f"{' | '.join(map(str, cells))} | {counts['median_lines']:g} |"
-            )
+    for entry in sampled:
+        cells = [entry[key] for key in ("broken", "unfinished", "distinct", "empty", "repetitive")]
+        lines.append(
+            f"| {entry['temperature']:g} | {entry['top_p']:g} | {entry['parsed']} of {entry['samples']} | "
+            f"{' | '.join(map(str, cells))} | {entry['median_lines']:g} |"
+        )
     return lines

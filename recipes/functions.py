@@ -9,7 +9,7 @@ import codeop
 import math
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from ssd_serve.errors import UserError
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 """The temperatures at which functions are sampled unless others are asked for."""
 
-TOP_P = 0.95
-"""They are sampled from the fewest tokens that have so much of the probability."""
+TOP_PS = (0.9, 0.95)
+"""They are sampled from the fewest tokens that have so much of the probability, one after the other."""
 
 NEW_TOKENS = 512
 """A function that has not ended after so many tokens is not whole."""
@@ -192,20 +192,27 @@ class FunctionSampler:
         ).eval()
 
     def measure(
-        self, kinds: Mapping[str, Sequence[str]], temperatures: Sequence[float], seed: int
+        self, prompts: Sequence[str], temperatures: Sequence[float], seed: int
     ) -> list[dict[str, object]]:
-        """For each temperature the counts of each kind of prompt, ready for JSON."""
-        entries: list[dict[str, object]] = []
-        for temperature in temperatures:
-            entry: dict[str, object] = {"temperature": temperature}
-            for kind, prompts in kinds.items():
-                entry[kind] = asdict(counted(prompts, self.continued(prompts, temperature, seed)))
-            entries.append(entry)
-        return entries
+        """For each temperature and top-p what became of the functions, ready for JSON."""
+        return [
+            {
+                "temperature": temperature,
+                "top_p": top_p,
+                **asdict(counted(prompts, self.continued(prompts, temperature, top_p, seed))),
+            }
+            for temperature in temperatures
+            for top_p in TOP_PS
+        ]
 
     @torch.no_grad()
     def continued(
-        self, prompts: Sequence[str], temperature: float, seed: int, new_tokens: int = NEW_TOKENS
+        self,
+        prompts: Sequence[str],
+        temperature: float,
+        top_p: float,
+        seed: int,
+        new_tokens: int = NEW_TOKENS,
     ) -> list[str]:
         """Each prompt with its continuation up to where it is decided whether the function is whole.
 
@@ -223,7 +230,7 @@ class FunctionSampler:
                 input_ids=inputs, attention_mask=mask, position_ids=positions, past_key_values=cache
             )
             logits, cache = result.logits[:, -1], result.past_key_values  # [rows, vocabulary]
-            chosen = choose(logits, temperature, running, len(prompts), generator)
+            chosen = choose(logits, temperature, top_p, running, len(prompts), generator)
             for row, token in zip(running.tolist(), chosen.tolist(), strict=True):
                 outputs[row].append(token)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=-1)
@@ -248,14 +255,19 @@ class FunctionSampler:
 
 
 def choose(
-    logits: Tensor, temperature: float, rows: Tensor, samples: int, generator: torch.Generator
+    logits: Tensor,
+    temperature: float,
+    top_p: float,
+    rows: Tensor,
+    samples: int,
+    generator: torch.Generator,
 ) -> Tensor:
     """A token for each row, int64 [rows], by an exponential race among the likeliest ones; noise is drawn for
     all `samples`."""
     noise = torch.empty(samples, logits.shape[-1]).exponential_(generator=generator)[rows]
     scores = logits.float() / temperature
     ranked, order = scores.softmax(-1).sort(-1, descending=True)
-    beyond = ranked.cumsum(-1) - ranked >= TOP_P  # the token that crosses it stays
+    beyond = ranked.cumsum(-1) - ranked >= top_p  # the token that crosses it stays
     scores = scores.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
     return (scores - noise.log()).argmax(-1)
 

@@ -9,7 +9,8 @@ from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.experiment import Report
 from ssd_serve.models.hub import embedded_folder
 
-MEASURES = ("lab/pair", "recipes", "models/embedded")
+WEIGHTS = tuple(f"models/embedded/{role}/model.safetensors" for role in ("target", "draft"))
+MEASURES = ("lab/pair", "recipes", *WEIGHTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

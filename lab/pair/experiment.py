@@ -12,10 +12,11 @@ from ssd_serve.bench.prompts import LOOP, NEW_TOKENS, Prompt, held_out_prompts, 
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.recipes.corpus import standard_library
 from ssd_serve.recipes.evaluation import evaluate_pair
+from ssd_serve.recipes.export import best_sampling
 from ssd_serve.recipes.functions import TEMPERATURES, cut_function
 
-FIRST_REQUEST = "def read_lines(path):\n"
-"""Of the README, for `FIRST_TOKENS` tokens, sampled as the model's own defaults want it."""
+FIRST_REQUEST = "def read_lines(path):"
+"""Of the README, for `FIRST_TOKENS` tokens, sampled as most functions parse."""
 FIRST_TOKENS = 64
 FIRST_SEEDS = range(10)
 _TEMPERATURES = (0.0, 0.6, 1.0)
@@ -27,11 +28,12 @@ def run_pair(target: Path, draft: Path, samples: int, places: int) -> dict[str, 
     prompts = held_out_prompts(target, Tokenizer(target))[:places]
     with LLM(target, mode="ar") as llm:
         loops = {str(temperature): loop_share(llm, prompts, temperature) for temperature in _TEMPERATURES}
-        first = first_functions(llm)
+        sampling = best_sampling(figures)
+        first = first_functions(llm, SamplingParams.model_validate({"max_tokens": FIRST_TOKENS} | sampling))
     return {
         **figures,
         "loops": {"tokens": NEW_TOKENS, "places": len(prompts), "share": loops},
-        "first_request": {"prompt": FIRST_REQUEST, "seeds": len(FIRST_SEEDS), "functions": first},
+        "first_request": {"prompt": FIRST_REQUEST, "seeds": len(FIRST_SEEDS), "functions": first} | sampling,
     }
 
 
@@ -44,13 +46,11 @@ def loop_share(llm: LLM, prompts: Sequence[Prompt], temperature: float) -> float
     return sum(repeated_share(each.token_ids) > LOOP for each in texts) / len(texts)
 
 
-def first_functions(llm: LLM) -> int:
+def first_functions(llm: LLM, params: SamplingParams) -> int:
     """With how many seeds the first request gives a function; it may be cut off by the number of tokens."""
-    usual = llm.get_default_sampling_params()
     found = 0
     for seed in FIRST_SEEDS:
-        params = usual.model_copy(update={"max_tokens": FIRST_TOKENS, "seed": seed})
-        (output,) = llm.generate(FIRST_REQUEST, params)
+        (output,) = llm.generate(FIRST_REQUEST, params.model_copy(update={"seed": seed}))
         found += is_function(FIRST_REQUEST + output.text)
     return found
 

@@ -49,7 +49,7 @@ KINDS: Mapping[str, float] = {
 }
 """How often each kind of client comes."""
 PROBE: Mapping[str, Any] = {
-    "prompt": "def read_lines(path):\n",
+    "prompt": "def read_lines(path):",
     "max_tokens": 32,
     "seed": 7,
     "temperature": 0.8,

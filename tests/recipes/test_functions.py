@@ -99,9 +99,9 @@ def test_an_argument_named_twice_parses() -> None:
 def test_choices_follow_the_softmax_of_the_likeliest() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
     rows = torch.arange(0, 20_000, 2)
-    for temperature, kept in ((0.5, 2), (1.0, 3)):  # of the first, 0.984 is in the last two
+    for temperature, top_p, kept in ((0.5, 0.95, 2), (1.0, 0.95, 3), (1.0, 0.9, 2)):  # 0.984 and 0.91 in two
         generator = torch.Generator().manual_seed(0)
-        chosen = choose(logits.expand(len(rows), 4), temperature, rows, 20_000, generator)
+        chosen = choose(logits.expand(len(rows), 4), temperature, top_p, rows, 20_000, generator)
         shares = torch.bincount(chosen, minlength=4) / len(rows)
         wanted = (logits / temperature).masked_fill(torch.arange(4) < 3 - kept, -torch.inf)
         assert torch.allclose(shares, wanted.softmax(-1), atol=0.02)
@@ -127,7 +127,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionSample
 
 def test_sampling_is_greedy_where_the_temperature_is_tiny(sampler: FunctionSampler) -> None:
     prompts = ["def f", "def", "def function(a):\n    return"]
-    for prompt, text in zip(prompts, sampler.continued(prompts, 1e-6, 0, new_tokens=7), strict=True):
+    for prompt, text in zip(prompts, sampler.continued(prompts, 1e-6, 0.95, 0, new_tokens=7), strict=True):
         ids = sampler.tokenizer(prompt, return_tensors="pt").input_ids
         length = ids.shape[1]
         for _ in range(7):
@@ -138,8 +138,8 @@ def test_sampling_is_greedy_where_the_temperature_is_tiny(sampler: FunctionSampl
 
 def test_samples_repeat_and_decided_ones_stop(sampler: FunctionSampler) -> None:
     prompts = ["def f(:\n", "def f(a):\n    return a\n\nx", 'def f(a):\n    """']
-    texts = sampler.continued(prompts, 1.0, 3, new_tokens=64)
-    assert texts == sampler.continued(prompts, 1.0, 3, new_tokens=64)
+    texts = sampler.continued(prompts, 1.0, 0.95, 3, new_tokens=64)
+    assert texts == sampler.continued(prompts, 1.0, 0.95, 3, new_tokens=64)
     lengths = [
         len(sampler.tokenizer(text[len(prompt) :], add_special_tokens=False).input_ids)
         for prompt, text in zip(prompts, texts, strict=True)

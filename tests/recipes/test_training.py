@@ -14,7 +14,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.recipes.data import Sampler
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise
 from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows
-from ssd_serve.recipes.export import best_temperature, export_pair, read_trained
+from ssd_serve.recipes.export import best_sampling, export_pair, read_trained
 from ssd_serve.recipes.optimiser import Schedule, orthogonalise
 from ssd_serve.recipes.pair import PairRecipe, train_pair
 from ssd_serve.recipes.tokenizer import load_tokenizer, train_tokenizer
@@ -143,8 +143,8 @@ def test_export_equals_transformers_and_evaluates(
     export_pair(workspace, target, draft, figures)
     card = (target / "README.md").read_text()
     assert f"{figures['agreement']:.3f}" in card
-    assert [line.split("|")[2:4] for line in card.splitlines() if line.startswith("| a held-out")] == [
-        [f" {entry['temperature']:g} ", f" {entry['prompt_held_out_signature']['parsed']} of 2 "]
+    assert [line.split("|")[1:4] for line in card.splitlines() if " of 2 " in line] == [
+        [f" {entry['temperature']:g} ", f" {entry['top_p']:g} ", f" {entry['parsed']} of 2 "]
         for entry in figures["sampled"]
     ]
     json.dumps(figures)
@@ -153,17 +153,22 @@ def test_export_equals_transformers_and_evaluates(
         "bos_token_id": 0,
         "eos_token_id": 0,
         "do_sample": True,
-        "temperature": best_temperature(figures),
-        "top_p": 0.95,
+        **best_sampling(figures),
     }
 
 
-def test_the_temperature_is_that_at_which_most_functions_parse() -> None:
-    def sampled(temperature: float, parsed: int) -> dict[str, object]:
-        return {"temperature": temperature, "prompt_held_out_signature": {"parsed": parsed}}
+def test_sampling_is_that_by_which_most_functions_parse_that_say_something() -> None:
+    def sampled(temperature: float, top_p: float, parsed: int, empty: int = 0) -> dict[str, object]:
+        return {"temperature": temperature, "top_p": top_p, "parsed": parsed, "empty": empty}
 
-    assert best_temperature({"sampled": [sampled(0.2, 3), sampled(0.6, 7), sampled(1.0, 5)]}) == 0.6
-    assert best_temperature({}) is best_temperature(None) is None
+    entries = [
+        sampled(0.2, 0.9, 3),
+        sampled(0.6, 0.9, 7),
+        sampled(0.6, 0.95, 6),
+        sampled(1.0, 0.95, 9, empty=4),
+    ]
+    assert best_sampling({"sampled": entries}) == {"temperature": 0.6, "top_p": 0.9}
+    assert best_sampling({}) == best_sampling(None) == {}
 
 
 def test_evaluation_scores_every_position_once(workspace: Workspace) -> None:
