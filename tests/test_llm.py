@@ -108,6 +108,14 @@ def test_several_prompts_at_once_give_what_each_gives_alone(llm: LLM) -> None:
     assert together == [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in prompts]
 
 
+def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=6, seed=1), SamplingParams(max_tokens=9, temperature=0.0)]
+    alone = [llm.generate(TEXT, each)[0] for each in params]
+    assert [each.text for each in llm.generate([TEXT, TEXT], params)] == [each.text for each in alone]
+    with pytest.raises(RequestError, match=r"^params: there are 2 for 1 prompts"):
+        llm.generate(TEXT, params)
+
+
 def test_a_target_may_draft_with_its_own_first_layers(llm: LLM, folder: Path) -> None:
     expected = llm.generate(TEXT, SAMPLED)[0].token_ids
     with LLM(cache_dir=folder, draft="self:3,ngram", **SETTINGS) as own:

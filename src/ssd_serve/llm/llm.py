@@ -107,14 +107,15 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
     ) -> list[Output]:
-        """Continue each prompt; the n texts of a prompt follow one another. Without `params` as the model
-        asks for it. `progress`: show a bar; None: for several prompts, on a terminal."""
-        params = params or self.get_default_sampling_params()
-        asked = self._asked(self._all_ids(prompts), params)
+        """Continue each prompt; the n texts of a prompt follow one another. `params`: for all prompts, or
+        one for each; None: as the model asks for it. `progress`: show a bar; None: for several prompts, on
+        a terminal."""
+        ids = self._all_ids(prompts)
+        asked = self._asked(zip(ids, self._all_params(params, len(ids)), strict=True))
         bar = len(asked) > 1 and sys.stderr.isatty() if progress is None else progress
         return self._outputs(asked, bar)
 
@@ -129,14 +130,14 @@ class LLM:
         text = self.tokenizer.apply_chat_template(messages, **variables)
         ids = self._ids(text, special=False)  # chat templates write the begin token themselves
         params = params or self.get_default_sampling_params()
-        return self._outputs(self._asked([ids], params, self.ready.context), bar=False)
+        return self._outputs(self._asked([(ids, params)], self.ready.context), bar=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The continuation of one prompt, piece by piece; the last piece has the whole output."""
         params = params or self.get_default_sampling_params()
         if params.n != 1:
             raise RequestError("n: a stream is one text", "n")
-        return self._pieces(self._asked([self._ids(prompt)], params))
+        return self._pieces(self._asked([(self._ids(prompt), params)]))
 
     def _pieces(self, asked: Sequence[Asked]) -> Iterator[Piece]:
         conversation = self._conversation()
@@ -170,13 +171,13 @@ class LLM:
         return [text.output for text in texts if text.output is not None]
 
     def _asked(
-        self, prompts: Iterable[tuple[int, ...]], params: SamplingParams, usual: int = _USUAL_MAX_TOKENS
+        self, prompts: Iterable[tuple[tuple[int, ...], SamplingParams]], usual: int = _USUAL_MAX_TOKENS
     ) -> list[Asked]:
         """What the engine is asked of prompts; `usual`: tokens where nobody says how many."""
-        words = [each for word in params.bad_words for each in banned(self.tokenizer, word)]
-        ending = ending_tokens(params.stop_token_ids, params.ignore_eos, self.tokenizer.eos_token_ids)
         asked: list[Asked] = []
-        for place, ids in enumerate(prompts):
+        for place, (ids, params) in enumerate(prompts):
+            words = [each for word in params.bad_words for each in banned(self.tokenizer, word)]
+            ending = ending_tokens(params.stop_token_ids, params.ignore_eos, self.tokenizer.eos_token_ids)
             parameters = engine_parameters(
                 params,
                 self.ready,
@@ -189,6 +190,19 @@ class LLM:
             seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
             asked.append(Asked(place, ids, seeds, params, parameters, ending))
         return asked
+
+    def _all_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+    ) -> Sequence[SamplingParams]:
+        """Those of each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * prompts
+        if len(params) != prompts:
+            raise RequestError(
+                f"params: there are {len(params)} for {prompts} prompts; give one for all, or one for each",
+                "params",
+            )
+        return params
 
     def _all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
         """Token ids of one prompt or of several."""
