@@ -11,7 +11,7 @@ from pathlib import Path
 from ssd_serve.bench.check.commands import add_check
 from ssd_serve.bench.devices import add_device_flags, chosen_devices
 from ssd_serve.bench.document import read_json, replace_block, say, write
-from ssd_serve.bench.experiment import Report, add_experiment
+from ssd_serve.bench.experiment import Report, add_experiment, add_sittings
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.kernels.commands import add_kernels
 from ssd_serve.bench.load.commands import add_load
@@ -19,7 +19,7 @@ from ssd_serve.bench.load.serve_commands import add_serve
 from ssd_serve.bench.lossless.commands import add_lossless
 from ssd_serve.bench.pair_flags import add_pair, add_prompts, pair_settings
 from ssd_serve.bench.peers.commands import add_peers
-from ssd_serve.bench.provenance import ENGINE
+from ssd_serve.bench.provenance import ENGINE, code_here
 from ssd_serve.bench.quality.commands import add_quality
 from ssd_serve.bench.ssd_table.commands import add_ssd_table
 from ssd_serve.cli.flags import Commands, add_settings_flags
@@ -29,7 +29,7 @@ from ssd_serve.errors import SettingsError
 from ssd_serve.settings import EMBEDDED
 
 _SETTINGS = ("real", "emulated", "both")
-_MODES_FILES = ("modes", "mode_settings", "stage", "one_call", "rotation", "statistics")
+_MODES_FILES = ("modes", "mode_settings", "stage", "kept_stage", "one_call", "rotation", "statistics")
 _MODES = (*(f"bench/{name}.py" for name in _MODES_FILES), *ENGINE)
 """Paths of what `modes` measures."""
 _DEVICES = ("target_device", "target_device_alone", "draft_device")
@@ -66,6 +66,7 @@ def _add_modes(commands: Commands) -> None:
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table of the emulated setting")
     add_device_flags(parser)
     add_settings_flags(parser, leave_out=(*_DEVICES, "target", "draft"))
+    add_sittings(parser)
     add_experiment(parser, _run_modes, _MODES)
 
 
@@ -91,6 +92,9 @@ def _run_modes(args: argparse.Namespace) -> Report:
         devices=devices,
         file=args.prompts,
         chat=args.chat,
+        work=args.work,
+        minutes=args.minutes,
+        code=code_here(_MODES),
     )
     result = run_settings(settings, plan, say)
     from ssd_serve.bench.modes_result import modes_tables

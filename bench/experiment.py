@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from ssd_serve.bench.document import show
+from ssd_serve.bench.numbers import positive
 from ssd_serve.bench.provenance import Start
+from ssd_serve.errors import UserError
 
 Result = Mapping[str, object]
 
@@ -35,6 +37,16 @@ def add_experiment(
     parser.set_defaults(run=partial(run_experiment, run, parser.prog, tuple(measures)))
 
 
+def add_sittings(parser: argparse.ArgumentParser) -> None:
+    """The flags of an experiment that can be measured in several sittings."""
+    parser.add_argument(
+        "--work", type=Path, help="keep what is measured in this folder: the same command goes on from it"
+    )
+    parser.add_argument(
+        "--minutes", type=positive, help="end after so long; needs --work, to go on later with what there is"
+    )
+
+
 def run_experiment(
     run: Callable[[argparse.Namespace], Report],
     program: str,
@@ -44,6 +56,8 @@ def run_experiment(
 ) -> int:
     """Measure, say where it comes from, show and write it; returns the exit code."""
     words = sys.argv[len(program.split()) :] if argv is None else argv
+    if getattr(args, "minutes", None) and args.work is None:
+        raise UserError("--minutes needs --work, or what has been measured is lost")
     start = Start.here(program, words, measures)
     report = run(args)
     result = {**report.result, **start.provenance()}

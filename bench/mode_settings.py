@@ -1,6 +1,6 @@
 """Runs the modes benchmark in the settings that were asked for, and puts one result together."""
 
-import tempfile
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,13 @@ import msgspec
 
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import emulating
+from ssd_serve.bench.journal import Journal, work_folder
+from ssd_serve.bench.kept_stage import KeptStage, Sitting, read_chosen, write_chosen
 from ssd_serve.bench.modes import run_modes
 from ssd_serve.bench.modes_result import ModesRow
 from ssd_serve.bench.rig import Rig
 from ssd_serve.bench.stage import RigStage
+from ssd_serve.bench.timed_request import TimedRequest
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
 from ssd_serve.devices import pin
 from ssd_serve.settings import EMBEDDED, Mode, Settings
@@ -24,7 +27,8 @@ TUNING_PROMPTS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModesPlan:
     """What to run: `settings` are real, emulated or both; `file` has the prompts, None: held-out files;
-    `chat` asks them by the model's template, None: where they are questions."""
+    `chat` asks them by the model's template, None: where they are questions. Runs of the same `code` are kept
+    in the folder `work` for later sittings, each at most so many `minutes` long."""
 
     settings: Sequence[str]
     temperatures: Sequence[float]
@@ -33,6 +37,14 @@ class ModesPlan:
     devices: Devices
     file: Path | None = None
     chat: bool | None = None
+    work: Path | None = None
+    minutes: float | None = None
+    code: str = ""
+
+    @property
+    def subject(self) -> str:
+        """What all runs of a comparison depend on."""
+        return f"{self.code} {self.table} {self.devices} {self.file} {self.chat} {self.temperatures}"
 
 
 def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]) -> dict[str, object]:
@@ -42,37 +54,45 @@ def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]
     if devices.target.kind == "cuda":
         pin(devices.target)  # kernels are tried while a model is loaded, on the current GPU
     rows: list[ModesRow] = []
-    notes: dict[str, object] = {}
+    notes: dict[str, dict[str, object]] = {}
     pairs: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
+    with work_folder(plan.work) as folder:
+        subject = f"{plan.subject} {plan.prompts} {settings.model_dump_json()}"
+        sitting = Sitting(Journal(folder / "runs.jsonl", _digest(subject), TimedRequest), plan.minutes)
         for setting in plan.settings:
             own = settings.model_copy(update={"mode": Mode.SSD, "prefix_cache": False})
             pairs[setting] = _pair(settings)
             if setting == "emulated":
                 # Wider steps of the embedded draft take this CPU longer than the table's device.
                 width = min(_EMULATED_WIDTH, own.draft_width)
-                wrapper = emulating(plan.table, Path(folder))
+                wrapper = emulating(plan.table, folder)
                 own = own.model_copy(update={"model_wrapper": wrapper, "draft_width": width})
             elif settings.target == EMBEDDED:
                 say("writing the ballast pair")
-                own = own.model_copy(update=ballast_pair(Path(folder)))
+                own = own.model_copy(update=ballast_pair(folder))
                 pairs[setting] += " with ballast (the same function at a larger cost)"
             say(f"{setting}: choosing prompts")
-            chosen = choose_prompts(
-                own.model_copy(update={"model_wrapper": None}),
-                plan.temperatures,
-                plan.prompts,
-                say,
-                tuning=TUNING_PROMPTS,
-                file=plan.file,
-                chat=plan.chat,
-                device="cpu" if where is None else where.torch_name,
-            )
+            texts = folder / f"prompts-{setting}.json"
+            chosen = read_chosen(texts)
+            if chosen is None:
+                chosen = choose_prompts(
+                    own.model_copy(update={"model_wrapper": None}),
+                    plan.temperatures,
+                    plan.prompts,
+                    say,
+                    tuning=TUNING_PROMPTS,
+                    file=plan.file,
+                    chat=plan.chat,
+                    device="cpu" if where is None else where.torch_name,
+                )
+                write_chosen(texts, chosen)
             stage = RigStage(Rig(own, devices.target.torch_name), setting, devices)
             with stage.drafting():
-                rows += run_modes(stage, chosen, say)
+                rows += run_modes(KeptStage(stage, sitting), chosen, say)
                 left_out = {f"{temperature:g}": found.left_out for temperature, found in chosen.items()}
                 notes[setting] = {"left_out": left_out, **stage.overruns()}
+        if known := sitting.journal.answers - sitting.measured:
+            notes[plan.settings[-1]]["earlier_share"] = round(known / sitting.journal.answers, 3)
     return {
         "benchmark": "modes",
         "prompts": "places in held-out files" if plan.file is None else plan.file.name,
@@ -80,6 +100,10 @@ def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]
         "pairs": pairs,
         "notes": notes,
     }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _pair(settings: Settings) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 
 from ssd_serve.bench.machine import copy_speed, hardware, load_averages, usable_cores, versions
@@ -101,6 +102,11 @@ def code_of(root: Path, commit: str, paths: Sequence[str]) -> str:
     """What the paths hold in a commit, as a name: the same content has the same one in any history."""
     listed = _git(root, "ls-tree", "-r", commit, "--", *paths)
     return hashlib.sha256(listed.encode()).hexdigest()[:16] if listed else ""
+
+
+def code_here(paths: Sequence[str]) -> str:
+    """The same of what runs here: that of its clone, or an installed package's version."""
+    return code_of(ROOT, "HEAD", paths) if commit_of(ROOT) else version("ssd-serve")
 
 
 def commits_since(root: Path, commit: str, paths: Sequence[str]) -> int:

@@ -5,16 +5,15 @@ import importlib.util
 import os
 import signal
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from ssd_serve.bench.document import say, write
-from ssd_serve.bench.experiment import Report, Result, add_experiment
+from ssd_serve.bench.experiment import Report, Result, add_experiment, add_sittings
 from ssd_serve.bench.extra import need
-from ssd_serve.bench.numbers import count, positive, positive_or_zero
+from ssd_serve.bench.numbers import count, positive_or_zero
 from ssd_serve.bench.peers.installation import INSTALLABLE, INSTALLED, install, installed
 from ssd_serve.bench.peers.ways import LLAMA, VLLM, Peers
-from ssd_serve.bench.provenance import ROOT, SERVER, code_of, commit_of
+from ssd_serve.bench.provenance import SERVER, code_here
 from ssd_serve.cli.flags import Commands
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import parse_device
@@ -56,12 +55,7 @@ def add_peers(commands: Commands) -> None:
     parser.add_argument("--tokens", type=count, default=48, help="new tokens of each prompt (48)")
     parser.add_argument("--launches", type=count, default=6, help="how often everybody is started anew (6)")
     parser.add_argument("--at-once", type=count, default=12, help="engines that run at the same time (12)")
-    parser.add_argument(
-        "--work", type=Path, help="keep checkpoints, answers and logs in this folder: a run goes on from it"
-    )
-    parser.add_argument(
-        "--minutes", type=positive, help="end after so long, with what there is; needs --work to go on later"
-    )
+    add_sittings(parser)
     parser.add_argument("--dry-run", action="store_true", help="only tell how long it would take")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the bar chart")
     add_experiment(parser, run_peers_command, _MEASURES)
@@ -97,8 +91,6 @@ def run_peers_command(args: argparse.Namespace) -> Report:
     if args.dry_run:
         return Report({"minutes": round(estimate)}, lambda _result: takes)
     say(takes)
-    if args.minutes and args.work is None:
-        raise UserError("--minutes needs --work, or what has been measured is lost")
     need("ssd bench peers", "gguf", "scipy", *(("matplotlib",) if args.plot else ()))
     os.environ.update(worker_environment())  # torch is not imported yet
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
@@ -106,7 +98,14 @@ def run_peers_command(args: argparse.Namespace) -> Report:
     from ssd_serve.bench.peers.run import run_peers
 
     measured = run_peers(
-        plan, peers, cores, say, code=_code(), work=args.work, minutes=args.minutes, at_once=args.at_once
+        plan,
+        peers,
+        cores,
+        say,
+        code=code_here(_MEASURES),
+        work=args.work,
+        minutes=args.minutes,
+        at_once=args.at_once,
     )
 
     def text(result: Result) -> str:
@@ -117,11 +116,6 @@ def run_peers_command(args: argparse.Namespace) -> Report:
         return markdown(result)
 
     return Report(measured, text, 1 if measured["failures"] or measured["missing"] else 0)
-
-
-def _code() -> str:
-    """A name for the code that is measured."""
-    return code_of(ROOT, "HEAD", _MEASURES) if commit_of(ROOT) else version("ssd-serve")
 
 
 def _own_python() -> Path | None:

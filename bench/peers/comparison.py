@@ -11,11 +11,12 @@ from itertools import product
 
 import msgspec
 
+from ssd_serve.bench.journal import OutOfTimeError
 from ssd_serve.bench.peers.client import Ask, Sample
 from ssd_serve.bench.peers.duration import answers_of
 from ssd_serve.bench.peers.figures import Answers, mapped, ratios, row, speed, wrong_speculation
 from ssd_serve.bench.peers.result import Plan, Tuned
-from ssd_serve.bench.peers.session import TUNING, OutOfTimeError, Session
+from ssd_serve.bench.peers.session import TUNING, Session
 from ssd_serve.bench.peers.ways import (
     INT8,
     NO_EQUAL,

@@ -4,17 +4,15 @@ Knows files, not what is measured.
 """
 
 import hashlib
-import tempfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+from ssd_serve.bench.journal import Journal, work_folder
 from ssd_serve.bench.peers.builds import peer_builds
-from ssd_serve.bench.peers.client import Ask
+from ssd_serve.bench.peers.client import Ask, Sample
 from ssd_serve.bench.peers.comparison import measure, told
 from ssd_serve.bench.peers.fleet import Fleet
 from ssd_serve.bench.peers.gguf_file import write_gguf
-from ssd_serve.bench.peers.journal import Journal
 from ssd_serve.bench.peers.result import Plan
 from ssd_serve.bench.peers.session import Session
 from ssd_serve.bench.peers.ways import BF16, Q8_0, Pair, Peers, Place, gguf_of
@@ -44,8 +42,8 @@ def run_peers(
     `code` names what is measured: answers in `work` of another one are refused.
     """
     use_cores(str(Device("cpu", cores)))
-    with _folder(work) as folder:
-        journal = Journal(folder / "answers.jsonl", f"{code} {_embedded()}")
+    with work_folder(work) as folder:
+        journal = Journal(folder / "answers.jsonl", f"{code} {_embedded()}", Sample)
         if journal.answers:
             say(f"{journal.answers} answers are known from before")
         pair = write_pair(folder, say)
@@ -91,15 +89,3 @@ def _embedded() -> str:
         for file in sorted(resolve_model(EMBEDDED, role).glob("*.safetensors")):
             found.update(file.read_bytes())
     return found.hexdigest()[:16]
-
-
-@contextmanager
-def _folder(work: Path | None) -> Generator[Path]:
-    """The folder of checkpoints, answers and logs: the given one, which stays, or one that goes with the
-    run."""
-    if work is not None:
-        work.mkdir(parents=True, exist_ok=True)
-        yield work.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="ssd-peers-") as folder:
-        yield Path(folder)

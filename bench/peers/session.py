@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from ssd_serve.bench.journal import Journal, OutOfTimeError
 from ssd_serve.bench.peers.client import Ask, PeerError, Sample
 from ssd_serve.bench.peers.fleet import Fleet
-from ssd_serve.bench.peers.journal import Journal
 from ssd_serve.bench.peers.ways import Way
 from ssd_serve.bench.prompts import LOOP, repeated_share
 from ssd_serve.bench.rotation import rotate
-from ssd_serve.errors import SsdError
 
 _SEEDS = 3
 """A sampled text that loops is sampled anew so often; a greedy one is what it is."""
@@ -25,10 +24,6 @@ _PATIENCE = 2
 """After so many failures nobody is asked again in the same launch."""
 TUNING = 0
 """The number of the launch whose answers only choose shapes; others count from 1."""
-
-
-class OutOfTimeError(SsdError):
-    """The time that was given is over; what has been measured is kept."""
 
 
 class LoopError(PeerError):
@@ -40,7 +35,7 @@ class Session:
     """Answers by way and prompt. `words`: the tokens of a text; `minutes`: how long may be measured."""
 
     fleet: Fleet
-    journal: Journal
+    journal: Journal[Sample]
     words: Callable[[str], Sequence[int]]
     warm_ups: Mapping[float, Ask]
     say: Callable[[str], None]
@@ -72,7 +67,7 @@ class Session:
         if known is not None or self._failed[way] >= _PATIENCE:
             return known
         if self.minutes is not None and self.seconds > 60 * self.minutes:
-            raise OutOfTimeError("the given time is over; the same command goes on where it ends")
+            raise OutOfTimeError
         if not self._started(way, ways):
             return None
         try:

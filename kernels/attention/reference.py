@@ -21,7 +21,7 @@ def visible_slots(batch: Batch, row: int, window: int | None) -> list[int]:
 
 
 class ReferenceAttention:
-    """One row and one head at a time, in float64. The plan is the batch itself."""
+    """One row at a time, in float64. The plan is the batch itself."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -54,8 +54,9 @@ class ReferenceAttention:
         lse = torch.empty(rows, heads)
         for row in range(rows):
             slots = visible_slots(plan, row, self._cache.layout.layers[layer].window)
-            for head in range(heads):
-                scores = keys[head // group, slots] @ queries[row, head].double() * head_dim**-0.5  # [slots]
-                result[row, head] = torch.softmax(scores, 0) @ values[head // group, slots]
-                lse[row, head] = torch.logsumexp(scores, 0)
+            seen = keys[:, slots].repeat_interleave(group, 0)  # [heads, slots, head_dim]
+            scores = (seen @ queries[row, :, :, None].double())[..., 0] * head_dim**-0.5  # [heads, slots]
+            weights = torch.softmax(scores, -1)[:, None]  # [heads, 1, slots]
+            result[row] = (weights @ values[:, slots].repeat_interleave(group, 0))[:, 0]
+            lse[row] = torch.logsumexp(scores, -1)
         return result.flatten(1).to(queries.dtype), lse

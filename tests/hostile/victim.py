@@ -32,6 +32,8 @@ What is attacked here took ten seconds and more where it was not bounded."""
 KEPT_MB = 128.0
 """Processes give free pages back once a minute; pages of the KV cache are there once they were written."""
 _COMES_BACK_S = 15.0
+_PAUSE_S = 0.1
+"""Between two answers of the other client, so that it leaves the cores to others; it counts as a gap."""
 _STARTS_S = 90.0
 WISH: dict[str, object] = {
     "prompt": "def read_lines(path):\n",
@@ -81,6 +83,7 @@ class Witness(threading.Thread):
             with httpx.Client(timeout=120.0, headers=self._headers) as http:
                 while not self._leaving.is_set():
                     self.texts.append(self._stream(http))
+                    self._leaving.wait(_PAUSE_S)
         except Exception as error:
             self.failure = error
         self.begun.set()

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ssd_serve.bench.peers.client import Ask
+from ssd_serve.bench.journal import Journal
+from ssd_serve.bench.peers.client import Ask, Sample
 from ssd_serve.bench.peers.comparison import measure, told
 from ssd_serve.bench.peers.duration import minutes
 from ssd_serve.bench.peers.fleet import Fleet
-from ssd_serve.bench.peers.journal import Journal
 from ssd_serve.bench.peers.report import markdown
 from ssd_serve.bench.peers.result import Plan, Result, read
 from ssd_serve.bench.peers.session import Session
@@ -32,7 +32,7 @@ def run(
     folder: Path, machine: Machine, at_once: int = 12, after: float | None = None, plan: Plan = PLAN
 ) -> tuple[Result, Session]:
     warm_ups = {when: Ask((99,), 48, when, 1) for when in plan.temperatures}
-    journal = Journal(folder / "answers.jsonl", "code")
+    journal = Journal(folder / "answers.jsonl", "code", Sample)
     session = Session(
         Fleet(machine.launch, at_once),
         journal,

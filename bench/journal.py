@@ -1,0 +1,85 @@
+"""Answers kept in a file as they come, so that a long measurement can end at any time and go on later.
+
+Whoever asks in the same order again gets the same answers, without measuring anything. Knows neither what is
+asked nor what an answer holds.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from ssd_serve.errors import SsdError, UserError
+
+Answer = TypeVar("Answer")
+
+
+class OutOfTimeError(SsdError):
+    """The time that was given is over; what has been measured is kept."""
+
+    def __init__(self) -> None:
+        super().__init__("the given time is over; the same command goes on where it ends")
+
+
+class _Line(msgspec.Struct, frozen=True):
+    key: str
+    sample: msgspec.Raw
+
+
+class Journal(Generic[Answer]):
+    """Answers by key, of each in the order in which they were measured.
+
+    `subject` names what the answers depend on beside their keys: a file of another one is refused, and so is
+    nothing else, so that a measurement can be extended.
+    """
+
+    def __init__(self, file: Path, subject: str, kind: type[Answer]) -> None:
+        self._file = file
+        self._told: dict[str, list[Answer]] = {}
+        self._given: Counter[str] = Counter()
+        if not file.exists():
+            file.write_bytes(msgspec.json.encode(subject) + b"\n")
+            return
+        first, *lines = file.read_bytes().split(b"\n")
+        if msgspec.json.decode(first) != subject:
+            raise UserError(f"{file} has answers of another code or another pair: give another --work")
+        for line in lines[:-1]:  # what stands behind the last end of a line was cut off
+            found = msgspec.json.decode(line, type=_Line)
+            self._told.setdefault(found.key, []).append(msgspec.json.decode(found.sample, type=kind))
+        file.write_bytes(b"\n".join([first, *lines[:-1], b""]))
+
+    def next(self, key: str) -> Answer | None:
+        """The next known answer to this, or None: then it must be measured and `add`ed."""
+        known, given = self._told.get(key, []), self._given[key]
+        if given >= len(known):
+            return None
+        self._given[key] += 1
+        return known[given]
+
+    def add(self, key: str, answer: Answer) -> None:
+        """Keep an answer that was measured."""
+        with self._file.open("ab") as out:
+            line = _Line(key, msgspec.Raw(msgspec.json.encode(answer)))
+            out.write(msgspec.json.encode(line) + b"\n")
+        self._told.setdefault(key, []).append(answer)
+        self._given[key] += 1
+
+    @property
+    def answers(self) -> int:
+        """How many it has."""
+        return sum(map(len, self._told.values()))
+
+
+@contextmanager
+def work_folder(work: Path | None) -> Generator[Path]:
+    """The folder of what a measurement writes: the given one, which stays, or one that goes with the run."""
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
+        yield work.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
+        yield Path(folder)

@@ -1,0 +1,53 @@
+"""A comparison in several sittings: what was measured is told, and the rest measured, with equal choices."""
+
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.bench.journal import Journal, OutOfTimeError
+from ssd_serve.bench.kept_stage import KeptStage, Sitting, read_chosen, write_chosen
+from ssd_serve.bench.modes import Entry, run_modes
+from ssd_serve.bench.prompts import Prompt
+from ssd_serve.bench.timed_request import TimedRequest
+from tests.bench.test_modes import CHOSEN, FakeStage
+
+
+def sitting(folder: Path, minutes: float | None = None) -> Sitting:
+    return Sitting(Journal(folder / "runs", "code", TimedRequest), minutes)
+
+
+def ignore(_line: str) -> None:
+    pass
+
+
+def test_a_comparison_that_was_ended_goes_on_where_it_ended(tmp_path: Path) -> None:
+    class Ending(FakeStage):
+        def run(self, entry: Entry, prompt: Prompt, temperature: float) -> TimedRequest:
+            if len(self.runs) == 300:
+                raise KeyboardInterrupt
+            return super().run(entry, prompt, temperature)
+
+    first, second = Ending(), FakeStage()
+    with pytest.raises(KeyboardInterrupt):
+        run_modes(KeptStage(first, sitting(tmp_path)), {0.0: CHOSEN}, ignore)
+    now = sitting(tmp_path)
+    rows = run_modes(KeptStage(second, now), {0.0: CHOSEN}, ignore)
+    assert now.measured == len(second.runs)
+    assert now.journal.answers == len(second.runs) + 300
+    again, third = sitting(tmp_path), FakeStage()
+    assert run_modes(KeptStage(third, again), {0.0: CHOSEN}, ignore) == rows
+    assert (third.runs, again.measured) == ([], 0)
+
+
+def test_a_sitting_ends_with_its_time_and_keeps_what_it_has(tmp_path: Path) -> None:
+    stage = FakeStage()
+    with pytest.raises(OutOfTimeError, match="the same command goes on"):
+        run_modes(KeptStage(stage, sitting(tmp_path, minutes=1e-9)), {0.0: CHOSEN}, ignore)
+    assert stage.runs == []
+
+
+def test_the_prompts_are_those_of_the_first_sitting(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    assert read_chosen(file) is None
+    write_chosen(file, {0.0: CHOSEN, 0.6: CHOSEN})
+    assert read_chosen(file) == {0.0: CHOSEN, 0.6: CHOSEN}
