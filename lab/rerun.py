@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/lookup.json": _of_lab("lookup"),
     "lab/results/ablate.json": _of_lab("ablate"),
     "lab/results/calibration.json": _of_lab("calibration"),
-    "lab/results/drafters.json": _of_lab("drafters"),
+    "lab/results/drafters.json": _of_lab("drafters", "--real", "1", "2", "4"),
     "lab/results/governor.json": _of_lab("governor"),
     "lab/results/prediction.json": _of_lab("prediction"),
     "lab/results/faults.json": _of_lab("faults"),
@@ -55,6 +55,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 """What writes each result, in the order in which they are measured; it is told where by `--json`."""
 VARIABLES = {
     "bench/results/lossless-torch.json": {"SSD_NATIVE_KERNELS": "false"},
+    "lab/results/invariance.json": {"SSD_NATIVE_KERNELS": "false"},
     "bench/results/lossless-batch-invariant.json": {"SSD_BATCH_INVARIANT": "true"},
 }
 
