@@ -11,7 +11,7 @@ from pathlib import Path
 from ssd_serve.bench.check.commands import add_check
 from ssd_serve.bench.devices import add_device_flags, chosen_devices
 from ssd_serve.bench.document import read_json, replace_block, say, write
-from ssd_serve.bench.experiment import Report, add_experiment, add_sittings
+from ssd_serve.bench.experiment import Report, add_experiment, add_sittings, check_sittings
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.kernels.commands import add_kernels
 from ssd_serve.bench.load.commands import add_load
@@ -76,6 +76,7 @@ def _run_modes(args: argparse.Namespace) -> Report:
     from ssd_serve.bench.own_pair import check_in_process
     from ssd_serve.bench.stage import CORES
 
+    check_sittings(args)
     need("ssd bench modes", "scipy")
     settings = pair_settings(args)
     check_in_process(settings)

@@ -47,6 +47,12 @@ def add_sittings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_sittings(args: argparse.Namespace) -> None:
+    """Raise `UserError` for a sitting of which nothing would stay."""
+    if args.minutes and args.work is None:
+        raise UserError("--minutes needs --work, or what has been measured is lost")
+
+
 def run_experiment(
     run: Callable[[argparse.Namespace], Report],
     program: str,
@@ -56,8 +62,6 @@ def run_experiment(
 ) -> int:
     """Measure, say where it comes from, show and write it; returns the exit code."""
     words = sys.argv[len(program.split()) :] if argv is None else argv
-    if getattr(args, "minutes", None) and args.work is None:
-        raise UserError("--minutes needs --work, or what has been measured is lost")
     start = Start.here(program, words, measures)
     report = run(args)
     result = {**report.result, **start.provenance()}

@@ -4,7 +4,9 @@ Whoever asks in the same order again gets the same answers, without measuring an
 asked nor what an answer holds.
 """
 
+import hashlib
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -25,6 +27,24 @@ class OutOfTimeError(SsdError):
         super().__init__("the given time is over; the same command goes on where it ends")
 
 
+class TimeGiven:
+    """How long may be measured from now on; None: as long as it takes."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._minutes = minutes
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def require(self) -> None:
+        """Raise `OutOfTimeError` when it is over."""
+        if self._minutes is not None and self.seconds > 60 * self._minutes:
+            raise OutOfTimeError
+
+
 class _Line(msgspec.Struct, frozen=True):
     key: str
     sample: msgspec.Raw
@@ -34,13 +54,22 @@ class Journal(Generic[Answer]):
     """Answers by key, of each in the order in which they were measured.
 
     `subject` names what the answers depend on beside their keys: a file of another one is refused, and so is
-    nothing else, so that a measurement can be extended.
+    nothing else, so that a measurement can be extended. `earlier` answers were in the file. Raises
+    `UserError` for a file that cannot be read.
     """
 
     def __init__(self, file: Path, subject: str, kind: type[Answer]) -> None:
         self._file = file
         self._told: dict[str, list[Answer]] = {}
         self._given: Counter[str] = Counter()
+        try:
+            self._read(subject, kind)
+        except (OSError, msgspec.DecodeError) as error:
+            raise UserError(f"{file} cannot be read ({error}): give another --work") from error
+        self.earlier = self.answers
+
+    def _read(self, subject: str, kind: type[Answer]) -> None:
+        file = self._file
         if not file.exists():
             file.write_bytes(msgspec.json.encode(subject) + b"\n")
             return
@@ -74,11 +103,20 @@ class Journal(Generic[Answer]):
         return sum(map(len, self._told.values()))
 
 
+def name_of(value: object) -> str:
+    """A short name that follows from what a value holds."""
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]
+
+
 @contextmanager
 def work_folder(work: Path | None) -> Generator[Path]:
-    """The folder of what a measurement writes: the given one, which stays, or one that goes with the run."""
+    """The folder of what a measurement writes: the given one, which stays, or one that goes with the run.
+    Raises `UserError` where it cannot be one."""
     if work is not None:
-        work.mkdir(parents=True, exist_ok=True)
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--work {work} cannot be a folder to write to: {error.strerror}") from error
         yield work.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:

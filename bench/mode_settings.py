@@ -1,16 +1,15 @@
 """Runs the modes benchmark in the settings that were asked for, and puts one result together."""
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.journal import Journal, work_folder
-from ssd_serve.bench.kept_stage import KeptStage, Sitting, read_chosen, write_chosen
+from ssd_serve.bench.journal import Journal, TimeGiven, name_of, work_folder
+from ssd_serve.bench.kept_stage import KeptStage, read_chosen, write_chosen
 from ssd_serve.bench.modes import run_modes
 from ssd_serve.bench.modes_result import ModesRow
 from ssd_serve.bench.rig import Rig
@@ -41,11 +40,6 @@ class ModesPlan:
     minutes: float | None = None
     code: str = ""
 
-    @property
-    def subject(self) -> str:
-        """What all runs of a comparison depend on."""
-        return f"{self.code} {self.table} {self.devices} {self.file} {self.chat} {self.temperatures}"
-
 
 def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]) -> dict[str, object]:
     """The fields of `modes_result.ModesResult`."""
@@ -57,9 +51,13 @@ def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]
     notes: dict[str, dict[str, object]] = {}
     pairs: dict[str, str] = {}
     with work_folder(plan.work) as folder:
-        subject = f"{plan.subject} {plan.prompts} {settings.model_dump_json()}"
-        sitting = Sitting(Journal(folder / "runs.jsonl", _digest(subject), TimedRequest), plan.minutes)
+        given = TimeGiven(plan.minutes)
+        asked = replace(plan, settings=(), work=None, minutes=None)
+        subject = name_of(f"{asked} {settings.model_dump_json()}")
         for setting in plan.settings:
+            journal = Journal(folder / f"runs-{setting}.jsonl", subject, TimedRequest)
+            if journal.earlier:
+                say(f"{setting}: {journal.earlier} runs are known from before")
             own = settings.model_copy(update={"mode": Mode.SSD, "prefix_cache": False})
             pairs[setting] = _pair(settings)
             if setting == "emulated":
@@ -88,11 +86,11 @@ def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]
                 write_chosen(texts, chosen)
             stage = RigStage(Rig(own, devices.target.torch_name), setting, devices)
             with stage.drafting():
-                rows += run_modes(KeptStage(stage, sitting), chosen, say)
+                rows += run_modes(KeptStage(stage, journal, given), chosen, say)
                 left_out = {f"{temperature:g}": found.left_out for temperature, found in chosen.items()}
                 notes[setting] = {"left_out": left_out, **stage.overruns()}
-        if known := sitting.journal.answers - sitting.measured:
-            notes[plan.settings[-1]]["earlier_share"] = round(known / sitting.journal.answers, 3)
+                if journal.earlier:
+                    notes[setting]["earlier_share"] = round(journal.earlier / journal.answers, 3)
     return {
         "benchmark": "modes",
         "prompts": "places in held-out files" if plan.file is None else plan.file.name,
@@ -100,10 +98,6 @@ def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]
         "pairs": pairs,
         "notes": notes,
     }
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _pair(settings: Settings) -> str:

@@ -33,7 +33,7 @@ _NOTES = {
     "target_overrun_share": "share of target forwards that took longer than the table says",
     "drafter_overrun_share": "the same of the drafter's forwards",
     "inline_draft_overrun_share": "the same of the synchronous drafts' forwards",
-    "earlier_share": "share of all runs that were measured in earlier sittings",
+    "earlier_share": "share of the runs that were measured in earlier sittings",
 }
 
 

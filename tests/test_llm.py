@@ -114,6 +114,9 @@ def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
     assert [each.text for each in llm.generate([TEXT, TEXT], params)] == [each.text for each in alone]
     with pytest.raises(RequestError, match=r"^params: there are 2 for 1 prompts"):
         llm.generate(TEXT, params)
+    for wrong in ({"temperature": 1}, [{"temperature": 1}]):
+        with pytest.raises(RequestError, match=r"^params: must be SamplingParams"):
+            llm.generate(TEXT, wrong)  # type: ignore[arg-type]
 
 
 def test_a_target_may_draft_with_its_own_first_layers(llm: LLM, folder: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ssd_serve.bench.document import say, write
-from ssd_serve.bench.experiment import Report, Result, add_experiment, add_sittings
+from ssd_serve.bench.experiment import Report, Result, add_experiment, add_sittings, check_sittings
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, positive_or_zero
 from ssd_serve.bench.peers.installation import INSTALLABLE, INSTALLED, install, installed
@@ -91,6 +91,7 @@ def run_peers_command(args: argparse.Namespace) -> Report:
     if args.dry_run:
         return Report({"minutes": round(estimate)}, lambda _result: takes)
     say(takes)
+    check_sittings(args)
     need("ssd bench peers", "gguf", "scipy", *(("matplotlib",) if args.plot else ()))
     os.environ.update(worker_environment())  # torch is not imported yet
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command

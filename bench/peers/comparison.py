@@ -67,7 +67,7 @@ def measure(session: Session, plan: Plan, peers: Peers, chosen: Mapping[float, C
                     found.samples.setdefault(group, {}).setdefault(way, {})[launch] = samples
                 session.say(
                     f"launch {launch} of {plan.launches}, {group[0]}, temperature {group[1]:g}: measured, "
-                    f"{session.seconds / 60:.0f} minutes so far"
+                    f"{session.given.seconds / 60:.0f} minutes so far"
                 )
     except OutOfTimeError as end:
         session.say(str(end))

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from ssd_serve.bench.journal import Journal, work_folder
+from ssd_serve.bench.journal import Journal, TimeGiven, work_folder
 from ssd_serve.bench.peers.builds import peer_builds
 from ssd_serve.bench.peers.client import Ask, Sample
 from ssd_serve.bench.peers.comparison import measure, told
@@ -44,8 +44,8 @@ def run_peers(
     use_cores(str(Device("cpu", cores)))
     with work_folder(work) as folder:
         journal = Journal(folder / "answers.jsonl", f"{code} {_embedded()}", Sample)
-        if journal.answers:
-            say(f"{journal.answers} answers are known from before")
+        if journal.earlier:
+            say(f"{journal.earlier} answers are known from before")
         pair = write_pair(folder, say)
         place = Place(peers, pair, cores, folder)
         say("choosing prompts")
@@ -62,7 +62,7 @@ def run_peers(
             for when, some in chosen.items()
         }
         words = Tokenizer(resolve_model(EMBEDDED, "target")).encode
-        session = Session(Fleet.of(place, at_once), journal, words, warm_ups, say, minutes)
+        session = Session(Fleet.of(place, at_once), journal, words, warm_ups, say, TimeGiven(minutes))
         found = measure(session, plan, peers, chosen)
         return {**told(session, plan, peers, found), "builds": peer_builds(place)}
 

@@ -3,15 +3,11 @@
 Knows the order of asking and what counts as an answer, not which ways there are nor what is made of them.
 """
 
-import hashlib
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
-from ssd_serve.bench.journal import Journal, OutOfTimeError
+from ssd_serve.bench.journal import Journal, TimeGiven, name_of
 from ssd_serve.bench.peers.client import Ask, PeerError, Sample
 from ssd_serve.bench.peers.fleet import Fleet
 from ssd_serve.bench.peers.ways import Way
@@ -32,24 +28,22 @@ class LoopError(PeerError):
 
 @dataclass(slots=True)
 class Session:
-    """Answers by way and prompt. `words`: the tokens of a text; `minutes`: how long may be measured."""
+    """Answers by way and prompt. `words`: the tokens of a text; `given`: how long may be measured."""
 
     fleet: Fleet
     journal: Journal[Sample]
     words: Callable[[str], Sequence[int]]
     warm_ups: Mapping[float, Ask]
     say: Callable[[str], None]
-    minutes: float | None = None
-    asked: int = 0
+    given: TimeGiven
     failures: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
-    _began: float = field(default_factory=time.monotonic)
     _launch: int = TUNING
     _failed: Counter[Way] = field(default_factory=Counter[Way])
 
     @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.monotonic() - self._began
+    def asked(self) -> int:
+        """How many answers are new."""
+        return self.journal.answers - self.journal.earlier
 
     def rotation(
         self, launch: int, ways: Sequence[Way], asks: Sequence[Ask]
@@ -66,8 +60,7 @@ class Session:
         known = self.journal.next(key)
         if known is not None or self._failed[way] >= _PATIENCE:
             return known
-        if self.minutes is not None and self.seconds > 60 * self.minutes:
-            raise OutOfTimeError
+        self.given.require()
         if not self._started(way, ways):
             return None
         try:
@@ -77,7 +70,6 @@ class Session:
             self._failed[way] += not isinstance(error, LoopError)
             self._fail(way, str(error))
             return None
-        self.asked += 1
         self.journal.add(key, replace(sample, ids=(), text=""))
         return sample
 
@@ -109,5 +101,4 @@ class Session:
 
 
 def _key(launch: int, way: Way, ask: Ask) -> str:
-    asked = hashlib.sha256(msgspec.json.encode(ask)).hexdigest()[:16]
-    return f"{launch} {way.label} {asked}"
+    return f"{launch} {way.label} {name_of(ask)}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.journal import Journal
+from ssd_serve.bench.journal import Journal, work_folder
 from ssd_serve.bench.peers.client import Sample
 from ssd_serve.errors import UserError
 
@@ -48,3 +48,12 @@ def test_answers_of_another_code_are_refused(tmp_path: Path) -> None:
     Journal(tmp_path / "answers.jsonl", "code", Sample)
     with pytest.raises(UserError, match="another code"):
         Journal(tmp_path / "answers.jsonl", "other code", Sample)
+
+
+def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(b'"code"\n{"key": 3}\n')
+    with pytest.raises(UserError, match=r"cannot be read .*give another --work"):
+        Journal(file, "code", Sample)
+    with pytest.raises(UserError, match="cannot be a folder"), work_folder(file):
+        pass

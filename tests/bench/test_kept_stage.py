@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.journal import Journal, OutOfTimeError
-from ssd_serve.bench.kept_stage import KeptStage, Sitting, read_chosen, write_chosen
+from ssd_serve.bench.journal import Journal, OutOfTimeError, TimeGiven
+from ssd_serve.bench.kept_stage import KeptStage, read_chosen, write_chosen
 from ssd_serve.bench.modes import Entry, run_modes
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.timed_request import TimedRequest
+from ssd_serve.errors import UserError
 from tests.bench.test_modes import CHOSEN, FakeStage
 
 
-def sitting(folder: Path, minutes: float | None = None) -> Sitting:
-    return Sitting(Journal(folder / "runs", "code", TimedRequest), minutes)
+def journal_in(folder: Path) -> Journal[TimedRequest]:
+    return Journal(folder / "runs", "code", TimedRequest)
 
 
 def ignore(_line: str) -> None:
@@ -29,20 +30,20 @@ def test_a_comparison_that_was_ended_goes_on_where_it_ended(tmp_path: Path) -> N
 
     first, second = Ending(), FakeStage()
     with pytest.raises(KeyboardInterrupt):
-        run_modes(KeptStage(first, sitting(tmp_path)), {0.0: CHOSEN}, ignore)
-    now = sitting(tmp_path)
-    rows = run_modes(KeptStage(second, now), {0.0: CHOSEN}, ignore)
-    assert now.measured == len(second.runs)
-    assert now.journal.answers == len(second.runs) + 300
-    again, third = sitting(tmp_path), FakeStage()
-    assert run_modes(KeptStage(third, again), {0.0: CHOSEN}, ignore) == rows
-    assert (third.runs, again.measured) == ([], 0)
+        run_modes(KeptStage(first, journal_in(tmp_path), TimeGiven(None)), {0.0: CHOSEN}, ignore)
+    now = journal_in(tmp_path)
+    rows = run_modes(KeptStage(second, now, TimeGiven(None)), {0.0: CHOSEN}, ignore)
+    assert now.earlier == 300
+    assert now.answers == len(second.runs) + 300
+    again, third = journal_in(tmp_path), FakeStage()
+    assert run_modes(KeptStage(third, again, TimeGiven(None)), {0.0: CHOSEN}, ignore) == rows
+    assert (third.runs, again.answers - again.earlier) == ([], 0)
 
 
 def test_a_sitting_ends_with_its_time_and_keeps_what_it_has(tmp_path: Path) -> None:
     stage = FakeStage()
     with pytest.raises(OutOfTimeError, match="the same command goes on"):
-        run_modes(KeptStage(stage, sitting(tmp_path, minutes=1e-9)), {0.0: CHOSEN}, ignore)
+        run_modes(KeptStage(stage, journal_in(tmp_path), TimeGiven(1e-9)), {0.0: CHOSEN}, ignore)
     assert stage.runs == []
 
 
@@ -51,3 +52,6 @@ def test_the_prompts_are_those_of_the_first_sitting(tmp_path: Path) -> None:
     assert read_chosen(file) is None
     write_chosen(file, {0.0: CHOSEN, 0.6: CHOSEN})
     assert read_chosen(file) == {0.0: CHOSEN, 0.6: CHOSEN}
+    file.write_text('{"0.0": ')
+    with pytest.raises(UserError, match="give another --work"):
+        read_chosen(file)

@@ -38,6 +38,12 @@ def test_an_unknown_flag_is_a_mistake(name: str, capsys: pytest.CaptureFixture[s
     assert f"python -m lab.{name}: the flag --jsn is unknown; did you mean --json?" in capsys.readouterr().err
 
 
+def test_an_experiment_may_have_minutes_without_sittings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not those of `--work`."""
+    assert import_module("lab.soak.__main__").main(["--minutes", "-1"]) == SettingsError.exit_code
+    assert "--minutes must be greater than 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_says_which_code_it_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves it to one place to run it and to write what came out."""

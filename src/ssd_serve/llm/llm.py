@@ -197,6 +197,8 @@ class LLM:
         """Those of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * prompts
+        if not all(isinstance(each, SamplingParams) for each in cast(Sequence[object], params)):
+            raise RequestError("params: must be SamplingParams, or one for each prompt", "params")
         if len(params) != prompts:
             raise RequestError(
                 f"params: there are {len(params)} for {prompts} prompts; give one for all, or one for each",

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ssd_serve.bench.journal import Journal
+from ssd_serve.bench.journal import Journal, TimeGiven
 from ssd_serve.bench.peers.client import Ask, Sample
 from ssd_serve.bench.peers.comparison import measure, told
 from ssd_serve.bench.peers.duration import minutes
@@ -39,7 +39,7 @@ def run(
         lambda text: [*text.encode()],
         warm_ups,
         lambda _: None,
-        after,
+        TimeGiven(after),
     )
     found = measure(session, plan, PEERS, dict.fromkeys(plan.temperatures, CHOSEN))
     assert not machine.running
