@@ -1,18 +1,21 @@
-/* Products of rows with a fixed bf16 matrix, for processors with AVX-512 BF16.
+/* Products of rows with a fixed bf16 matrix, for processors with AVX-512 BF16, by tiles where there are some.
  *
  * A decoding step multiplies a few rows with every weight once, so it is bound by reading weights. The matrix
- * lies in panels of 32 outputs: [panels][inputs / 2][32][2]. A panel is read once for up to 14 rows, whose sums
- * stay in registers. Each sum is added up in the same order however many rows there are: a row's result does
- * not depend on its batch.
+ * lies in panels of 32 outputs: [panels][inputs / 2][32][2], inputs rounded up to whole tiles. A panel is read
+ * once for up to 14 rows, or 32 by tiles, whose sums stay in registers. Each sum is added up in the same order
+ * however many rows there are: a row's result does not depend on its batch.
  */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
+#include "tiles.h"
+
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 
 #define PANEL 32
+#define TILE_INPUTS 32
 #define AHEAD 4096 /* bytes; far enough to hide memory, near enough to stay in the first-level cache */
 #define MOST_ROWS 14
 
@@ -55,29 +58,204 @@ KERNEL(8) KERNEL(9) KERNEL(10) KERNEL(11) KERNEL(12) KERNEL(13) KERNEL(14)
 
 typedef void (*kernel)(const bf16 *, long, const bf16 *, const float *, bf16 *, long, long);
 
-int ssd_can_multiply_bf16(void) { return 1; }
-
-/* out [rows, outputs] = x [rows, inputs] times the matrix, plus bias (float, whole panels, or NULL). */
-void ssd_multiply_bf16(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
-                       long outputs, int threads) {
+static void multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
+                               bf16 *out, long outputs, int threads) {
   static const kernel kernels[MOST_ROWS + 1] = {0,       panel_1, panel_2,  panel_3,  panel_4,
                                                 panel_5, panel_6, panel_7,  panel_8,  panel_9,
                                                 panel_10, panel_11, panel_12, panel_13, panel_14};
-  long panels = (outputs + PANEL - 1) / PANEL;
+  long panels = (outputs + PANEL - 1) / PANEL, padded = (inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (long panel = 0; panel < panels; panel++)
     for (long row = 0; row < rows;) {
       long left = rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS, now = (left + groups - 1) / groups;
-      kernels[now](x + row * inputs, inputs, weights + panel * PANEL * inputs, bias ? bias + panel * PANEL : bias,
+      kernels[now](x + row * inputs, inputs, weights + panel * PANEL * padded, bias ? bias + panel * PANEL : bias,
                    out + row * outputs + panel * PANEL, outputs, outputs - panel * PANEL);
       row += now;
     }
 }
 
+#if defined(TILES) && defined(__AMX_BF16__)
+
+/* Where rows of inputs begin and how far apart they are. */
+typedef struct {
+  const bf16 *first;
+  long stride;
+} place;
+
+/* The tile of inputs from `i` on; the last ones are copied beside zeros where they do not fill a tile. */
+static inline place inputs_at(const bf16 *x, long rows, long inputs, long i, bf16 rest[][TILE_INPUTS]) {
+  if (inputs - i >= TILE_INPUTS) return (place){x + i, inputs};
+  for (long r = 0; r < rows; r++) {
+    memset(rest[r], 0, sizeof rest[r]);
+    memcpy(rest[r], x + r * inputs + i, 2 * (inputs - i));
+  }
+  return (place){rest[0], TILE_INPUTS};
+}
+
+static inline void fetch(const bf16 *weights) {
+  for (int line = 0; line < PANEL; line++) _mm_prefetch((const char *)weights + AHEAD + 64 * line, _MM_HINT_T0);
+}
+
+/* Macros, because the number of a tile is part of its instructions. */
+#define WEIGHTS(number, half) _tile_loadd(number, half, 4 * PANEL)
+#define STORE_TILE(number, rows, bias, out, count)                                                         \
+  do {                                                                                                     \
+    _tile_stored(number, sums, sizeof sums[0]);                                                            \
+    for (long r = 0; r < (rows); r++) store(_mm512_loadu_ps(sums[r]), bias, (out) + r * outputs, count);   \
+  } while (0)
+
+/* A panel for two groups of rows. `near`: it is in a cache. */
+static void tiles_of_rows(const bf16 *x, long first, long second, long inputs, const bf16 *weights,
+                          const float *bias, bf16 *out, long outputs, long count, int near) {
+  bf16 rest[2 * TILE_ROWS][TILE_INPUTS];
+  float sums[TILE_ROWS][16];
+  ZERO_TILES();
+  for (long i = 0; i < inputs; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
+    place at = inputs_at(x, first + second, inputs, i, rest);
+    if (!near) fetch(weights);
+    _tile_loadd(4, at.first, 2 * at.stride);
+    _tile_loadd(5, at.first + first * at.stride, 2 * at.stride);
+    WEIGHTS(6, weights);
+    WEIGHTS(7, weights + PANEL);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  const float *right = bias ? bias + 16 : bias;
+  STORE_TILE(0, first, bias, out, count);
+  STORE_TILE(1, first, right, out + 16, count - 16);
+  STORE_TILE(2, second, bias, out + first * outputs, count);
+  STORE_TILE(3, second, right, out + first * outputs + 16, count - 16);
+}
+
+/* Two panels for one group of rows: four sums that do not wait for one another. */
+static void tiles_of_panels(const bf16 *x, long rows, long inputs, const bf16 *weights, long panel,
+                            const float *bias, bf16 *out, long outputs, long count) {
+  bf16 rest[TILE_ROWS][TILE_INPUTS];
+  float sums[TILE_ROWS][16];
+  ZERO_TILES();
+  for (long i = 0; i < inputs; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
+    place at = inputs_at(x, rows, inputs, i, rest);
+    fetch(weights);
+    fetch(weights + panel);
+    _tile_loadd(4, at.first, 2 * at.stride);
+    WEIGHTS(6, weights);
+    WEIGHTS(7, weights + PANEL);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    WEIGHTS(6, weights + panel);
+    WEIGHTS(7, weights + panel + PANEL);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_dpbf16ps(3, 4, 7);
+  }
+  STORE_TILE(0, rows, bias, out, count);
+  STORE_TILE(1, rows, bias ? bias + 16 : bias, out + 16, count - 16);
+  STORE_TILE(2, rows, bias ? bias + 32 : bias, out + 32, count - 32);
+  STORE_TILE(3, rows, bias ? bias + 48 : bias, out + 48, count - 48);
+}
+
+/* A panel for one row, for which tiles are slower, added up as tiles do: even and odd inputs of a tile apart. */
+static void row_of_panel(const bf16 *x, long inputs, const bf16 *weights, const float *bias, bf16 *out, long count) {
+  const __m512i upper = _mm512_set1_epi32(0xffff0000);
+  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (long i = 0; i < inputs; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
+    __m512 even[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, odd[2] = {even[0], even[0]};
+    long pairs = inputs - i < TILE_INPUTS ? (inputs - i) / 2 : TILE_INPUTS / 2;
+    const bf16 *here = weights;
+    for (long pair = 0; pair < pairs; pair++, here += 2 * PANEL) {
+      _mm_prefetch((const char *)here + AHEAD, _MM_HINT_T0);
+      _mm_prefetch((const char *)here + AHEAD + 64, _MM_HINT_T0);
+      uint32_t two;
+      memcpy(&two, x + i + 2 * pair, sizeof two);
+      __m512 first = (__m512)_mm512_set1_epi32(two << 16), second = (__m512)_mm512_set1_epi32(two & 0xffff0000);
+      _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
+        __m512i both = _mm512_loadu_si512(here + half * PANEL);
+        even[half] = _mm512_fmadd_ps(first, (__m512)_mm512_slli_epi32(both, 16), even[half]);
+        odd[half] = _mm512_fmadd_ps(second, (__m512)_mm512_and_si512(both, upper), odd[half]);
+      }
+    }
+    sums[0] = _mm512_add_ps(sums[0], _mm512_add_ps(even[0], odd[0]));
+    sums[1] = _mm512_add_ps(sums[1], _mm512_add_ps(even[1], odd[1]));
+  }
+  store(sums[0], bias, out, count);
+  store(sums[1], bias ? bias + 16 : bias, out + 16, count - 16);
+}
+
+static void multiply_row(const bf16 *x, long inputs, const bf16 *weights, const float *bias, bf16 *out, long outputs,
+                         int threads) {
+  long panels = (outputs + PANEL - 1) / PANEL, size = PANEL * ((inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x0040 /* denormals are zero */); /* as tiles do */
+#pragma omp for schedule(static) nowait
+    for (long panel = 0; panel < panels; panel++)
+      row_of_panel(x, inputs, weights + panel * size, bias ? bias + panel * PANEL : bias, out + panel * PANEL,
+                   outputs - panel * PANEL);
+    _mm_setcsr(before);
+  }
+}
+
+static void multiply_by_tiles(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
+                              bf16 *out, long outputs, int threads) {
+  if (rows == 1) {
+    multiply_row(x, inputs, weights, bias, out, outputs, threads);
+    return;
+  }
+  long pairs = (outputs + 2 * PANEL - 1) / (2 * PANEL);
+  long panel = PANEL * ((inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    tile_shape shape = {0, 0};
+#pragma omp for schedule(static) nowait
+    for (long pair = 0; pair < pairs; pair++) {
+      const bf16 *begin = weights + 2 * pair * panel;
+      const float *offset = bias ? bias + 2 * pair * PANEL : bias;
+      for (long row = 0, now; row < rows; row += now) {
+        long count = outputs - 2 * pair * PANEL, left = rows - row;
+        const bf16 *in = x + row * inputs;
+        bf16 *to = out + row * outputs + 2 * pair * PANEL;
+        now = left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS;
+        long first = now < TILE_ROWS ? now : TILE_ROWS, second = now - first;
+        shape_tiles(&shape, first, second ? second : first);
+        if (!second) {
+          tiles_of_panels(in, first, inputs, begin, panel, offset, to, outputs, count);
+          continue;
+        }
+        tiles_of_rows(in, first, second, inputs, begin, offset, to, outputs, count, row > 0);
+        if (count > PANEL)
+          tiles_of_rows(in, first, second, inputs, begin + panel, offset ? offset + PANEL : offset, to + PANEL,
+                        outputs, count - PANEL, row > 0);
+      }
+    }
+    _tile_release();
+  }
+}
+
+int ssd_tiles_multiply_bf16(void) { return tiles_allowed(); }
+
+#else
+
+#define multiply_by_tiles multiply_by_panels
+int ssd_tiles_multiply_bf16(void) { return 0; }
+
+#endif
+
+int ssd_can_multiply_bf16(void) { return 1; }
+
+/* out [rows, outputs] = x [rows, inputs] times the matrix, plus bias (float, whole panels, or NULL). `tiles`: by
+ * tiles, which add up in another order, where `ssd_tiles_multiply_bf16` says that they can. */
+void ssd_multiply_bf16(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
+                       long outputs, int tiles, int threads) {
+  (tiles ? multiply_by_tiles : multiply_by_panels)(x, rows, inputs, weights, bias, out, outputs, threads);
+}
+
 #else
 
 int ssd_can_multiply_bf16(void) { return 0; }
+int ssd_tiles_multiply_bf16(void) { return 0; }
 void ssd_multiply_bf16(const uint16_t *x, long rows, long inputs, const uint16_t *weights, const float *bias,
-                       uint16_t *out, long outputs, int threads) {}
+                       uint16_t *out, long outputs, int tiles, int threads) {}
 
 #endif

@@ -8,22 +8,32 @@ import torch.nn.functional as F
 
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
 
-_PANEL = 32
-"""Outputs that lie together, as in `products.c`."""
+_PANEL = _TILE = 32
+"""Outputs that lie together, and what inputs are rounded up to, as in `products.c`."""
 
 
 class NativeMatrix:
-    """A bf16 weight [outputs, inputs], inputs even, with an optional bias [outputs]."""
+    """A bf16 weight [outputs, inputs], inputs even, with an optional bias [outputs].
+
+    By the processor's tiles where it has some, unless `tiles` is false: they take many rows at the price of
+    one, and round otherwise.
+    """
 
     def __init__(
-        self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        library: NativeLibrary,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        tiles: bool = True,
     ) -> None:
         self._multiply = library.function(
-            "ssd_multiply_bf16", POINTER, SIZE, SIZE, POINTER, POINTER, POINTER, SIZE, INT
+            "ssd_multiply_bf16", POINTER, SIZE, SIZE, POINTER, POINTER, POINTER, SIZE, INT, INT
         )
+        self._tiles = tiles and has_tiles(library)
         self._outputs, self._inputs = weight.shape
-        missing = -self._outputs % _PANEL
-        panels = F.pad(weight, (0, 0, 0, missing)).view(-1, _PANEL, self._inputs // 2, 2)
+        missing = -self._outputs % (2 * _PANEL)
+        padded = F.pad(weight, (0, -self._inputs % _TILE, 0, missing))
+        panels = padded.view(-1, _PANEL, padded.shape[1] // 2, 2)
         self._packed = panels.transpose(1, 2).contiguous()  # [panels, inputs / 2, 32, 2]
         self._bias = None if bias is None else F.pad(bias.float(), (0, missing))
         self._weights_at = self._packed.data_ptr()
@@ -44,9 +54,15 @@ class NativeMatrix:
             self._bias_at,
             result.data_ptr(),
             self._outputs,
+            self._tiles,
             torch.get_num_threads(),
         )
         return result
+
+
+def has_tiles(library: NativeLibrary) -> bool:
+    """Whether this processor multiplies bf16 by tiles, and this process may use them."""
+    return bool(library.function("ssd_tiles_multiply_bf16", result=INT)())
 
 
 def can_multiply_bf16(library: NativeLibrary) -> bool:
