@@ -1,12 +1,17 @@
-/* Products of bf16 rows with a fixed int8 matrix, for processors with AVX-512 VNNI.
+/* Products of bf16 rows with a fixed int8 matrix, for processors with AVX-512 VNNI, by tiles where there are some.
  *
  * The scheme of `kernels/products/int8.py`: a row becomes 16-bit numbers with a scale of its own, in two planes of bytes
- * that are multiplied one by one. The matrix lies in panels of 32 outputs: [panels][inputs / 4][32][4]. A panel is
- * read once for up to seven rows, whose sums stay in registers. Sums are exact, hence a row's result does not
+ * that are multiplied one by one. The matrix lies in panels of 32 outputs: [panels][inputs / 4][32][4], inputs
+ * rounded up to whole tiles. A panel is read once for up to seven rows, or 16 by tiles, whose sums stay in registers. Sums are exact, hence a row's result does not
  * depend on its batch.
  */
+#include <limits.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "tiles.h"
+
+#define TILE_INPUTS 64
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
@@ -51,13 +56,17 @@ static float scale_of(const bf16 *x, long inputs) {
   return (top < SMALLEST_TOP ? SMALLEST_TOP : top) / LARGEST_ELEMENT;
 }
 
+/* 16 elements as numbers of two bytes, which lie lowest. */
+static inline __m512i numbers(const bf16 *x, long left, float scale) {
+  __m256i some = _mm256_maskz_loadu_epi16((__mmask16)first(left), x);
+  __m512 element = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16);
+  return (__m512i)_mm512_add_ps(_mm512_div_ps(element, _mm512_set1_ps(scale)), _mm512_set1_ps(ROUNDING));
+}
+
 /* One row's bytes, four low ones and then four high ones, each such group `stride` bytes after the last. */
 static void split(const bf16 *x, long inputs, float scale, uint8_t *bytes, long stride) {
-  const __m512 divisor = _mm512_set1_ps(scale), rounding = _mm512_set1_ps(ROUNDING);
   for (long i = 0; i < inputs; i += 16) {
-    __m256i some = _mm256_maskz_loadu_epi16((__mmask16)first(inputs - i), x + i);
-    __m512 element = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16);
-    __m512i number = (__m512i)_mm512_add_ps(_mm512_div_ps(element, divisor), rounding);
+    __m512i number = numbers(x + i, inputs - i, scale);
     uint32_t low[4], high[4];
     _mm_storeu_si128((__m128i *)low, _mm512_cvtepi32_epi8(number));
     _mm_storeu_si128((__m128i *)high, _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8)));
@@ -131,21 +140,20 @@ static long group_of(long row, long rows, long *size) {
   return row < split_at ? row / (least + 1) * (least + 1) : split_at + (row - split_at) / least * least;
 }
 
-int ssd_can_multiply_int8(void) { return 1; }
+/* The panel that begins at output `from`, with so many inputs. */
+static inline panel panel_at(panel all, long from, long inputs) {
+  return (panel){all.weights + from * inputs, all.start + from, all.scales + from, all.bias ? all.bias + from : NULL,
+                 all.ahead};
+}
 
-/* out [rows, outputs] = x [rows, inputs] times the matrix, plus bias.
- *
- * Weights, start, scales and bias (float, or NULL) hold whole panels, weights also whole groups of four inputs.
- * start: -128 times the sum of an output's weights. bytes: room for 2 * rows * (inputs rounded up to 16);
- * row_scales: for rows floats. Inputs: at most 131,072, so that sums fit 32 bits.
- */
-void ssd_multiply_int8(const bf16 *x, long rows, long inputs, const int8_t *weights, const int32_t *start,
-                       const float *scales, const float *bias, bf16 *out, long outputs, uint8_t *bytes,
-                       float *row_scales, int threads) {
+static inline long rounded_up(long count, long to) { return (count + to - 1) / to * to; }
+
+static void multiply_by_panels(const bf16 *x, long rows, long inputs, panel all, bf16 *out, long outputs,
+                               uint8_t *bytes, float *row_scales, int threads) {
   static const kernel kernels[MOST_ROWS + 1] = {0,       panel_1, panel_2, panel_3,
                                                 panel_4, panel_5, panel_6, panel_7};
-  long panels = (outputs + PANEL - 1) / PANEL, steps = (inputs + 3) / 4 * 4;
-  long row_bytes = 2 * ((inputs + 15) / 16 * 16);
+  long panels = (outputs + PANEL - 1) / PANEL, steps = rounded_up(inputs, 4);
+  long row_bytes = 2 * rounded_up(inputs, 16);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(static)
@@ -154,18 +162,113 @@ void ssd_multiply_int8(const bf16 *x, long rows, long inputs, const int8_t *weig
       row_scales[row] = scale_of(x + row * inputs, inputs);
       split(x + row * inputs, inputs, row_scales[row], bytes + from * row_bytes + 8 * (row - from), 8 * size);
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (long p = 0; p < panels; p++) {
-      long from = p * PANEL, size;
-      panel at = {weights + from * steps, start + from, scales + from, bias ? bias + from : bias, AHEAD};
-      for (long row = 0; row < rows; row += size) {
+      panel at = panel_at(all, p * PANEL, rounded_up(inputs, TILE_INPUTS));
+      for (long row = 0, size; row < rows; row += size) {
         group_of(row, rows, &size);
-        kernels[size](bytes + row * row_bytes, row_scales + row, steps, at, out + row * outputs + from, outputs,
-                      outputs - from);
+        kernels[size](bytes + row * row_bytes, row_scales + row, steps, at, out + row * outputs + p * PANEL, outputs,
+                      outputs - p * PANEL);
         at.ahead = PANEL * steps; /* this panel is near now: fetch the next one */
       }
     }
   }
+}
+
+#if defined(TILES) && defined(__AMX_INT8__)
+
+#define LEAST_ROWS 2 /* for which tiles are not slower; sums are exact either way */
+
+/* One row's bytes: a plane of low ones and, `plane` bytes after it, one of high ones. */
+static void split_planes(const bf16 *x, long inputs, float scale, uint8_t *bytes, long plane) {
+  for (long i = 0; i < inputs; i += 16) {
+    __m512i number = numbers(x + i, inputs - i, scale);
+    _mm_storeu_si128((__m128i *)(bytes + i), _mm512_cvtepi32_epi8(number));
+    _mm_storeu_si128((__m128i *)(bytes + plane + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8)));
+  }
+}
+
+/* A panel for a group of rows, whose planes lie one after the other. `near`: the panel is in a cache. */
+static void tiles_of_panel(const uint8_t *bytes, long plane, long rows, const float *scales, panel at, bf16 *out,
+                           long outputs, long count, int near) {
+  const int8_t *weights = at.weights;
+  int32_t sums[4][TILE_ROWS][16];
+  ZERO_TILES();
+  for (long i = 0; i < plane; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
+    if (!near)
+      for (int line = 0; line < PANEL; line++) _mm_prefetch((const char *)weights + AHEAD + 64 * line, _MM_HINT_T0);
+    _tile_loadd(4, bytes + i, 2 * plane);
+    _tile_loadd(5, bytes + plane + i, 2 * plane);
+    _tile_loadd(6, weights, 4 * PANEL);
+    _tile_loadd(7, weights + 2 * PANEL, 4 * PANEL);
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  }
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  _tile_stored(2, sums[2], 64);
+  _tile_stored(3, sums[3], 64);
+  for (int half = 0; half < 2; half++) {
+    __m512i start = _mm512_loadu_si512(at.start + 16 * half);
+    for (long r = 0; r < rows; r++)
+      store(_mm512_add_epi32(start, _mm512_loadu_si512(sums[half][r])),
+            _mm512_add_epi32(start, _mm512_loadu_si512(sums[2 + half][r])), &at, 16 * half, scales[r],
+            out + r * outputs + 16 * half, count - 16 * half);
+  }
+}
+
+static void multiply_by_tiles(const bf16 *x, long rows, long inputs, panel all, bf16 *out, long outputs,
+                              uint8_t *bytes, float *row_scales, int threads) {
+  long panels = (outputs + PANEL - 1) / PANEL, plane = rounded_up(inputs, TILE_INPUTS);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    tile_shape shape = {0, 0};
+#pragma omp for schedule(static)
+    for (long row = 0; row < rows; row++) {
+      row_scales[row] = scale_of(x + row * inputs, inputs);
+      split_planes(x + row * inputs, inputs, row_scales[row], bytes + 2 * row * plane, plane);
+    }
+#pragma omp for schedule(static) nowait
+    for (long p = 0; p < panels; p++) {
+      panel at = panel_at(all, p * PANEL, plane);
+      for (long row = 0, now; row < rows; row += now) {
+        now = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+        shape_tiles(&shape, now, now);
+        tiles_of_panel(bytes + 2 * row * plane, plane, now, row_scales + row, at, out + row * outputs + p * PANEL,
+                       outputs, outputs - p * PANEL, row > 0);
+      }
+    }
+    _tile_release();
+  }
+}
+
+#else
+
+#define LEAST_ROWS LONG_MAX
+#define tiles_allowed() 0
+#define multiply_by_tiles multiply_by_panels
+
+#endif
+
+int ssd_can_multiply_int8(void) { return 1; }
+
+/* out [rows, outputs] = x [rows, inputs] times the matrix, plus bias.
+ *
+ * Weights, start, scales and bias (float, or NULL) hold whole panels, weights also whole tiles of inputs. start:
+ * -128 times the sum of an output's weights. bytes: room for 2 * rows * (inputs rounded up to whole tiles);
+ * row_scales: for rows floats. Inputs: at most 131,072, so that sums fit 32 bits. `tiles`: by tiles where they
+ * can be used.
+ */
+void ssd_multiply_int8(const bf16 *x, long rows, long inputs, const int8_t *weights, const int32_t *start,
+                       const float *scales, const float *bias, bf16 *out, long outputs, uint8_t *bytes,
+                       float *row_scales, int tiles, int threads) {
+  panel all = {weights, start, scales, bias, AHEAD};
+  if (tiles && rows >= LEAST_ROWS && tiles_allowed())
+    multiply_by_tiles(x, rows, inputs, all, out, outputs, bytes, row_scales, threads);
+  else
+    multiply_by_panels(x, rows, inputs, all, out, outputs, bytes, row_scales, threads);
 }
 
 #else
@@ -173,6 +276,6 @@ void ssd_multiply_int8(const bf16 *x, long rows, long inputs, const int8_t *weig
 int ssd_can_multiply_int8(void) { return 0; }
 void ssd_multiply_int8(const uint16_t *x, long rows, long inputs, const int8_t *weights, const int32_t *start,
                        const float *scales, const float *bias, uint16_t *out, long outputs, uint8_t *bytes,
-                       float *row_scales, int threads) {}
+                       float *row_scales, int tiles, int threads) {}
 
 #endif

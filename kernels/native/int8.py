@@ -10,25 +10,30 @@ from ssd_serve.errors import UserError
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
 from ssd_serve.kernels.products.int8 import QuantisedWeight, quantise
 
-_PANEL, _TOGETHER, _PLANE = 32, 4, 16
-"""Outputs and inputs that lie together, and what a plane of bytes is a multiple of, as in `int8.c`."""
+_PANEL, _TOGETHER, _TILE = 32, 4, 64
+"""Outputs and inputs that lie together, and what inputs are rounded up to, as in `int8.c`."""
 _MAX_INPUTS = 1 << 17
 
 
 class NativeInt8Matrix:
-    """A quantised weight [outputs, inputs] and an optional bias [outputs], for bf16 rows."""
+    """A quantised weight [outputs, inputs] and an optional bias [outputs], for bf16 rows. Products are the
+    same with the processor's `tiles` and without."""
 
     def __init__(
-        self, library: NativeLibrary, weight: QuantisedWeight, bias: torch.Tensor | None = None
+        self,
+        library: NativeLibrary,
+        weight: QuantisedWeight,
+        bias: torch.Tensor | None = None,
+        tiles: bool = True,
     ) -> None:
         self._outputs, self._inputs = weight.numbers.shape
         if self._inputs > _MAX_INPUTS:
             raise UserError(f"int8 matrices have at most {_MAX_INPUTS} inputs; use another dtype")
         self._multiply = library.function(
-            "ssd_multiply_int8", POINTER, SIZE, SIZE, *[POINTER] * 5, SIZE, POINTER, POINTER, INT
+            "ssd_multiply_int8", POINTER, SIZE, SIZE, *[POINTER] * 5, SIZE, POINTER, POINTER, INT, INT
         )
         more = -self._outputs % _PANEL
-        numbers = F.pad(weight.numbers, (0, -self._inputs % _TOGETHER, 0, more))
+        numbers = F.pad(weight.numbers, (0, -self._inputs % _TILE, 0, more))
         panels = numbers.view(-1, _PANEL, numbers.shape[1] // _TOGETHER, _TOGETHER)
         self._packed = panels.transpose(1, 2).contiguous()  # [panels, inputs / 4, 32, 4]
         self._start = numbers.sum(1, dtype=torch.int32).mul_(-128)
@@ -37,7 +42,8 @@ class NativeInt8Matrix:
         parts = (self._packed, self._start, self._scales)
         self._parts_at = tuple(part.data_ptr() for part in parts)
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
-        self._plane = self._inputs + -self._inputs % _PLANE
+        self._plane = numbers.shape[1]
+        self._tiles = tiles
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """bf16 rows [..., inputs] -> [..., outputs]."""
@@ -59,6 +65,7 @@ class NativeInt8Matrix:
             self._outputs,
             planes_at,
             planes_at + 2 * count * self._plane,
+            self._tiles,
             torch.get_num_threads(),
         )
         return result

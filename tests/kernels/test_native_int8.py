@@ -41,13 +41,14 @@ def as_in_torch(weight: int8.QuantisedWeight, bias: torch.Tensor | None, rows: t
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 23])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 16, 23])
+@pytest.mark.parametrize("tiles", [False, True])
 def test_results_are_those_of_the_scheme_bit_for_bit(
-    library: NativeLibrary, shape: tuple[int, int], rows: int
+    library: NativeLibrary, shape: tuple[int, int], rows: int, tiles: bool
 ) -> None:
     weight, x = weight_of(*shape), rows_of(rows, shape[1])
     for bias in (None, torch.linspace(-1, 1, shape[0]).bfloat16()):
-        result = NativeInt8Matrix(library, weight, bias)(x)
+        result = NativeInt8Matrix(library, weight, bias, tiles)(x)
         assert (result.dtype, result.shape) == (torch.bfloat16, (rows, shape[0]))
         assert torch.equal(result, as_in_torch(weight, bias, x))
         assert result.count_nonzero() > 0.9 * result.numel()

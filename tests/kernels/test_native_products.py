@@ -18,38 +18,62 @@ def library(native: NativeLibrary) -> NativeLibrary:
     return native
 
 
+@pytest.fixture(params=[False, True])
+def tiles(library: NativeLibrary, request: pytest.FixtureRequest) -> bool:
+    """Without the processor's tiles, and with them where it has some."""
+    wanted = bool(request.param)
+    return wanted and products.has_tiles(library)
+
+
 def some(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-@pytest.mark.parametrize("outputs", [1, 16, 31, 32, 33, 200])
+@pytest.mark.parametrize("outputs", [1, 16, 31, 32, 33, 64, 97, 200])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_exact_but_for_one_rounding(library: NativeLibrary, outputs: int, bias: bool) -> None:
+@pytest.mark.parametrize("count", [1, 17])
+def test_products_are_exact_but_for_one_rounding(
+    library: NativeLibrary, tiles: bool, outputs: int, bias: bool, count: int
+) -> None:
     weight, offset = some(outputs, INPUTS), some(outputs) if bias else None
-    matrix = products.NativeMatrix(library, weight, offset)
-    rows = some(17, INPUTS)
+    matrix = products.NativeMatrix(library, weight, offset, tiles)
+    rows = some(count, INPUTS)
     found = matrix(rows)
     assert found.dtype == torch.bfloat16
     exact = F.linear(rows.double(), weight.double(), None if offset is None else offset.double())
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 13, 14, 15, 28, 29, 70])
-def test_a_row_has_the_same_result_alone_and_among_others(library: NativeLibrary, rows: int) -> None:
-    matrix = products.NativeMatrix(library, some(96, INPUTS))
-    x = some(rows, INPUTS)
+@pytest.mark.parametrize("rows", [1, 2, 7, 13, 14, 15, 16, 17, 28, 29, 32, 33, 49, 70])
+@pytest.mark.parametrize("inputs", [32, INPUTS, 768])
+def test_a_row_has_the_same_result_alone_and_among_others(
+    library: NativeLibrary, tiles: bool, rows: int, inputs: int
+) -> None:
+    matrix = products.NativeMatrix(library, some(96, inputs), tiles=tiles)
+    x = some(rows, inputs)
     alone = torch.cat([matrix(x[row : row + 1]) for row in range(rows)])
     assert torch.equal(matrix(x), alone)
 
 
-def test_threads_do_not_change_results(library: NativeLibrary) -> None:
-    matrix, x = products.NativeMatrix(library, some(96, INPUTS)), some(9, INPUTS)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_threads_do_not_change_results(library: NativeLibrary, tiles: bool, rows: int) -> None:
+    matrix, x = products.NativeMatrix(library, some(196, INPUTS), tiles=tiles), some(rows, INPUTS)
     one = matrix(x)
     torch.set_num_threads(3)
     try:
         assert torch.equal(matrix(x), one)
     finally:
         torch.set_num_threads(1)
+
+
+def test_what_is_too_small_to_be_normal_is_nothing_for_one_row_as_for_many(library: NativeLibrary) -> None:
+    if not products.has_tiles(library):
+        pytest.skip("this processor has no tiles, or its kernel does not give them away")
+    tiny = torch.tensor([1e-39, 1e-20, 3e-39, -1e-20] * 16).bfloat16()
+    matrix = products.NativeMatrix(library, (some(40, 64).abs() + 1e-20 * some(40, 64)) * 1e-19)
+    rows = torch.stack([tiny, some(64), tiny.flip(0)])
+    alone = torch.cat([matrix(row[None]) for row in rows])
+    assert torch.equal(matrix(rows), alone)
 
 
 def test_leading_dimensions_and_strides_are_kept_apart(library: NativeLibrary) -> None:
