@@ -4,8 +4,11 @@ Knows files and a tokenizer; does not know models. Order is a pure function of a
 of each length were taken, so a resumed training continues where it stopped.
 """
 
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,11 @@ from tokenizers import Tokenizer
 from ssd_serve.recipes.corpus import SourceFile
 
 Ids = npt.NDArray[np.int64]
+
+CUT_LINES = 24
+"""A training text is cut at the end of one in so many lines, and its parts become tokens by themselves:
+people end prompts where no token of a whole text ends."""
+_LINE_END = re.compile(r"\n *")
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,30 @@ def encode(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document,
         Document(file.path, np.asarray(encoding.ids, dtype=np.int64), file.bytes)
         for file, encoding in zip(files, encodings, strict=True)
     )
+
+
+def encode_in_parts(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document, ...]:
+    """Each file as one document whose tokens do not reach across the cuts of `parts`."""
+    encoded: list[Document] = []
+    for file in files:
+        encodings = tokenizer.encode_batch_fast(parts(file), add_special_tokens=False)
+        ids = [0, *(token for encoding in encodings for token in encoding.ids)]
+        encoded.append(Document(file.path, np.asarray(ids, dtype=np.int64), file.bytes))
+    return tuple(encoded)
+
+
+def parts(file: SourceFile) -> list[str]:
+    """The file's text, cut after some line ends, every other time after the next line's indentation instead.
+
+    The cuts are a pure function of the file.
+    """
+    generator = np.random.default_rng(list(hashlib.sha256(file.text.encode("utf-8")).digest()))
+    ends = list(_LINE_END.finditer(file.text))
+    chosen = [
+        end for end, value in zip(ends, generator.random(len(ends)), strict=True) if value * CUT_LINES < 1
+    ]
+    cuts = [end.start() + 1 if index % 2 else end.end() for index, end in enumerate(chosen)]
+    return [file.text[start:end] for start, end in pairwise([0, *cuts, len(file.text)])]
 
 
 def save_stream(documents: Sequence[Document], path: Path) -> None:

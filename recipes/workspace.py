@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from ssd_serve.errors import UserError
 from ssd_serve.recipes.corpus import SourceFile, added_files, read_sources, split_corpus
-from ssd_serve.recipes.data import Document, encode, save_stream
+from ssd_serve.recipes.data import Document, encode, encode_in_parts, save_stream
 from ssd_serve.recipes.packages import PythonPackage
 from ssd_serve.recipes.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -64,8 +64,8 @@ class Workspace:
         added = added_files(corpus, (file for package in packages for file in package.files))
         tokenizer = tokenizer or train_tokenizer((file.text for file in corpus.train), entries)
         save_tokenizer(tokenizer, self.folder, context)
-        train, held_out = encode(corpus.train, tokenizer), encode(corpus.held_out, tokenizer)
-        others = encode(added, tokenizer)
+        train, held_out = encode_in_parts(corpus.train, tokenizer), encode(corpus.held_out, tokenizer)
+        others = encode_in_parts(added, tokenizer)
         save_stream([*train * (LIBRARY_TIMES if others else 1), *others], self.folder / "train.npy")
         save_stream(held_out, self.folder / "held_out.npy")
         summary = {
