@@ -20,7 +20,7 @@ from ssd_serve.errors import ProtocolError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.heads.eagle import OWN, EagleHead
-from ssd_serve.models.interface import ForwardResult
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.sampling.native.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
 
@@ -44,8 +44,11 @@ class EagleSource(ModelSource):
         noise: NoiseRows,
         fan_out: int,
         native: NativeRanking | None = None,
+        *,
+        model: Model | None = None,
     ) -> None:
-        super().__init__(head, pool, noise, fan_out, native)
+        """`model` runs the head's forwards; None: the head itself."""
+        super().__init__(model or head, pool, noise, fan_out, native)
         self._head = head
         self._known: dict[int, _Known] = {}
 

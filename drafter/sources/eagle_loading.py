@@ -10,13 +10,12 @@ from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, texts_o
 from ssd_serve.drafter.sources.memory import draft_slots
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.models.heads.eagle import EagleHead
 from ssd_serve.models.heads.load import head_sizes, load_head
 from ssd_serve.models.hub import find_model
-from ssd_serve.models.interface import ForwardResult
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import served_wish
 from ssd_serve.models.warmup import measure_steps
-from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.models.wrapped import WrappedModel, wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.ranking import trusted_ranking
 
@@ -24,12 +23,9 @@ from ssd_serve.sampling.ranking import trusted_ranking
 class _WithoutFeatures(WrappedModel):
     """A head whose rows carry nothing: it takes as long."""
 
-    def __init__(self, head: EagleHead) -> None:
-        super().__init__(head)
-        self._hidden = head.facts.hidden
-
     def forward(self, batch: Batch) -> ForwardResult:
-        return self._model.forward(replace(batch, vectors=torch.zeros(batch.rows, self._hidden)))
+        vectors = torch.zeros(batch.rows, self._model.facts.hidden)
+        return self._model.forward(replace(batch, vectors=vectors))
 
 
 def load_eagle(order: SourceOrder) -> LoadedSource:
@@ -42,12 +38,13 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
     slots = draft_slots(settings, sizes, device)
     wish = replace(served_wish(settings, device, slots, order.native), graphs=False)
     head = load_head(folder, wish, sizes, order.log)
-    timings = measure_steps(_WithoutFeatures(head), order.widths)
+    model: Model = wrap_model(head, "draft", settings.model_wrapper)
+    timings = measure_steps(_WithoutFeatures(model), order.widths)
     facts = head.facts
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, order.native)
     ranking = trusted_ranking(order.native) if facts.device == "cpu" else None
     return LoadedSource(
-        EagleSource(head, SlotPool(slots), noise, settings.draft_fan_out, ranking),
+        EagleSource(head, SlotPool(slots), noise, settings.draft_fan_out, ranking, model=model),
         texts_of(target, facts.context),
         {rows: min(each) for (rows, _), each in timings.items()},
         sizes.description.config.features,
