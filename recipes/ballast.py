@@ -9,6 +9,7 @@ multiplied by sqrt(H / H') and epsilon by H / H'. Weights that cannot influence 
 numbers, so that no engine can take a short cut. This module knows weights and shapes only, not engines.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from ssd_serve.recipes.checkpoint import (
 
 FILLER = 0.02
 """Standard deviation of weights that do not influence the result."""
+_READING = frozenset(f"self_attn.{each}_proj.weight" for each in "qkv")
+"""Matrices that read what the attention reads."""
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
@@ -102,13 +105,10 @@ def add_ballast(
     """
     checkpoint = read_checkpoint(source)
     config = checkpoint.config
-    if (
-        config.get("architectures", [None])[0] not in SUPPORTED
-        or config.get("attention_bias")
-        or config.get("mlp_bias")
-    ):
+    refuse_biases(config)
+    if config.get("architectures", [None])[0] not in SUPPORTED:
         raise UserError(
-            f"Ballast supports {', '.join(SUPPORTED)} without biases, not {config.get('architectures')}."
+            f"Ballast supports {', '.join(SUPPORTED)} and EAGLE-3 heads, not {config.get('architectures')}."
         )
     old = BallastSizes.of(config)
     new = enlarged(old, hidden, layers, heads, intermediate)
@@ -120,6 +120,12 @@ def add_ballast(
             if (source / name).is_file():
                 (folder / name).write_bytes((source / name).read_bytes())
     return new
+
+
+def refuse_biases(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` where a `config.json` declares some."""
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise UserError("Ballast supports no biases in attention or MLP.")
 
 
 def enlarged_config(config: dict[str, Any], old: BallastSizes, new: BallastSizes) -> dict[str, Any]:
@@ -147,6 +153,11 @@ class Enlarger:
         places = torch.tensor(slots)[:, None] * old.head + torch.arange(old.head)  # [heads, head]
         self.queries = places.flatten()  # where each query dimension of the source goes
 
+    def beside(self, count: int) -> Tensor:
+        """Where the numbers of `count` vectors of the source stand in as many of the copy, side by side:
+        int64 [count * hidden]."""
+        return (torch.arange(count)[:, None] * self.new.hidden + torch.arange(self.old.hidden)).flatten()
+
     def weights(self, checkpoint: LlamaCheckpoint) -> dict[str, Tensor]:
         """All weights by name."""
         source = checkpoint.weights
@@ -166,14 +177,17 @@ class Enlarger:
                 result[prefix + name] = weight
         return result
 
-    def layer(self, source: dict[str, Tensor], prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """One layer by names without prefix; where the source has none, a layer that adds nothing."""
+    def layer(
+        self, source: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, read: int = 1
+    ) -> dict[str, Tensor]:
+        """One layer by names without prefix, whose attention reads `read` vectors side by side; where the
+        source has none, a layer that adds nothing."""
         new = self.new
         attention, kv = new.heads * new.head, new.kv_heads * new.head
         shapes = {  # name: (shape, whether padding may be filled)
-            "self_attn.q_proj.weight": ((attention, new.hidden), True),
-            "self_attn.k_proj.weight": ((kv, new.hidden), True),
-            "self_attn.v_proj.weight": ((kv, new.hidden), True),
+            "self_attn.q_proj.weight": ((attention, read * new.hidden), True),
+            "self_attn.k_proj.weight": ((kv, read * new.hidden), True),
+            "self_attn.v_proj.weight": ((kv, read * new.hidden), True),
             "self_attn.o_proj.weight": ((new.hidden, attention), False),
             "mlp.gate_proj.weight": ((new.intermediate, new.hidden), True),
             "mlp.up_proj.weight": ((new.intermediate, new.hidden), True),
@@ -184,6 +198,8 @@ class Enlarger:
             weight = source.get(prefix + name, torch.zeros(0, 0, dtype=dtype))
             rows = self.queries if "q_proj" in name else None
             columns = self.queries if "o_proj" in name else None
+            if name in _READING:
+                columns = self.beside(read)
             result[name] = self.padded(weight, shape, filled, rows, columns)
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             result[name] = self.norm(source.get(prefix + name, torch.ones(self.old.hidden)))

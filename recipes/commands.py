@@ -88,10 +88,10 @@ def add_eagle3(commands: Commands) -> None:
 def add_ballast(commands: Commands) -> None:
     """`ssd recipe ballast`."""
     parser = commands.add_parser("ballast", help="copy a checkpoint: the same function at a larger cost")
-    parser.add_argument("source", type=Path)
+    parser.add_argument("source", type=Path, help="a Llama checkpoint, or an EAGLE-3 head of one")
     parser.add_argument("destination", type=Path)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, help="of the copy (16); an EAGLE-3 head has one")
     parser.add_argument("--heads", type=int, help="query heads (default: as many as fill the hidden size)")
     parser.add_argument("--intermediate", type=int, help="MLP size (default: 2.75 times the hidden size)")
     parser.set_defaults(run=run_ballast)
@@ -194,10 +194,16 @@ def run_blur(args: argparse.Namespace) -> int:
 def run_ballast(args: argparse.Namespace) -> int:
     """Write the enlarged copy."""
     from ssd_serve.recipes.ballast import add_ballast as write_ballast
+    from ssd_serve.recipes.head_ballast import add_head_ballast, is_head
 
-    sizes = write_ballast(
-        args.source, args.destination, args.hidden, args.layers, args.heads, args.intermediate
-    )
+    if is_head(args.source):
+        if args.layers not in (None, 1):
+            raise UserError("An EAGLE-3 head has one layer: leave --layers out.")
+        sizes = add_head_ballast(args.source, args.destination, args.hidden, args.heads, args.intermediate)
+    else:
+        sizes = write_ballast(
+            args.source, args.destination, args.hidden, args.layers or 16, args.heads, args.intermediate
+        )
     print(
         f"wrote {args.destination}: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads "
         f"({sizes.kv_heads} KV), MLP {sizes.intermediate}"
