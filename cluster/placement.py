@@ -76,12 +76,14 @@ def of_rank(settings: Settings, rank: int) -> Settings:
 
 
 def of_drafter(settings: Settings, index: int) -> Settings:
-    """Resolved settings as this drafter needs them: the draft models by turns, and its own part of the
-    device."""
+    """Resolved settings as this drafter process needs them: a draft model, or its share of them where
+    processes are fewer, and its own part of the device."""
     models, count = settings.draft_models, settings.drafter_count
     update: dict[str, object] = {}
     if models:
-        update["draft"] = models[index % len(models)]
+        update["draft"] = (
+            ",".join(models[index::count]) if count < len(models) else models[index % len(models)]
+        )
     if settings.draft_device is not None and count > 1:
         update["draft_device"] = str(parse_device(settings.draft_device).split(count)[index % count])
     return settings.model_copy(update=update)

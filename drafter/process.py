@@ -1,6 +1,7 @@
 """The drafter process: *drain outcomes, pick, forward, append, publish*, and sleep on the sockets otherwise.
 
-It drafts for one verifier or for several, and waits for those that are not there.
+It drafts for one verifier or for several, and waits for those that are not there. Several draft models in one
+process take turns, step by step; to verifiers each is a drafter of its own.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import Heap, settle_memory
-from ssd_serve.messages import Growth, Heartbeat
+from ssd_serve.messages import Heartbeat
 from ssd_serve.settings import Settings
 
 _BEAT_S = 0.5
@@ -42,37 +43,84 @@ def run(
     """
     log = get_logger(name, settings.log_level, settings.log_format)
     native = native_library(settings, log)
-    drafter = assemble_drafter(settings, name, settings.draft_device or "cpu", native)
+    drafters = [
+        assemble_drafter(
+            settings.model_copy(update={"draft": model}), own, settings.draft_device or "cpu", native
+        )
+        for own, model in _names(name, settings.draft_models)
+    ]
     settle_memory()
     on_loaded()
     key = settings.cluster_key or ""
-    targets = [
-        VerifierConnection(
-            drafter.core, drafter.hello, log, (place, len(addresses)), Dial(address, log, key=key)
+    cores = [
+        CoreAtWork(
+            each.core,
+            [
+                VerifierConnection(
+                    each.core, each.hello, log, (place, len(addresses)), Dial(address, log, key=key)
+                )
+                for place, address in enumerate(addresses)
+            ],
+            each.hello.step_ms / 1e3,
         )
-        for place, address in enumerate(addresses)
+        for each in drafters
     ]
-    step_s = drafter.hello.step_ms / 1e3
-    DrafterLoop(targets, drafter.core, step_s, patient, alive_file).run()
+    DrafterLoop(cores, patient, alive_file).run()
     return 0
 
 
-class DrafterLoop:
-    """Steps the core for as long as there is anybody to draft for."""
+def _names(name: str, models: Sequence[str]) -> list[tuple[str, str]]:
+    """A name for each draft model of a process of this name."""
+    if len(models) < 2:
+        return [(name, model) for model in models]
+    return [(f"{name}.{place}", model) for place, model in enumerate(models)]
 
-    def __init__(
-        self,
-        targets: Sequence[VerifierConnection],
-        core: DrafterCore,
-        step_s: float,
-        patient: bool = False,
-        alive_file: Path | None = None,
-    ) -> None:
-        """`patient`: go on when all verifiers refuse this drafter; they are asked again."""
-        self._alive_file = alive_file
-        self._targets = targets
+
+class CoreAtWork:
+    """A core and the verifiers that it drafts for. `step_s`: what its step takes, until that is observed."""
+
+    def __init__(self, core: DrafterCore, targets: Sequence[VerifierConnection], step_s: float) -> None:
+        self.targets = targets
         self._core = core
         self._step_time = StepTime(step_s)
+
+    @property
+    def refused(self) -> str:
+        """Why none of its verifiers wants it; empty while one may."""
+        return self.targets[0].refused if all(target.refused for target in self.targets) else ""
+
+    def hear(self) -> None:
+        """Take what has come."""
+        for target in self.targets:
+            target.hear()
+
+    def step(self) -> bool:
+        """Grow and publish, if there is anything to grow."""
+        started = time.perf_counter()
+        growth = self._core.step()
+        for message in growth:
+            self.targets[message.request % len(self.targets)].grew(message)
+        if growth and not self._core.captured_now:
+            self._step_time.observe(time.perf_counter() - started)
+        return bool(growth)
+
+    def beat(self) -> None:
+        """Say how it is."""
+        beat = Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes)
+        for target in self.targets:
+            target.beat(beat)
+
+
+class DrafterLoop:
+    """Steps the cores for as long as there is anybody to draft for."""
+
+    def __init__(
+        self, cores: Sequence[CoreAtWork], patient: bool = False, alive_file: Path | None = None
+    ) -> None:
+        """`patient`: go on when all verifiers refuse a draft; they are asked again."""
+        self._alive_file = alive_file
+        self._cores = cores
+        self._targets = [target for core in cores for target in core.targets]
         self._patient = patient
         self._beat_at = 0.0
         self._heap = Heap()
@@ -83,24 +131,15 @@ class DrafterLoop:
             self.turn()
 
     def turn(self) -> None:
-        """One step, or a sleep."""
-        for target in self._targets:
-            target.hear()
-        if not self._patient and all(target.refused for target in self._targets):
-            raise PairMismatchError(self._targets[0].refused)
-        started = time.perf_counter()
-        growth = self._core.step()
-        if growth:
-            self._publish(growth)
-            if not self._core.captured_now:
-                self._step_time.observe(time.perf_counter() - started)
-        else:
+        """One step of each core, or a sleep."""
+        for core in self._cores:
+            core.hear()
+        refused = next((core.refused for core in self._cores if core.refused), "")
+        if refused and not self._patient:
+            raise PairMismatchError(refused)
+        if not sum([core.step() for core in self._cores]):
             self._sleep()
         self._beat()
-
-    def _publish(self, growth: list[Growth]) -> None:
-        for message in growth:
-            self._targets[message.request % len(self._targets)].grew(message)
 
     def _sleep(self) -> None:
         channels = [target.channel for target in self._targets if target.channel is not None]
@@ -114,9 +153,8 @@ class DrafterLoop:
         now = time.monotonic()
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
-            beat = Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes)
-            for target in self._targets:
-                target.beat(beat)
+            for core in self._cores:
+                core.beat()
             if self._alive_file is not None and any(target.joined for target in self._targets):
                 with contextlib.suppress(OSError):  # its age tells
                     self._alive_file.touch()

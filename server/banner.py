@@ -104,8 +104,8 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     name = EMBEDDED if settings.target == EMBEDDED else ready.target
     target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
     draft = f"{ready.draft} on {ready.draft_device}, {ready.draft_step_ms:.1f} ms a step ({timing})"
-    if ready.mode == "ssd" and settings.drafter_count > 1:
-        draft = f"{settings.drafter_count} drafters: {draft}"
+    if ready.mode == "ssd" and settings.joining_drafters > 1:
+        draft = f"{settings.joining_drafters} drafters: {draft}"
     room = f"{ready.context} tokens a request (prompt and output), {ready.slots} tokens cached in all"
     rows = [("mode", f"{ready.mode}: {MODES.get(ready.mode, '')}"), ("target", target)]
     if ready.mode != "ar":

@@ -67,7 +67,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     )
     if settings.mode is Mode.SSD:
         _say(server, log, "waiting for the drafters")
-        loop.await_drafters(_JOIN_S, max(1, settings.drafter_count))
+        loop.await_drafters(_JOIN_S, max(1, settings.joining_drafters))
     server.send(ready_report(settings, verifier))
     log.info(
         "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)

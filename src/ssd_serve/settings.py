@@ -11,7 +11,6 @@ from typing import Literal
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.attention.registry import AUTO, told
 from ssd_serve.setting_values import (
     LOOKUPS,
@@ -74,7 +73,8 @@ class Settings(BaseSettings):
         default=None,
         ge=0,
         le=64,
-        description="drafter processes, which share the requests; empty: one for each draft model; "
+        description="drafter processes, which share the requests, or the draft models where there are more "
+        "of these; empty: one for each draft model; "
         "0: none here, they join at SSD_DRAFTER_ADDRESS",
     )
     mode: Mode = Field(
@@ -363,12 +363,11 @@ class Settings(BaseSettings):
 
     @property
     def drafter_count(self) -> int:
-        """Drafter processes that are started here where a mode has any. Raises `SettingsError` where they are
-        fewer than the draft models."""
-        models = len(self.draft_models)
-        count = self.drafters if self.drafters is not None else models
-        if 0 < count < models:
-            raise SettingsError(
-                f"SSD_DRAFT names {models} draft models, but SSD_DRAFTERS is {count}: each needs a drafter"
-            )
-        return count
+        """Drafter processes that are started here where a mode has any; fewer than the draft models share
+        these."""
+        return self.drafters if self.drafters is not None else len(self.draft_models)
+
+    @property
+    def joining_drafters(self) -> int:
+        """How many drafters these processes are to the verifier: one for each draft model that one has."""
+        return max(self.drafter_count, len(self.draft_models)) if self.drafter_count else 0

@@ -237,14 +237,24 @@ def test_each_draft_model_has_a_drafter_where_nothing_is_said() -> None:
     assert settings.drafter_count == 3
     assert place(settings, machine(8)).draft == cpu(5, 6, 7)
     assert resolved(settings, place(settings, machine(8))).draft_models == ("a", "b", "c")
+    assert settings.joining_drafters == 3
     synchronous = Settings(mode=Mode.SD, target="t", draft="a,b")
     assert resolved(synchronous, place(synchronous, machine(2))).draft_models == ("a", "b")
+
+
+def test_fewer_drafter_processes_than_draft_models_share_them() -> None:
+    settings = Settings(mode=Mode.SSD, target="t", draft="a,b,c", drafters=2)
+    whole = resolved(settings, place(settings, machine(8)))
+    assert whole.draft_device == "cpu:6-7"
+    assert [of_drafter(whole, index).draft_models for index in range(2)] == [("a", "c"), ("b",)]
+    assert settings.joining_drafters == 3
+    assert Settings(mode=Mode.SSD, target="t", draft="a,b", drafters=5).joining_drafters == 5
+    assert Settings(mode=Mode.SSD, target="t", draft="a,b", drafters=0).joining_drafters == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings(target="t", draft="a,b,c", drafters=2), "names 3 draft models, but SSD_DRAFTERS is 2"),
         (Settings(mode=Mode.SSD, drafters=2, draft_device="cuda:1-3"), "each uses one: name 2 GPUs"),
         (Settings(mode=Mode.SSD, draft_device="cuda:1-2"), "the draft model uses one: name 1 GPU"),
         (Settings(mode=Mode.SSD, drafters=0), "no SSD_DRAFTER_ADDRESS"),

@@ -12,7 +12,7 @@ from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.process import DrafterLoop
+from ssd_serve.drafter.process import CoreAtWork, DrafterLoop
 from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.errors import EngineDeadError, PairMismatchError
 from ssd_serve.logs import get_logger
@@ -40,7 +40,7 @@ def make() -> tuple[DrafterLoop, DrafterCore, MemoryChannel, MemoryChannel]:
     mine, verifiers = memory_pair()
     core = core_of(ScriptedSource(), LIMITS)
     return (
-        DrafterLoop([VerifierConnection(core, HELLO, QUIET, channel=mine)], core, 0.001),
+        DrafterLoop([CoreAtWork(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)]),
         core,
         mine,
         verifiers,
@@ -64,6 +64,28 @@ def test_it_publishes_growth_then_sleeps_on_its_socket_until_the_verifier_leaves
     assert sequences == list(range(len(sequences)))
     assert len(sequences) > 1
     assert any(isinstance(message, Heartbeat) for message in heard)
+
+
+def test_several_draft_models_take_turns_and_are_drafters_of_their_own() -> None:
+    pairs = [memory_pair() for _ in range(2)]
+    cores = [core_of(ScriptedSource(), LIMITS) for _ in pairs]
+    works = [
+        CoreAtWork(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)
+        for core, (mine, _) in zip(cores, pairs, strict=True)
+    ]
+    loop = DrafterLoop(works)
+    for _, verifier in pairs:
+        verifier.send(OPEN)
+    loop.turn()
+    for _, verifier in pairs:
+        heard = verifier.receive()
+        assert [type(message) for message in heard if not isinstance(message, Heartbeat)] == [Hello, Growth]
+    pairs[0][1].send(Close(1, 1))
+    loop.turn()
+    assert [len(core.requests) for core in cores] == [0, 1]
+    pairs[1][1].send(Refusal("no"))
+    with pytest.raises(PairMismatchError, match="no"):
+        loop.turn()
 
 
 def test_it_drops_what_is_closed() -> None:
@@ -105,7 +127,7 @@ def test_a_patient_one_that_is_refused_asks_again_and_joins_who_comes_after() ->
     target = VerifierConnection(
         core, HELLO, QUIET, dial=Dial("tcp://a:1", QUIET, reach, longest_pause_s=0.01)
     )
-    loop = DrafterLoop([target], core, 0.001, patient=True)
+    loop = DrafterLoop([CoreAtWork(core, [target], 0.001)], patient=True)
     deadline = time.monotonic() + 10.0
     while len(reached) < 2 or target.refused:
         assert time.monotonic() < deadline
@@ -124,7 +146,7 @@ class Shared:
             VerifierConnection(self.core, HELLO, QUIET, (place, 2), channel=pair[0])
             for place, pair in enumerate(pairs)
         ]
-        self.loop = DrafterLoop(targets, self.core, 0.001)
+        self.loop = DrafterLoop([CoreAtWork(self.core, targets, 0.001)])
 
     def turn(self, times: int = 1) -> list[list[Growth]]:
         """What each verifier hears of growth."""
@@ -196,7 +218,8 @@ def test_a_verifier_that_comes_back_is_greeted_again() -> None:
         return mine
 
     core = core_of(ScriptedSource(), LIMITS)
-    loop = DrafterLoop([VerifierConnection(core, HELLO, QUIET, dial=Dial("here", QUIET, reach))], core, 0.001)
+    target = VerifierConnection(core, HELLO, QUIET, dial=Dial("here", QUIET, reach))
+    loop = DrafterLoop([CoreAtWork(core, [target], 0.001)])
     until(loop, lambda: len(ends) == 1)
     ends[0].send(HELLO)
     ends[0].send(OPEN)
@@ -221,9 +244,7 @@ def test_the_file_of_its_life_is_touched_while_a_verifier_takes_drafts(tmp_path:
         mine, verifiers = memory_pair()
         core = core_of(ScriptedSource(), LIMITS)
         loop = DrafterLoop(
-            [VerifierConnection(core, HELLO, QUIET, channel=mine)],
-            core,
-            0.001,
+            [CoreAtWork(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)],
             patient=True,
             alive_file=alive,
         )
@@ -283,7 +304,7 @@ def test_who_was_welcome_once_and_is_refused_later_tries_again() -> None:
     mine, verifiers = memory_pair()
     core = core_of(ScriptedSource(), LIMITS)
     target = VerifierConnection(core, HELLO, QUIET, dial=Dial("here", QUIET, lambda _address: mine))
-    loop = DrafterLoop([target], core, 0.001)
+    loop = DrafterLoop([CoreAtWork(core, [target], 0.001)])
     deadline = time.monotonic() + 10.0
     while target.channel is None:
         assert time.monotonic() < deadline

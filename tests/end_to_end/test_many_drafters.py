@@ -117,6 +117,17 @@ def workers(pid: int) -> dict[str, psutil.Process]:
     return found
 
 
+def test_two_draft_models_in_one_process(
+    folders: dict[str, Path], expected: list[str], tmp_path: Path
+) -> None:
+    drafts = f"{folders['draft']},{folders['other']}"
+    with serving(folders, tmp_path, SSD_DRAFT=drafts, SSD_DRAFTERS="1") as (pid, url):
+        assert {name for name in workers(pid) if name.startswith("drafter")} == {"drafter-0"}
+        until(lambda: metric(url, "ssd_drafters_alive") == 2)
+        assert crowd(url) == expected
+        assert metric(url, "ssd_spec_decode_num_accepted_tokens_total") > 0
+
+
 def test_two_drafters_one_of_them_killed(
     folders: dict[str, Path], expected: list[str], tmp_path: Path
 ) -> None:

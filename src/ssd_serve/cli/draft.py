@@ -78,9 +78,9 @@ def _check_alive_file(path: Path) -> None:
 
 
 def _drafting(settings: Settings) -> Settings:
-    """With one draft model, and its device."""
-    if len(settings.draft_models) > 1 or settings.drafters not in (None, 0, 1):
-        raise SettingsError("`ssd draft` is one drafter with one draft model: start it once for each")
+    """With its draft models, and their device."""
+    if settings.drafters not in (None, 0, 1):
+        raise SettingsError("`ssd draft` is one process: start it as often as there are to be drafters")
     machine = this_machine()
     if machine.trouble and settings.draft_device is None and not settings.allow_cpu:
         raise NoGpuError(f"{machine.trouble}; or let cores compute with SSD_ALLOW_CPU=1")
