@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ssd_serve.errors import UserError
 
@@ -81,6 +81,7 @@ def add_eagle3(commands: Commands) -> None:
     parser.add_argument("--steps", type=positive, default=4, help="in which it reads its own words (4)")
     parser.add_argument("--tokens", type=positive, default=12_000_000, help="that it sees in all")
     parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
+    parser.add_argument("--figures", type=Path, help="JSON object of figures by name, for the model card")
     parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
     parser.set_defaults(run=run_eagle3)
 
@@ -146,6 +147,19 @@ def sample_temperature(text: str) -> float:
     return value
 
 
+def read_figures(path: Path | None) -> dict[str, Any]:
+    """Figures by name of a JSON file; none without a file."""
+    if path is None:
+        return {}
+    try:
+        figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} has no figures: {error}") from error
+    if not isinstance(figures, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"{path} has no figures: a JSON object was expected.")
+    return figures
+
+
 def run_train_pair(args: argparse.Namespace) -> int:
     """Train and export."""
     import torch
@@ -177,8 +191,7 @@ def run_train_pair(args: argparse.Namespace) -> int:
             None if start is None else load_tokenizer(start[0]),
         )
         train_pair(recipe, workspace, say=lambda line: print(line, flush=True))
-    figures = json.loads(args.figures.read_text(encoding="utf-8")) if args.figures else None
-    export_pair(workspace, args.target, args.draft, figures)
+    export_pair(workspace, args.target, args.draft, read_figures(args.figures) or None)
     print(f"exported {args.target} and {args.draft}")
     return 0
 
@@ -215,8 +228,10 @@ def run_eagle3(args: argparse.Namespace) -> int:
     """Train and export."""
     import torch
 
+    from ssd_serve.models.config import model_name
     from ssd_serve.recipes.corpus import standard_library
-    from ssd_serve.recipes.head_training import HeadRecipe, export_head, train_head
+    from ssd_serve.recipes.head_export import HeadStory, export_head
+    from ssd_serve.recipes.head_training import HeadRecipe, train_head
     from ssd_serve.recipes.tokenizer import load_tokenizer
     from ssd_serve.recipes.workspace import Workspace
 
@@ -226,8 +241,18 @@ def run_eagle3(args: argparse.Namespace) -> int:
     entries = tokenizer.get_vocab_size()
     workspace.prepare(args.library or standard_library(), entries, _CONTEXT, (), tokenizer)
     recipe = HeadRecipe(tuple(args.layers), args.proposed, args.steps, args.tokens)
-    head = train_head(recipe, workspace, args.target, say=lambda line: print(line, flush=True))
-    export_head(head, recipe, args.head)
+    training = train_head(recipe, workspace, args.target, say=lambda line: print(line, flush=True))
+    story = HeadStory(
+        target=model_name(args.target),
+        summary=workspace.summary(),
+        step=training.step,
+        tokens=training.tokens,
+        of_tokens=args.tokens,
+        worked_seconds=training.worked,
+        history=training.history,
+        figures=read_figures(args.figures),
+    )
+    export_head(training.model, recipe, args.head, story)
     print(f"exported {args.head}")
     return 0
 

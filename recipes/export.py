@@ -148,8 +148,8 @@ def shape_lines(shape: Shape) -> list[str]:
     ]
 
 
-def data_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The corpus."""
+def data_lines(summary: Mapping[str, Any], listed: str = "the target's `held_out.json`") -> list[str]:
+    """The corpus, whose held-out files are listed there."""
     packages: list[Mapping[str, Any]] = summary["packages"]
     lines = [
         f"- The Python sources of the standard library of CPython {platform.python_version()}, its tests "
@@ -158,8 +158,8 @@ def data_lines(summary: Mapping[str, Any]) -> list[str]:
         "- Licence of that: Python Software Foundation License Version 2, "
         "copyright Python Software Foundation; some modules carry notices of their own.",
         f"- Held out by a hash of the path: {len(summary['held_out'])} files, "
-        f"{summary['held_out_bytes'] / 1e6:.2f} MB, {summary['held_out_tokens']:,} tokens, listed in the "
-        f"target's `held_out.json`. {summary['removed_files']} files that share 40 % or more of their "
+        f"{summary['held_out_bytes'] / 1e6:.2f} MB, {summary['held_out_tokens']:,} tokens, "
+        f"listed in {listed}. {summary['removed_files']} files that share 40 % or more of their "
         "three-line runs with a held-out file were removed before the tokenizer was trained.",
     ]
     if packages:

@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head for a finished target on the text of a workspace, and exports it as others do.
+"""Trains an EAGLE-3 head for a finished target on the text of a workspace.
 
 Goes on where it stopped. Knows what is trained on what; the loss and the engine's head live elsewhere.
 """
@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from ssd_serve.errors import UserError
-from ssd_serve.recipes.checkpoint import (
-    llama_config,
-    read_decoder,
-    replaced_folder,
-    write_json,
-    write_weights,
-)
+from ssd_serve.recipes.checkpoint import read_decoder
 from ssd_serve.recipes.data import evaluation_windows
 from ssd_serve.recipes.decoder import Decoder, Shape
 from ssd_serve.recipes.eagle3 import TrainedHead, agreement_by_step, head_loss
@@ -60,8 +54,8 @@ class HeadRecipe:
 
 def train_head(
     recipe: HeadRecipe, workspace: Workspace, target: Path, say: Callable[[str], None]
-) -> TrainedHead:
-    """Train to the last token, from the checkpoint where there is one."""
+) -> Training[TrainedHead]:
+    """Train to the last token, from the checkpoint where there is one; returns where it ended."""
     teacher = read_decoder(target)
     _check(recipe, teacher)
     ids = frequent_tokens(workspace, recipe.proposed, teacher.shape.vocabulary)
@@ -88,35 +82,14 @@ def train_head(
     say(f"head: {training.tokens:,} of {plan.tokens:,} tokens")
     if training.tokens < plan.tokens:
         run(training, figures, say=say)
-    return head.eval()
+    head.eval()
+    return training
 
 
 def frequent_tokens(workspace: Workspace, count: int, vocabulary: int) -> Tensor:
     """Ids of the most frequent tokens of the text, ascending: int64 [count]."""
     counts = np.bincount(workspace.stream(), minlength=vocabulary)
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count])).to(torch.int64)
-
-
-def export_head(head: TrainedHead, recipe: HeadRecipe, folder: Path) -> None:
-    """Write it as SafeAILab's and SpecForge's heads are written; the embedding is the target's."""
-    ids, vocabulary = head.ids, head.shape.vocabulary
-    config = {
-        **llama_config(head.shape),
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": len(ids),
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(recipe.layers),
-            "use_aux_hidden_state": True,
-        },
-    }
-    weights = {
-        name: value.detach().to(torch.bfloat16).contiguous() for name, value in head.state_dict().items()
-    }
-    weights["d2t"] = ids - torch.arange(len(ids))
-    weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
-    with replaced_folder(folder) as inside:
-        write_json(inside / "config.json", config)
-        write_weights(weights, inside)
 
 
 def _check(recipe: HeadRecipe, target: Decoder) -> None:

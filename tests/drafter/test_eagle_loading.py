@@ -15,7 +15,8 @@ from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.recipes.checkpoint import read_checkpoint, shape_of
 from ssd_serve.recipes.eagle3 import TrainedHead
-from ssd_serve.recipes.head_training import HeadRecipe, export_head
+from ssd_serve.recipes.head_export import export_head
+from ssd_serve.recipes.head_training import HeadRecipe
 from ssd_serve.settings import Settings
 
 

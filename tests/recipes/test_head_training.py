@@ -17,7 +17,8 @@ from ssd_serve.recipes.checkpoint import read_decoder
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise, rotary_tables
 from ssd_serve.recipes.eagle3 import TrainedHead, read_target, steps_of
 from ssd_serve.recipes.export import export_pair
-from ssd_serve.recipes.head_training import HeadRecipe, export_head, frequent_tokens, train_head
+from ssd_serve.recipes.head_export import HeadStory, export_head
+from ssd_serve.recipes.head_training import HeadRecipe, frequent_tokens, train_head
 from ssd_serve.recipes.pair import train_pair
 from ssd_serve.recipes.workspace import Workspace
 from tests.models.test_decoder import chunk
@@ -116,7 +117,8 @@ def _target(workspace: Workspace, folder: Path) -> Path:
 def test_a_head_learns_goes_on_and_is_served(workspace: Workspace, tmp_path: Path) -> None:
     target = _target(workspace, tmp_path)
     lines: list[str] = []
-    head = train_head(RECIPE, workspace, target, lines.append)
+    training = train_head(RECIPE, workspace, target, lines.append)
+    head = training.model
     (done,) = (json.loads(line.removeprefix("done ")) for line in lines if line.startswith("done "))
     first = json.loads(lines[1].partition(" ")[2])
     assert done["agreement_0"] > max(0.4, first["agreement_0"])
@@ -126,7 +128,23 @@ def test_a_head_learns_goes_on_and_is_served(workspace: Workspace, tmp_path: Pat
     train_head(RECIPE, kept, target, again.append)
     assert len(again) == 1  # it was done
     assert torch.equal(head.ids, frequent_tokens(workspace, RECIPE.proposed, 300))
-    export_head(head, RECIPE, tmp_path / "head")
+    story = HeadStory(
+        "a target",
+        workspace.summary(),
+        training.step,
+        training.tokens,
+        RECIPE.tokens,
+        training.worked,
+        training.history,
+        {"tokens a round, code": 2.34567},
+    )
+    export_head(head, RECIPE, tmp_path / "head", story)
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "An EAGLE-3 head of a target" in card
+    assert f"after 1 own words | {done['agreement_1']:.3f} |" in card
+    assert "| tokens a round, code | 2.346 |" in card
+    kept_history = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert kept_history == training.history
 
     served = load_head(
         tmp_path / "head",
