@@ -19,16 +19,6 @@ class VectorTable:
         """The position behind the last one."""
         return self.first + self._length
 
-    @property
-    def row_bytes(self) -> int:
-        """What one row takes; 0 while there was none."""
-        return 0 if self._rows is None else self._rows.shape[1] * self._rows.element_size()
-
-    @property
-    def bytes(self) -> int:
-        """What all rows take, with those that there is room for."""
-        return 0 if self._rows is None else len(self._rows) * self.row_bytes
-
     def __len__(self) -> int:
         return self._length
 

@@ -261,8 +261,6 @@ class Engine:
     def _retire(self, request: Request) -> None:
         if self._active.pop(request.number, None) is not None:
             self.drafters.close(request)
-        if self._features is not None:
-            self._features.forget(request)
         self.scheduler.remove(request)
 
     def _account(

@@ -1,17 +1,22 @@
 """What the target has computed of committed tokens, for drafters that read it.
 
-Each request keeps its rows while there is room, so that a drafter which comes later, or was not listening,
-loses nothing; beyond that it begins behind a gap. Prompts that are found in the prefix cache are such gaps:
-nothing is computed of them. Knows walks and tensors; not who reads them.
+It is kept by KV slot: where a token's keys and values are, there its features are too. So a drafter that
+comes later, or was not listening, loses nothing, nor does a request whose prompt the prefix cache knew. There
+is room for some rows; those written first make room for others, and a reader begins behind them. Knows slots,
+walks and tensors; not who reads them.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ssd_serve.cache.vectors import VectorTable
+from ssd_serve.cache.table import SlotTable
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import InFlight, Walk
+
+_NOWHERE = -1
 
 
 class FeatureStore:
@@ -20,45 +25,101 @@ class FeatureStore:
     def __init__(self, layers: Sequence[int], limit: int) -> None:
         self.layers = tuple(layers)
         self._limit = limit
-        self.kept = 0
-        """Bytes that requests keep."""
+        self._rows = torch.empty((0, 0))  # [places, layers * hidden]
+        self._places = np.zeros(0, dtype=np.int64)  # [slots], where a slot's row is
+        self._owners = np.zeros(0, dtype=np.int64)  # [places], whose row it is
+        self._next = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """What one token takes; 0 while nothing was computed."""
+        return self._rows.shape[1] * self._rows.element_size()
 
     def take(self, flight: InFlight, walks: Sequence[Walk]) -> None:
-        """Keep the rows of a round's committed tokens with their requests."""
+        """Keep the rows of a round's committed tokens."""
         rows: list[int] = []
-        counts: list[int] = []
+        slots: list[int] = []
         start = 0
         for walk in walks:
+            request = walk.work.part.request
+            request.features = request.features or RequestFeatures(self, request)
             fed = len(walk.work.part.slots)
-            committed = [*range(start, start + fed), *(start + fed + index for index in walk.accepted)]
-            counts.append(len(committed))
-            rows += committed
+            rows += [*range(start, start + fed), *(start + fed + index for index in walk.accepted)]
+            slots += [*walk.work.part.slots, *walk.kept]
             start += walk.work.rows
         found = [flight.result.features[f"layer.{layer}"] for layer in self.layers]
         chosen = torch.tensor(rows, device=found[0].device)
         features = torch.cat([each.index_select(0, chosen) for each in found], dim=-1)
-        kept = features.to("cpu", torch.bfloat16)  # [committed, layers * hidden]
-        start = 0
-        for walk, count in zip(walks, counts, strict=True):
-            request = walk.work.part.request
-            self._keep(request, len(request.slots), kept[start : start + count])
-            start += count
+        self.keep(np.array(slots, dtype=np.int64), features.to("cpu", torch.bfloat16))
 
-    def forget(self, request: Request) -> None:
-        """A request is over."""
-        if request.features is not None:
-            self.kept -= request.features.bytes
-            request.features = None
+    def first(self, slots: SlotTable, start: int) -> int:
+        """The first position from `start` on from which the rows of all these slots are there; behind the
+        last one where that one is not."""
+        wanted = slots.view()[start:]
+        there = wanted < len(self._places)
+        there[there] = self._are_there(wanted[there])
+        missing = np.flatnonzero(~there)
+        return start + (int(missing[-1]) + 1 if len(missing) else 0)
 
-    def _keep(self, request: Request, position: int, rows: torch.Tensor) -> None:
-        table = request.features
-        if table is None:
-            table = request.features = VectorTable()
-        self.kept -= table.bytes
-        if not len(table) or not table.first <= position <= table.end:
-            table.begin(position)
-        table.extend(rows[table.end - position :])  # what is computed again after a preemption is there
-        if self.kept + table.bytes > self._limit:
-            table.begin(position)
-            table.extend(rows)
-        self.kept += table.bytes
+    def part(self, slots: SlotTable, start: int, count: int) -> torch.Tensor:
+        """Rows of `count` positions that are there: bfloat16 [count, layers * hidden]."""
+        places = self._places[slots.view()[start : start + count]]
+        return self._rows.index_select(0, torch.from_numpy(places))
+
+    def _are_there(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        places = self._places[slots]
+        there: npt.NDArray[np.bool_] = (places != _NOWHERE) & (self._owners[places] == slots)
+        return there
+
+    def keep(self, slots: npt.NDArray[np.int64], rows: torch.Tensor) -> None:
+        """Rows [tokens, width] of these slots; the last ones where they are more than there is room for."""
+        if not len(slots):
+            return
+        self._grow(int(slots.max()) + 1, rows)
+        most = len(self._owners)
+        slots, rows = slots[-most:], rows[-most:]
+        places = self._places[slots]
+        # With room for all slots each keeps its place; with less the oldest rows are to go first.
+        new = np.flatnonzero(~self._are_there(slots)) if most >= len(self._places) else np.arange(len(slots))
+        places[new] = (self._next + np.arange(len(new))) % most
+        self._next = (self._next + len(new)) % most
+        self._owners[places] = slots
+        self._places[slots] = places
+        self._rows[torch.from_numpy(places)] = rows
+
+    def _grow(self, slots: int, rows: torch.Tensor) -> None:
+        """Know so many slots, and have room for rows like these."""
+        if not self.row_bytes:
+            # Memory that is not written yet takes none.
+            most = max(1, self._limit // (rows.shape[1] * rows.element_size()))
+            self._rows = rows.new_empty((most, rows.shape[1]))
+            self._owners = np.full(most, _NOWHERE, dtype=np.int64)
+        if slots > len(self._places):
+            more = np.full(2 * slots - len(self._places), _NOWHERE, dtype=np.int64)
+            self._places = np.concatenate((self._places, more))
+
+
+class RequestFeatures:
+    """The rows of one request's committed tokens, by position."""
+
+    def __init__(self, store: FeatureStore, request: Request) -> None:
+        self._store = store
+        self._request = request
+
+    @property
+    def row_bytes(self) -> int:
+        """What one token takes."""
+        return self._store.row_bytes
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one that was computed."""
+        return len(self._request.slots)
+
+    def first(self, start: int) -> int:
+        """The first position from `start` on from which all are there."""
+        return self._store.first(self._request.slots, start)
+
+    def part(self, start: int, count: int) -> torch.Tensor:
+        """bfloat16 [count, width] of positions that are there."""
+        return self._store.part(self._request.slots, start, count)

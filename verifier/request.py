@@ -4,17 +4,20 @@ Knows no scheduling and no text.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
-from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.parameters import needs_counts, needs_editing
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.seeds import root_name
 from ssd_serve.verifier.text import RequestText
+
+if TYPE_CHECKING:
+    from ssd_serve.verifier.features import RequestFeatures
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +50,7 @@ class Request:
     figures: Figures = field(default_factory=Figures)
     scored: int = 0
     """Tokens of the prompt, from the second on, whose log-probabilities were told."""
-    features: VectorTable | None = None
+    features: "RequestFeatures | None" = None
     """What the target has computed of its tokens, where a drafter reads it."""
     _common: dict[int, int] = field(default_factory=dict[int, int])
     """How much of the texts of others, by number, is known to be that of this one."""

@@ -235,7 +235,7 @@ class Settings(BaseSettings):
     features_mb: int = Field(
         default=1024,
         ge=0,
-        description="MiB of what the target has computed of running requests that are kept for EAGLE heads",
+        description="most MiB of what the target has computed of cached tokens that are kept for EAGLE heads",
     )
     suffix_shared: int = Field(
         default=0,

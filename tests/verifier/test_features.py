@@ -3,17 +3,31 @@ outcome, whatever the rounds were like."""
 
 from dataclasses import replace as changed
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.cache.table import SlotTable
 from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import Close, Features, Message, Open, Outcome, Resync, SamplingParameters, Submit
+from ssd_serve.messages import (
+    Close,
+    Committed,
+    Features,
+    Message,
+    Open,
+    Outcome,
+    Resync,
+    SamplingParameters,
+    Submit,
+)
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import Admission
@@ -69,9 +83,11 @@ class Reader:
         self.told += self.its.receive()
 
     def rows(self, request: int = 1) -> dict[int, list[float]]:
-        """What it has read, by position; nothing twice."""
+        """What it has read since the request was opened, by position; nothing twice."""
         found: dict[int, list[float]] = {}
         for message in self.told:
+            if isinstance(message, Open) and message.request == request:
+                found.clear()
             if isinstance(message, Features) and message.request == request:
                 for place, row in enumerate(from_bytes(message.data, message.width).tolist()):
                     assert message.position + place not in found
@@ -168,26 +184,62 @@ def test_beyond_the_limit_the_beginning_is_missing() -> None:
     assert list(rows) == list(range(min(rows), max(rows) + 1))
 
 
-def test_what_the_prefix_cache_has_is_a_gap() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_what_the_prefix_cache_has_is_read_too(late: bool) -> None:
     engine = make()
+    reader = None if late else Reader(engine)
     submitted(engine, 1)
     while engine.busy:
         engine.step()
-    reader = Reader(engine)
+    reader = reader or Reader(engine)
     submitted(engine, 2)
+    while engine.busy and not engine.totals.figures.rounds:
+        engine.step()
     engine.step()
     reader.hear()
-    assert min(reader.rows(2)) == len(PROMPT) - 1
+    rows = reader.rows(2)
+    assert list(rows) == list(range(len(rows)))
+    assert len(rows) >= len(PROMPT)
+    assert {place: row for place, row in rows.items() if place < len(PROMPT)} == expected([*PROMPT])
 
 
-def test_a_request_that_is_over_takes_no_room() -> None:
-    store = FeatureStore(LAYERS, 1 << 20)
-    engine = make(store=store)
-    submitted(engine)
+def test_slots_that_are_used_again_have_the_rows_of_whoever_has_them() -> None:
+    engine = make(slots=128)
+    reader = Reader(engine)
+    texts: dict[int, list[int]] = {}
+    for number in range(1, 9):
+        prompt = tuple(1 + (7 + number) * place % 30 for place in range(40))
+        parameters = SamplingParameters(temperature=0.7, max_tokens=12, ignore_eos=True)
+        assert engine.submit(Submit(number, prompt, parameters, 7)) is None
+        texts[number] = [*prompt]
     while engine.busy:
-        engine.step()
-        assert (store.kept > 0) == engine.busy
-    assert store.kept == 0
+        for report in engine.step():
+            if isinstance(report, Committed):
+                texts[report.request] += report.tokens
+        reader.hear()
+    for number, text in texts.items():
+        rows = reader.rows(number)
+        assert {place: expected(text)[place] for place in rows} == rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.lists(st.lists(st.integers(0, 30), unique=True, max_size=12), max_size=12))
+def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> None:
+    store, last = FeatureStore((0,), 2 * room), dict[int, int]()
+    for number, slots in enumerate(rounds, 1):
+        rows = torch.full((len(slots), 1), number, dtype=torch.bfloat16)
+        store.keep(np.array(slots, dtype=np.int64), rows)
+        last |= dict.fromkeys(slots, number)
+    table = SlotTable(range(31))
+    found = store.first(table, 0)
+    assert store.first(table, found) == found
+    told = store.part(table, found, 31 - found)[:, 0].tolist() if found < 31 else []
+    assert told == [last[slot] for slot in range(found, 31)]
+    newest = rounds[-1][-room:] if rounds else []
+    for slot in newest:
+        one = SlotTable([slot])
+        assert store.first(one, 0) == 0
+        assert store.part(one, 0, 1).item() == last[slot]
 
 
 def test_drafters_of_other_layers_are_refused_and_those_of_none_hear_nothing() -> None:

@@ -33,8 +33,8 @@ from ssd_serve.verifier.request import Request
 
 _RESYNCS, _RESYNC_S = 8, 8.0
 """A drafter may be told so often in so many seconds where one request stands."""
-_FEATURE_BYTES = 4 << 20
-"""Of a message, about."""
+_FEATURE_BYTES, _PORTIONS = 4 << 20, 8
+"""Of a message, about; and how many such messages of a request are sent at once."""
 _HELD_TOKENS = 64
 """Tokens of a request that a paused drafter hears together: one cheap chunk. What begins while it pauses and
 ends sooner costs it nothing."""
@@ -249,15 +249,16 @@ class Link:
         told.length = len(request.tokens)
 
     def _feature(self, told: _Told) -> None:
-        """Send what the drafter may read and has not got, in pieces. What does not fit is missing there."""
+        """Send what the drafter may read and has not got, in pieces; the rest comes with the next ones."""
         table = told.request.features
-        if not self.features or table is None or not len(table):
+        if not self.features or table is None:
             return
-        start, most = max(told.featured, table.first), max(1, _FEATURE_BYTES // table.row_bytes)
-        while start < table.end:
+        start = max(told.featured, table.first(told.featured))
+        most = max(1, _FEATURE_BYTES // max(1, table.row_bytes))
+        for _ in range(_PORTIONS):
             rows = table.part(start, min(most, table.end - start))
             message = Features(told.request.number, told.request.epoch, start, rows.shape[1], as_bytes(rows))
-            if not self.channel.post(message):
+            if not len(rows) or not self.channel.post(message):
                 break
             start += len(rows)
         told.featured = start
