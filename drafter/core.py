@@ -77,16 +77,14 @@ class _Drafted:
     def attach(self, top: Node, branches: Sequence[Branch]) -> list[Expansion]:
         """Give the nodes of a subtree their candidates, as far as they may and fit; which were given."""
         tree, given = self.tree, list[Expansion]()
-        for path, tokens, values in branches:
+        for path, found, estimates in branches:
             node: Node | None = top
             for token in path:
                 node = tree.child(node, token) if node is not None else None
-            if (
-                node is not None
-                and not node.tokens
-                and self.frontier.may_grow(node)
-                and tree.expand(node, tokens, values)
-            ):
+            if node is None or node.tokens or not self.frontier.may_grow(node):
+                continue
+            tokens, values = _numbered(found, estimates)
+            if tokens and tree.expand(node, tokens, values):
                 self.frontier.offer(node)
                 given.append(_expanded(node, tokens, values))
         return given
@@ -200,7 +198,7 @@ class DrafterCore:
 
     def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Found]) -> list[Growth]:
         """Append what was found to the trees; what there is to publish."""
-        if isinstance(found, Guesses):
+        if isinstance(found, Guesses) and np.isfinite(found.log_probabilities).all():
             return self._grow_together(picked, found)
         grown: dict[int, list[Expansion]] = {}
         for index, ((request, node), candidates) in enumerate(zip(picked, found, strict=True)):
@@ -212,8 +210,7 @@ class DrafterCore:
                 if given:
                     grown.setdefault(request, []).extend(given)
                 continue
-            tokens: list[int] = candidates.tokens.tolist()
-            values: list[float] = candidates.log_probabilities.tolist()
+            tokens, values = _numbered(candidates.tokens.tolist(), candidates.log_probabilities.tolist())
             if tokens and drafted.tree.expand(node, tokens, values):
                 drafted.grew(node, found, index)
                 grown.setdefault(request, []).append(_expanded(node, tokens, values))
@@ -317,6 +314,15 @@ class DrafterCore:
             for node in drafted.tree.expanded()
         ]
         return [self._growth(message.request, expansions, snapshot=True)]
+
+
+def _numbered(tokens: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """The candidates whose log-probabilities are numbers: a draft that overflows has others, and a verifier
+    hangs up on whoever says such a thing."""
+    if all(map(math.isfinite, values)):
+        return tokens, values
+    kept = [(token, value) for token, value in zip(tokens, values, strict=True) if math.isfinite(value)]
+    return [token for token, _ in kept], [value for _, value in kept]
 
 
 def _expanded(node: Node, tokens: list[int], log_probabilities: list[float]) -> Expansion:

@@ -53,7 +53,7 @@ def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out:
 
     `scales` is a number or float32 [rows]. The negative log likelihood of an actual choice c has the
     derivative expected_score - score(c) by 1 / scale: that is what an online fit of the scale needs.
-    Scores must be finite or -inf.
+    Where a row's scores are no numbers, or all -inf, neither are its log-probabilities.
     """
     inverse = (1.0 / scales) if isinstance(scales, torch.Tensor) else torch.full((len(scores),), 1.0 / scales)
     inverse = inverse.to(scores.device)[:, None]  # [rows, 1]
@@ -67,9 +67,11 @@ def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out:
     top, (share, mean, factor) = values[:, :fan_out], values[:, fan_out : fan_out + 3].T
     if np.isnan(mean).any():  # a token of score -inf weighs 0 in the mean, not NaN
         mean = (weights * scaled.clamp(min=-1e30)).sum(dim=1).cpu().numpy()
+    with np.errstate(invalid="ignore"):
+        log_probabilities = top - top[:, :1] + np.log(share)[:, None]
     return RankedChildren(
         values[:, fan_out + 3 :].astype(np.int32),
-        top - top[:, :1] + np.log(share)[:, None],
+        log_probabilities,
         top / factor[:, None],
         mean / factor,
     )

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
+from ssd_serve.cache.expansions import unpack
 from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
+from ssd_serve.drafter.sources.contract import Branch, Candidates, Guesses, NodeRequest, Subtree
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
 from ssd_serve.seeds import mix, root_name
@@ -158,6 +161,36 @@ def test_guesses_in_arrays_grow_the_same_trees_and_messages(ranks: list[int], wi
             assert core.handle(Outcome(1, 1, position, (token,), root)) == []
         position += 1
     assert cores[0].handle(Resync(1, 1)) == cores[1].handle(Resync(1, 1))
+
+
+class BrokenSource(ScriptedSource):
+    """Of some candidates the log-probabilities are no numbers, or of all."""
+
+    kind = "candidates"
+    values = np.array([-0.5, -math.inf, math.nan], dtype=np.float32)
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Any:
+        tokens = np.array([4, 5, 6], dtype=np.int32)
+        if self.kind == "subtree":
+            branches = [Branch((), tokens.tolist(), self.values.tolist())]
+            return [Subtree(branches)] * len(picks)
+        if self.kind == "candidates":
+            return [Candidates(tokens, self.values, self.values, 0.0)] * len(picks)
+        rows, values = np.tile(tokens, (len(picks), 1)), np.tile(self.values, (len(picks), 1))
+        return Guesses(rows, values, values, np.zeros(len(picks), dtype=np.float32))
+
+
+@pytest.mark.parametrize("kind", ["candidates", "arrays", "subtree"])
+def test_candidates_whose_log_probabilities_are_no_numbers_are_left_out(kind: str) -> None:
+    source = BrokenSource()
+    source.kind = kind
+    core = core_of(source, LIMITS, ())
+    core.handle(opening())
+    (growth,) = core.step()
+    (expansion,) = unpack(growth, VOCABULARY) or []
+    assert expansion.read() == ((4,), (-0.5,))
+    source.values = np.full(3, math.nan, dtype=np.float32)
+    assert core.step() == []
 
 
 class Watched(LiveWidth):
