@@ -7,14 +7,14 @@ from pathlib import Path
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.loading import SourceOrder
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder
 from ssd_serve.drafter.sources.registry import is_source, load_source, own_layers
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.labels import as_label
-from ssd_serve.logs import get_logger
+from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
@@ -37,8 +37,23 @@ def assemble_drafter(
     draft = settings.draft_model
     if draft is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
-    layers = own_layers(draft)
     log = get_logger(name, settings.log_level, settings.log_format)
+    loaded = load_draft(settings, draft, device, native, log)
+    texts, widths = loaded.texts, LiveWidth(loaded.seconds)
+    limits = GrowthLimits(
+        widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=texts.context
+    )
+    core = build_core(
+        CoreParts(guesses=loaded.source, limits=limits, ends=texts.ends, name=name, log=log, widths=widths)
+    )
+    return AssembledDrafter(core, greeting(loaded, draft, name, loaded.seconds[widths.width]))
+
+
+def load_draft(
+    settings: Settings, draft: str, device: str, native: NativeLibrary | None, log: Logger
+) -> LoadedSource:
+    """Load what a draft of this name guesses with, on `device`, with the times of its steps."""
+    layers = own_layers(draft)
     order = SourceOrder(
         settings=settings,
         folder=_folder(settings, draft, layers),
@@ -48,15 +63,13 @@ def assemble_drafter(
         widths=widths_to_measure(settings.draft_width),
         layers=layers,
     )
-    loaded = load_source(draft, order)
-    texts, widths = loaded.texts, LiveWidth(loaded.seconds)
-    limits = GrowthLimits(
-        widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=texts.context
-    )
-    core = build_core(
-        CoreParts(guesses=loaded.source, limits=limits, ends=texts.ends, name=name, log=log, widths=widths)
-    )
-    hello = Hello(
+    return load_source(draft, order)
+
+
+def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hello:
+    """What a drafter of this name says first, whose source was loaded for this draft."""
+    texts = loaded.texts
+    return Hello(
         protocol=PROTOCOL_VERSION,
         noise=NOISE_SCHEME,
         tokenizer=texts.tokenizer,
@@ -65,10 +78,9 @@ def assemble_drafter(
         name=name,
         instance=secrets.randbits(63),
         source=as_label(without_revision(draft)),
-        step_ms=1e3 * loaded.seconds[widths.width],
+        step_ms=1e3 * step_s,
         features=loaded.features,
     )
-    return AssembledDrafter(core, hello)
 
 
 def _folder(settings: Settings, draft: str, layers: int | None) -> Path | None:

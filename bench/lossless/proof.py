@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.float64 import Float64Decoder
+from ssd_serve.bench.lossless.named import load_named
 from ssd_serve.bench.lossless.random_pair import write_random_pair
-from ssd_serve.bench.lossless.rig import Case, LoadedPair, Outputs, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, LoadedTarget, Outputs, run_case
 from ssd_serve.devices import pin
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.messages import SamplingParameters, Submit
@@ -49,6 +51,13 @@ class ProofPlan:
     sets: int = 5
     """Different sets of requests, which the cases take in turn."""
     max_tokens: int = 48
+    draft: str | None = None
+    """What drafts for the only one of `pairs`, which is then a target, as `SSD_DRAFT` names it."""
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The kinds of drafters: what is looked up in this process cannot be killed."""
+        return DRAFTERS if self.draft is None or Settings(draft=self.draft).draft_models else DRAFTERS[:2]
 
 
 QUICK = ProofPlan((EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), sets=1, max_tokens=24)
@@ -74,7 +83,7 @@ def cases(plan: ProofPlan) -> Iterator[Case]:
         yield Case("ar", batch)
         for budget in plan.budgets:
             yield Case("sd", batch, budget)
-            for drafter in DRAFTERS:
+            for drafter in plan.drafters:
                 yield Case("ssd", batch, budget, drafter)
 
 
@@ -112,7 +121,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 class Judge:
     """Tells near-ties from errors."""
 
-    def __init__(self, pair: LoadedPair) -> None:
+    def __init__(self, pair: LoadedTarget) -> None:
         self._pair = pair
         self._noise = NoiseRows(pair.vocabulary, 8)
         self._decoder: Float64Decoder | None = None
@@ -160,7 +169,7 @@ def run_lossless(plan: ProofPlan, say: Callable[[str], None], devices: Devices =
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         for name in plan.pairs:
             started = time.monotonic()
-            found = list(_run_pair(_load(name, Path(folder) / name, devices), plan))
+            found = list(_run_pair(_load(plan, name, Path(folder) / name, devices), plan))
             for row, near_ties in found:
                 rows.append(row)
                 distinct |= near_ties
@@ -179,12 +188,18 @@ def run_lossless(plan: ProofPlan, say: Callable[[str], None], devices: Devices =
         "near_tie_gap": NEAR_TIE,
         "bf16": bf16,
         "results": rows,
+        **({"draft": plan.draft} if plan.draft is not None else {}),
         "devices": devices.names(),
     }
 
 
-def _load(name: str, folder: Path, devices: Devices, dtype: str = "fp32") -> LoadedPair:
+def _load(
+    plan: ProofPlan, name: str, folder: Path, devices: Devices, dtype: Literal["fp32", "bf16"] = "fp32"
+) -> LoadedTarget:
     settings = Settings()
+    if plan.draft is not None:
+        settings = Settings(target=name, draft=plan.draft, dtype=dtype)
+        return load_named(settings, devices, native_library(settings))
     native = native_library(settings)
     if name == EMBEDDED:
         folders = resolve_model(name, "target"), resolve_model(name, "draft")
@@ -194,7 +209,7 @@ def _load(name: str, folder: Path, devices: Devices, dtype: str = "fp32") -> Loa
 
 
 def _run_pair(
-    pair: LoadedPair, plan: ProofPlan
+    pair: LoadedTarget, plan: ProofPlan
 ) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
     """The result of each case, and which near-ties it met."""
     sets = [requests(pair.vocabulary, plan.max_tokens, number) for number in range(plan.sets)]
@@ -243,7 +258,7 @@ def _bf16(plan: ProofPlan, devices: Devices) -> dict[str, object]:
     Kernels whose results for a row do not depend on its batch never let them; others may.
     """
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
-        pair = _load(plan.pairs[0], Path(folder), devices, "bf16")
+        pair = _load(plan, plan.pairs[0], Path(folder), devices, "bf16")
     totals = _no_totals()
     for row, _ in _run_pair(pair, plan):
         add(totals, row)

@@ -1,19 +1,19 @@
-"""The rig of the losslessness proof: a loaded pair, an engine for a case, and drafters that behave or do not.
+"""The rig of the losslessness proof: a loaded target with its drafts, and an engine for a case.
 
 Everything runs in this process and does not depend on time: drafters stand behind deterministic channels, a
 round awaits a fixed number of draft steps, and the cost model is a fixed curve.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.lossless.drafters import GarbageDrafter, MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.devices import Device
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
@@ -27,37 +27,30 @@ from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     NOISE_SCHEME,
     PROTOCOL_VERSION,
-    Close,
     Committed,
     Finished,
-    Growth,
     Hello,
-    Open,
-    Outcome,
-    Pause,
-    Resync,
     Submit,
 )
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.seeds import mix
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.planning.growth import FixedSteps, Never
 from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _CPUS = Devices()
 _SLOTS = 4096
-_GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
+GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
 _STEPS = 3
+_FEATURE_BYTES = 64 << 20
 _PREFILL_CHUNK = 48
 _MIN_STEPS = 8
 """A drafter that is to die lives at least as many rounds, and until a node of it was accepted."""
-_RULES_HOLD = 64
-"""So many outcomes are answered with nonsense that follows the rules of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +63,8 @@ class Case:
     budget: int = 0
     drafter: str = "sane"
     """sane, garbage or killed"""
+    slots: int = _SLOTS
+    """KV slots that requests have together; few make some of them wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +74,9 @@ class Outputs:
     tokens: dict[int, tuple[int, ...]]
     drafted: int
     accepted: int
+    preemptions: int = 0
+    cached: int = 0
+    """Tokens of prompts that the prefix cache had."""
 
 
 class _OnGpu(WrappedModel):
@@ -89,8 +87,65 @@ class _OnGpu(WrappedModel):
             return self._model.forward(batch)
 
 
-class LoadedPair:
-    """A loaded target and draft, each on its device; which cores of a CPU is left to the caller."""
+class LoadedTarget:
+    """A loaded target in `folder`, and what drafts for it: `drafts`, and `lookups` that need no device.
+    `tokenizer` tells texts from others; `features` are the layers whose outputs some drafts read, which the
+    model gives."""
+
+    drafts: Sequence[RigDraft] = ()
+    lookups: Sequence[Callable[[], Channel]] = ()
+    features: tuple[int, ...] = ()
+
+    def __init__(
+        self, name: str, folder: Path, model: Model, native: NativeLibrary | None, tokenizer: str
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.target = model
+        facts = model.facts
+        self.eos = facts.eos_token_ids
+        self.vocabulary = facts.vocabulary
+        self.native = native
+        self.noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
+        self.hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            noise=NOISE_SCHEME,
+            tokenizer=tokenizer,
+            vocabulary=facts.vocabulary,
+            context=facts.context,
+            name=name,
+            step_ms=1.0,
+        )
+
+    def engine(self, case: Case) -> Engine:
+        """A fresh engine of a case, without its drafters."""
+        plain = case.mode == "ar"
+        budget = 0 if plain else case.budget
+        return build_engine(
+            EngineParts(
+                model=self.target,
+                # Time stands still for the drafters' links: a busy machine must not make one look silent.
+                drafters=Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error")),
+                cost=FixedCost(),
+                host=FixedHost(),
+                slots=case.slots,
+                limits=SchedulerLimits(case.batch, 1024, _PREFILL_CHUNK),
+                # The plain baseline computes every prompt: reuse is one more thing to be proven.
+                prefix_cache=not plain,
+                context=512,
+                budget=budget,
+                draft_width=GROWTH.width,
+                tree_nodes=GROWTH.nodes * max(1, len(self.drafts) + len(self.lookups)),
+                policy=FixedSteps(_STEPS) if budget else Never(),
+                noise=self.noise,
+                native=self.native,
+                features=FeatureStore(self.features, _FEATURE_BYTES) if self.features and not plain else None,
+            )
+        )
+
+
+class LoadedPair(LoadedTarget):
+    """A loaded target and draft model, each on its device; which cores of a CPU is left to the caller."""
 
     def __init__(
         self,
@@ -102,165 +157,62 @@ class LoadedPair:
         devices: Devices = _CPUS,
         batch_invariant: bool = False,
     ) -> None:
-        self.name = name
-        self.folder = target
-        self.target = _load(target, devices.target, dtype, native, batch_invariant)
-        self.draft = _load(draft, devices.draft, dtype, native)
-        facts = self.target.facts
-        self.eos = facts.eos_token_ids
-        self.vocabulary = facts.vocabulary
-        self.native = native
-        capacity = capacity_for(facts.vocabulary)
-        self.noise = NoiseRows(facts.vocabulary, capacity, facts.device, native)
-        self.draft_noise = NoiseRows(facts.vocabulary, capacity, self.draft.facts.device, native)
-        self.hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            noise=NOISE_SCHEME,
-            tokenizer=name,
-            vocabulary=facts.vocabulary,
-            context=facts.context,
-            name=name,
-            step_ms=1.0,
-        )
+        model = load_on(target, devices.target, wish(dtype, native, batch_invariant))
+        super().__init__(name, target, model, native, name)
+        self.draft = load_on(draft, devices.draft, wish(dtype, native))
+        device = self.draft.facts.device
+        self._draft_noise = NoiseRows(self.vocabulary, capacity_for(self.vocabulary), device, native)
+        self.drafts = (RigDraft(self.hello, self._core),)
 
-    def engine(self, case: Case) -> Engine:
-        """A fresh engine of a case, without its drafter."""
-        budget = 0 if case.mode == "ar" else case.budget
-        return build_engine(
-            EngineParts(
-                model=self.target,
-                # Time stands still for the drafters' links: a busy machine must not make one look silent.
-                drafters=Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error")),
-                cost=FixedCost(),
-                host=FixedHost(),
-                slots=_SLOTS,
-                limits=SchedulerLimits(case.batch, 1024, _PREFILL_CHUNK),
-                # The plain baseline computes every prompt: reuse is one more thing to be proven.
-                prefix_cache=case.mode != "ar",
-                context=512,
-                budget=budget,
-                draft_width=_GROWTH.width,
-                tree_nodes=_GROWTH.nodes,
-                policy=FixedSteps(_STEPS) if budget else Never(),
-                noise=self.noise,
-                native=self.native,
-            )
-        )
-
-    def core(self) -> DrafterCore:
-        """A fresh drafter."""
-        model = DraftModel(self.draft, _SLOTS, self.draft_noise)
-        return build_core(CoreParts(guesses=model, limits=_GROWTH, ends=self.eos, name=self.name))
+    def _core(self) -> DrafterCore:
+        model = DraftModel(self.draft, _SLOTS, self._draft_noise)
+        return build_core(CoreParts(guesses=model, limits=GROWTH, ends=self.eos, name=self.name))
 
 
-def _load(
-    path: Path, device: Device, dtype: str, native: NativeLibrary | None, batch_invariant: bool = False
-) -> Model:
-    def load() -> Model:
-        return load_model(
-            path,
-            ModelWish(
-                device=device.torch_name,
-                dtype=dtype,
-                slots=_SLOTS,
-                context=512,
-                native=native,
-                batch_invariant=batch_invariant,
-            ),
-        )
+def wish(
+    dtype: str,
+    native: NativeLibrary | None,
+    batch_invariant: bool = False,
+    features: tuple[int, ...] = (),
+) -> ModelWish:
+    """What is asked of a model on the CPU."""
+    return ModelWish(
+        device="cpu",
+        dtype=dtype,
+        slots=_SLOTS,
+        context=512,
+        native=native,
+        batch_invariant=batch_invariant,
+        features=features,
+    )
 
+
+def load_on(path: Path, device: Device, wished: ModelWish) -> Model:
+    """Load a model for a device."""
+    wished = replace(wished, device=device.torch_name)
     if device.kind == "cpu":
-        return load()
+        return load_model(path, wished)
     with torch.cuda.device(device.torch_name):
-        return _OnGpu(load())
+        return _OnGpu(load_model(path, wished))
 
 
-class MemoryDrafter:
-    """A drafter at the other end of a memory channel; it works while it is waited for and once a round."""
-
-    def __init__(self, pair: LoadedPair, engine: Engine) -> None:
-        self._core = pair.core()
-        self._its = connect(engine, pair.hello, self.work)
-
-    def work(self) -> None:
-        """Drain, one step, publish."""
-        for message in self._its.receive():
-            if isinstance(message, Open | Outcome | Close | Resync | Pause):
-                for reply in self._core.handle(message):
-                    self._its.send(reply)
-        for growth in self._core.step():
-            self._its.send(growth)
-
-    def die(self) -> None:
-        """Be gone, without a word."""
-        self._its.close()
-
-
-class GarbageDrafter:
-    """Knows the roots and invents the rest: random candidates and impossible tokens. In the end it breaks the
-    rules of messages too, for which it is hung up on."""
-
-    def __init__(self, pair: LoadedPair, engine: Engine) -> None:
-        self._vocabulary = pair.vocabulary
-        self._random = 1
-        self._invented = 0
-        self._its = connect(engine, pair.hello, self.work)
-
-    def work(self) -> None:
-        """Answer every message with nonsense."""
-        for message in self._its.receive():
-            if isinstance(message, Outcome | Open):
-                self._invent(message.request, message.epoch, message.root)
-
-    def _invent(self, request: int, epoch: int, root: int) -> None:
-        first, second = self._tokens(), self._tokens()
-        wild = [
-            Expansion(root, ROOT_STEP, first, [5.0, -1.0, -2.0, -2.0]),
-            Expansion(root, first[0], second, [-0.1, -3e30, 3e30, -1.0]),
-            Expansion(root ^ 5, 3, second, [0.0, 0.0, 0.0, 0.0]),
-        ]
-        impossible = [Expansion(root, ROOT_STEP, [-2, self._vocabulary], [0.0, 0.0])]
-        infinite = [Expansion(root, ROOT_STEP, [1, 2], [float("inf"), float("nan")])]
-        for sequence, each in enumerate((wild, impossible)):
-            self._its.send(pack(request, epoch, sequence, each, "garbage", snapshot=False))
-        self._invented += 1
-        if self._invented == _RULES_HOLD:
-            self._its.send(pack(request, epoch, 2, infinite, "garbage", snapshot=False))
-            self._its.send(Growth(request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
-
-    def _tokens(self) -> list[int]:
-        tokens: list[int] = []
-        for _ in range(3):
-            self._random = mix(self._random, 7)
-            tokens.append(self._random % self._vocabulary)
-        return [*tokens, tokens[0]]
-
-
-def connect(engine: Engine, hello: Hello, work: Callable[[], object]) -> MemoryChannel:
-    """Join `engine`; `work` is called when it waits. Returns the drafter's end."""
-    mine, its = memory_pair()
-    its.send(hello)
-    mine.on_wait = work
-    engine.drafters.connect(mine)
-    return its
-
-
-def run_case(pair: LoadedPair, case: Case, submits: Sequence[Submit]) -> Outputs:
-    """All requests to their ends."""
-    engine = pair.engine(case)
-    drafter: MemoryDrafter | GarbageDrafter | None = None
-    if case.mode == "sd":
-        engine.drafters.connect(InlineChannel(pair.core(), pair.hello), synchronous=True)
-    elif case.mode == "ssd":
-        drafter = GarbageDrafter(pair, engine) if case.drafter == "garbage" else MemoryDrafter(pair, engine)
+def run_case(
+    target: LoadedTarget,
+    case: Case,
+    submits: Sequence[Submit],
+    beside: Callable[[RigDraft, Engine], MemoryDrafter] = MemoryDrafter,
+) -> Outputs:
+    """All requests to their ends; `beside` makes those who draft beside the engine."""
+    engine = target.engine(case)
+    drafters = _connected(target, case, engine, beside)
     for submit in submits:
         refused = engine.submit(submit)
         if refused is not None:
-            raise SsdError(f"the proof's own request was refused: {refused.message}")
+            raise SsdError(f"the proof's own request was refused: {refused}")
     tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
     steps = 0
     while engine.busy:
-        if drafter is not None:
+        for drafter in drafters:
             drafter.work()
         for report in engine.step():
             if isinstance(report, Committed):
@@ -269,10 +221,34 @@ def run_case(pair: LoadedPair, case: Case, submits: Sequence[Submit]) -> Outputs
                 raise SsdError(f"request {report.request} ended with {report.reason}: {report.message}")
         steps += 1
         seen = engine.totals.figures.accepted > 0 or case.budget == 0
-        if case.drafter == "killed" and isinstance(drafter, MemoryDrafter) and steps >= _MIN_STEPS and seen:
-            drafter.die()
-            drafter = None
-    figures = engine.totals.figures
+        if case.drafter == "killed" and steps >= _MIN_STEPS and seen:
+            for drafter in drafters:
+                if isinstance(drafter, MemoryDrafter):
+                    drafter.die()
+            drafters = []
+    figures, scheduler = engine.totals.figures, engine.scheduler
     return Outputs(
-        {number: tuple(each) for number, each in tokens.items()}, figures.drafted, figures.accepted
+        {number: tuple(each) for number, each in tokens.items()},
+        figures.drafted,
+        figures.accepted,
+        scheduler.preemptions,
+        scheduler.prefix.hits if scheduler.prefix is not None else 0,
     )
+
+
+def _connected(
+    target: LoadedTarget, case: Case, engine: Engine, beside: Callable[[RigDraft, Engine], MemoryDrafter]
+) -> Sequence[MemoryDrafter | GarbageDrafter]:
+    """The drafters of a case, connected; those that work beside the engine. Lookups do in every mode that
+    drafts; whoever talks nonsense stands in for all others."""
+    if case.mode == "ar":
+        return []
+    for lookup in target.lookups:
+        engine.drafters.connect(lookup(), synchronous=True)
+    if case.mode == "ssd" and case.drafter == "garbage":
+        return [GarbageDrafter(target.hello, engine)]
+    if case.mode == "ssd":
+        return [beside(draft, engine) for draft in target.drafts]
+    for draft in target.drafts:
+        engine.drafters.connect(InlineChannel(draft.core(), draft.hello), synchronous=True)
+    return []

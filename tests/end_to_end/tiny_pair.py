@@ -1,4 +1,5 @@
-"""A random target and draft with one tokenizer, in milliseconds, for tests of whole processes."""
+"""A random target, draft model and EAGLE-3 head with one tokenizer, in milliseconds, for tests of whole
+processes."""
 
 import json
 from pathlib import Path
@@ -12,17 +13,17 @@ END = "<end>"
 HEAD = 16
 
 
-def write_pair(folder: Path, heads: int = 2) -> tuple[Path, Path]:
+def write_pair(folder: Path, heads: int = 2, layers: int = 1) -> tuple[Path, Path]:
     """Write `target` and `draft` below the folder. The draft is the target with a little noise. Their `heads`
     share one key-value head."""
     target, draft = folder / "target", folder / "draft"
-    write_model(target, seed=1, noise=0.0, heads=heads)
-    write_model(draft, seed=1, noise=0.004, heads=heads)
+    write_model(target, seed=1, noise=0.0, heads=heads, layers=layers)
+    write_model(draft, seed=1, noise=0.004, heads=heads, layers=layers)
     return target, draft
 
 
-def write_model(folder: Path, seed: int, noise: float, heads: int = 2) -> None:
-    """A Llama checkpoint of one layer in the Hugging Face layout."""
+def write_model(folder: Path, seed: int, noise: float, heads: int = 2, layers: int = 1) -> None:
+    """A Llama checkpoint in the Hugging Face layout."""
     folder.mkdir(parents=True)
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -33,7 +34,7 @@ def write_model(folder: Path, seed: int, noise: float, heads: int = 2) -> None:
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": 1,
         "head_dim": HEAD,
@@ -45,7 +46,44 @@ def write_model(folder: Path, seed: int, noise: float, heads: int = 2) -> None:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_weights(hidden, heads * HEAD, vocabulary, seed, noise), folder / "model.safetensors")
+    weights = random_weights(hidden, heads * HEAD, vocabulary, layers, torch.Generator().manual_seed(seed))
+    disturbing = torch.Generator().manual_seed(seed + 1)
+    for weight in weights.values():
+        weight += noise * torch.randn(weight.shape, generator=disturbing)
+    save_file(weights, folder / "model.safetensors")
+
+
+def write_head(folder: Path, target: Path, proposed: range) -> Path:
+    """A random EAGLE-3 head for a target, whose embedding it reads, in the flat layout. It proposes these of
+    the target's tokens."""
+    folder.mkdir(parents=True)
+    config = json.loads((target / "config.json").read_text())
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (len(proposed), hidden),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (wide, hidden),
+        "midlayer.mlp.up_proj": (wide, hidden),
+        "midlayer.mlp.down_proj": (hidden, wide),
+    }
+    source = torch.Generator().manual_seed(1)
+    weights = {
+        f"{name}.weight": 0.05 * torch.randn(shape, generator=source) for name, shape in shapes.items()
+    }
+    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        weights[f"midlayer.{name}.weight"] = torch.ones(hidden)
+    weights["norm.weight"] = torch.ones(hidden)
+    weights["d2t"] = torch.tensor(proposed) - torch.arange(len(proposed))
+    save_file(weights, folder / "model.safetensors")
+    kind = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(proposed)}
+    (folder / "config.json").write_text(json.dumps(config | kind | {"num_hidden_layers": 1}))
+    return folder
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -58,27 +96,25 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def random_weights(
-    hidden: int, attention: int, vocabulary: int, seed: int, noise: float
+    hidden: int, attention: int, vocabulary: int, layers: int, source: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Weights whose logits are spread enough for sampling to be interesting."""
-    shapes = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "lm_head.weight": (vocabulary, hidden),
-        "model.layers.0.self_attn.q_proj.weight": (attention, hidden),
-        "model.layers.0.self_attn.k_proj.weight": (HEAD, hidden),
-        "model.layers.0.self_attn.v_proj.weight": (HEAD, hidden),
-        "model.layers.0.self_attn.o_proj.weight": (hidden, attention),
-        "model.layers.0.mlp.gate_proj.weight": (2 * hidden, hidden),
-        "model.layers.0.mlp.up_proj.weight": (2 * hidden, hidden),
-        "model.layers.0.mlp.down_proj.weight": (hidden, 2 * hidden),
-    }
-    source = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        shapes |= {
+            f"model.layers.{layer}.self_attn.q_proj.weight": (attention, hidden),
+            f"model.layers.{layer}.self_attn.k_proj.weight": (HEAD, hidden),
+            f"model.layers.{layer}.self_attn.v_proj.weight": (HEAD, hidden),
+            f"model.layers.{layer}.self_attn.o_proj.weight": (hidden, attention),
+            f"model.layers.{layer}.mlp.gate_proj.weight": (2 * hidden, hidden),
+            f"model.layers.{layer}.mlp.up_proj.weight": (2 * hidden, hidden),
+            f"model.layers.{layer}.mlp.down_proj.weight": (hidden, 2 * hidden),
+        }
     weights = {name: torch.randn(shape, generator=source) * 0.3 for name, shape in shapes.items()}
-    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
-        weights[name] = torch.ones(hidden)
-    weights["model.layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    weights["model.norm.weight"] = torch.ones(hidden)
+    for layer in range(layers):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
     # The end must not come by chance in the first tokens of a test.
     weights["lm_head.weight"][0] = 0.0
-    return {
-        name: weight + noise * torch.randn(weight.shape, generator=source) for name, weight in weights.items()
-    }
+    return weights
