@@ -32,6 +32,11 @@ class MemoryDrafter:
         self._core = draft.core()
         self._its = connect(engine, draft.hello, self.work)
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the engine does not want it any more."""
+        return self._its.closed
+
     def heard(self) -> Sequence[Message]:
         """What has come."""
         return self._its.receive()

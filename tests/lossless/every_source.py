@@ -1,0 +1,85 @@
+"""A random target and every kind of draft for it, and requests of several parameters whose prompts begin
+alike."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
+from ssd_serve.bench.lossless.named import load_named
+from ssd_serve.bench.lossless.rig import Case, LoadedTarget, Outputs, run_case
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.seeds import mix
+from ssd_serve.settings import Settings
+from ssd_serve.verifier.engine import Engine
+from tests.end_to_end.tiny_pair import write_head, write_pair
+
+MakeDrafter = Callable[[RigDraft, Engine], MemoryDrafter]
+LAYERS = 3
+PARAMETERS = (
+    SamplingParameters(temperature=0.0, max_tokens=18),
+    SamplingParameters(temperature=0.8, max_tokens=18, ignore_eos=True),
+    SamplingParameters(temperature=0.8, top_p=0.9, max_tokens=16, allowed_token_ids=tuple(range(60, 70))),
+    SamplingParameters(
+        temperature=0.8,
+        max_tokens=14,
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        allowed_token_ids=tuple(range(65, 80)),
+    ),
+)
+DRAFTS = {
+    "model": "{draft}",
+    "self": "self:2",
+    "head": "{head}",
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "shared texts": "suffix",
+    "installed": "prompt-lookup",
+    "model and lookup": "{draft},ngram",
+    "head and lookup": "{head},suffix",
+    "self and lookup": "self:1,ngram",
+    "all": "{draft},{head},self:1,prompt-lookup,ngram,suffix",
+}
+
+
+def requests() -> list[Submit]:
+    """Each set of parameters with two prompts that begin alike, and some of them a second time."""
+    alike = tuple(60 + mix(1, place) % 20 for place in range(20))
+    prompts = [(*alike, *(60 + mix(text, place) % 20 for place in range(6 + text))) for text in range(2)]
+    kinds = [(prompt, each) for prompt in prompts for each in PARAMETERS]
+    return [
+        Submit(number, prompt, each, 7 + number % len(kinds))
+        for number, (prompt, each) in enumerate([*kinds, *kinds[1:5]])
+    ]
+
+
+class EverySource:
+    """A random target, its plain texts, and whatever can draft for it, loaded when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._target, self._draft = write_pair(folder, layers=LAYERS)
+        self._head = write_head(folder / "head", self._target, range(60, 80))
+        self._loaded: dict[str, LoadedTarget] = {}
+        self.requests = requests()
+        self.plain = run_case(self.of("ngram"), Case("ar", 1), self.requests)
+
+    def of(self, name: str) -> LoadedTarget:
+        """The target with these drafts."""
+        if name not in self._loaded:
+            settings = Settings(
+                target=str(self._target),
+                draft=DRAFTS[name].format(draft=self._draft, head=self._head),
+                dtype="fp32",
+                eagle_layers="0,1,2",
+                suffix_shared=4096 if name == "shared texts" else 0,
+            )
+            self._loaded[name] = load_named(settings, Devices(), None)
+        return self._loaded[name]
+
+    def check(self, name: str, case: Case, beside: MakeDrafter = MemoryDrafter, count: int = 100) -> Outputs:
+        """The case gives the plain texts of the first requests; `beside` makes those who draft beside it."""
+        found = run_case(self.of(name), case, self.requests[:count], beside)
+        assert found.tokens == {number: self.plain.tokens[number] for number in found.tokens}
+        return found

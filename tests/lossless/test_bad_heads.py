@@ -1,0 +1,162 @@
+"""A head that computes nonsense, and features that are late, missing, given twice, in pieces or wrong: the
+plain text, nothing raises, and nobody is hung up on."""
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
+from ssd_serve.bench.lossless.rig import Case
+from ssd_serve.cache.vectors import as_bytes, from_bytes
+from ssd_serve.messages import Features, Message
+from ssd_serve.models.heads.eagle import OWN, EagleHead
+from ssd_serve.models.interface import Inputs
+from ssd_serve.verifier.engine import Engine
+from tests.examples import examples
+from tests.lossless.every_source import EverySource
+
+INLINE, BESIDE = Case("sd", 4, 12), Case("ssd", 4, 12)
+REQUESTS = 3
+
+Said = tuple[torch.Tensor, torch.Tensor]
+"""Logits [rows, vocabulary] and the head's own vectors [rows, hidden]."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> EverySource:
+    return EverySource(tmp_path_factory.mktemp("sources"))
+
+
+class Witnessed(MemoryDrafter):
+    """It must not be hung up on."""
+
+    def work(self) -> None:
+        assert not self.hung_up
+        super().work()
+
+
+def no_numbers(logits: torch.Tensor, own: torch.Tensor) -> Said:
+    return torch.full_like(logits, torch.nan), own * torch.nan
+
+
+def vectors_that_are_none(logits: torch.Tensor, own: torch.Tensor) -> Said:
+    return logits, own * torch.nan
+
+
+def nothing(logits: torch.Tensor, own: torch.Tensor) -> Said:
+    return torch.full_like(logits, -torch.inf), own
+
+
+def infinities(logits: torch.Tensor, own: torch.Tensor) -> Said:
+    return logits.where(logits < 0, torch.inf), own * 1e38
+
+
+def hardly_anything(logits: torch.Tensor, own: torch.Tensor) -> Said:
+    """Fewer tokens than a node has candidates."""
+    few = torch.full_like(logits, -torch.inf)
+    few[:, 65:67] = logits[:, 65:67]
+    return few, own
+
+
+def anything(logits: torch.Tensor, own: torch.Tensor) -> Said:
+    return 9 * torch.randn_like(logits), torch.randn_like(own)
+
+
+@pytest.mark.parametrize("case", [INLINE, BESIDE], ids=["inline", "beside"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        no_numbers,
+        hardly_anything,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (vectors_that_are_none, nothing, infinities, anything)
+        ),
+    ],
+)
+def test_a_head_that_computes_nonsense(
+    sources: EverySource,
+    spoil: Callable[[torch.Tensor, torch.Tensor], Said],
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, spoilt = EagleHead.run, 0
+
+    def nonsense(head: EagleHead, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        nonlocal spoilt
+        spoilt += 1
+        logits, features = run(head, inputs)
+        logits, own = spoil(logits, features[OWN])
+        return logits, {OWN: own}
+
+    monkeypatch.setattr(EagleHead, "run", nonsense)
+    found = sources.check("head", case, Witnessed, REQUESTS)
+    assert spoilt > REQUESTS
+    assert (found.drafted == 0) == (spoil in (no_numbers, nothing, infinities))
+
+
+KEPT, LOST, TWICE, LATE, PIECES, BACKWARDS, ELSEWHERE, WRONG, NO_NUMBERS = range(9)
+LATE_BY = 3
+fates = st.lists(st.integers(KEPT, NO_NUMBERS), min_size=1, max_size=24)
+
+
+class BadlyTold(Witnessed):
+    """A drafter to which features come as `fates` say, in turn. All else comes as it was said."""
+
+    def __init__(self, fates: Sequence[int], draft: RigDraft, engine: Engine) -> None:
+        self._fates = cycle(fates)
+        self._late: list[tuple[int, Message]] = []
+        self._heard = 0
+        super().__init__(draft, engine)
+
+    def heard(self) -> Sequence[Message]:
+        self._heard += 1
+        told: list[Message] = [message for when, message in self._late if when <= self._heard]
+        self._late = [each for each in self._late if each[0] > self._heard]
+        for message in super().heard():
+            told += self._told(message) if isinstance(message, Features) else [message]
+        return told
+
+    def _told(self, message: Features) -> Sequence[Message]:
+        fate = next(self._fates)
+        rows = from_bytes(message.data, message.width)
+        if fate == LOST:
+            return []
+        if fate == TWICE:
+            return [message, message]
+        if fate == LATE:
+            self._late.append((self._heard + LATE_BY, message))
+            return []
+        if fate in (PIECES, BACKWARDS):
+            pieces = [
+                replace(message, position=message.position + place, data=as_bytes(rows[place : place + 3]))
+                for place in range(0, len(rows), 3)
+            ]
+            return pieces if fate == PIECES else pieces[::-1]
+        if fate == ELSEWHERE:
+            return [replace(message, position=message.position + 2)]
+        if fate == WRONG:
+            return [replace(message, data=as_bytes(1e30 * torch.randn(rows.shape)))]
+        if fate == NO_NUMBERS:
+            return [replace(message, data=as_bytes(rows * torch.nan))]
+        return [message]
+
+
+@given(fates)
+@settings(max_examples=examples(24), deadline=None)
+def test_features_that_come_as_they_like(sources: EverySource, fates: list[int]) -> None:
+    sources.check("head", BESIDE, lambda *args: BadlyTold(fates, *args), REQUESTS)
+
+
+@pytest.mark.parametrize("fate", [LOST, PIECES])
+def test_what_is_drafted_then(sources: EverySource, fate: int) -> None:
+    """Nothing without features, and as much as ever when they come in pieces."""
+    found = sources.check("head", BESIDE, lambda *args: BadlyTold([fate], *args), REQUESTS)
+    usual = sources.check("head", BESIDE, count=REQUESTS)
+    assert usual.drafted > 0
+    assert found.drafted == (0 if fate == LOST else usual.drafted)
