@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ssd_serve.errors import UserError
+from ssd_serve.settings import Settings
 
 _CONTEXT = 2048
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
@@ -67,7 +68,7 @@ def add_eagle3(commands: Commands) -> None:
     parser = commands.add_parser(
         "eagle3", help="train an EAGLE-3 head for a target, or go on with a training"
     )
-    parser.add_argument("target", type=Path, help="a Llama checkpoint")
+    parser.add_argument("target", type=Path, help="a model that the server can load")
     parser.add_argument(
         "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
     )
@@ -81,6 +82,7 @@ def add_eagle3(commands: Commands) -> None:
     parser.add_argument("--steps", type=positive, default=4, help="in which it reads its own words (4)")
     parser.add_argument("--tokens", type=positive, default=12_000_000, help="that it sees in all")
     parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
+    parser.add_argument("--device", default="cpu", help="where target and head are: cpu (default), cuda:0")
     parser.add_argument("--figures", type=Path, help="JSON object of figures by name, for the model card")
     parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
     parser.set_defaults(run=run_eagle3)
@@ -228,6 +230,7 @@ def run_eagle3(args: argparse.Namespace) -> int:
     """Train and export."""
     import torch
 
+    from ssd_serve.kernels.native.library import native_library
     from ssd_serve.models.config import model_name
     from ssd_serve.recipes.corpus import standard_library
     from ssd_serve.recipes.head_export import HeadStory, export_head
@@ -241,7 +244,14 @@ def run_eagle3(args: argparse.Namespace) -> int:
     entries = tokenizer.get_vocab_size()
     workspace.prepare(args.library or standard_library(), entries, _CONTEXT, (), tokenizer)
     recipe = HeadRecipe(tuple(args.layers), args.proposed, args.steps, args.tokens)
-    training = train_head(recipe, workspace, args.target, say=lambda line: print(line, flush=True))
+    training = train_head(
+        recipe,
+        workspace,
+        args.target,
+        say=lambda line: print(line, flush=True),
+        device=args.device,
+        native=native_library(Settings()),
+    )
     story = HeadStory(
         target=model_name(args.target),
         summary=workspace.summary(),

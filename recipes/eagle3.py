@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ssd_serve.recipes.decoder import Decoder, Mlp, Norm, Shape, rotary_tables, rotate
+from ssd_serve.recipes.decoder import Mlp, Norm, Shape, rotary_tables, rotate
+from ssd_serve.recipes.teacher import Reading
 
 STEP_WEIGHT = 0.8
 """Of each step beside the one before it."""
@@ -106,40 +107,26 @@ class TrainedHead(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, rows, heads * head)
 
 
-@torch.no_grad()
-def read_target(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What a target computes of tokens [batch, length]: logits, and outputs of some layers side by side."""
-    cos, sin = rotary_tables(target.shape, tokens.shape[1], tokens.device)
-    x: Tensor = target.model.embed_tokens(tokens)
-    kept: list[Tensor] = []
-    for index, layer in enumerate(target.model.layers):
-        x = layer(x, cos, sin)
-        if index in layers:
-            kept.append(x)
-    logits: Tensor = target.lm_head(target.model.norm(x))
-    return logits, torch.cat(kept, dim=-1)
-
-
 def steps_of(
-    head: TrainedHead, target: Decoder, tokens: Tensor, layers: Sequence[int], steps: int
+    head: TrainedHead, embedding: Tensor, tokens: Tensor, reading: Reading, steps: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The head's logits [batch, rows, proposed] and the target's [batch, rows, vocabulary] at each step."""
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, features = read_target(target, tokens, layers)
-        rows = tokens.shape[1] - steps
-        with torch.no_grad():
-            embedded = target.model.embed_tokens(tokens)
+    """The head's logits [batch, rows, proposed] and the target's [batch, rows, vocabulary] at each step, of
+    tokens that the target has read and its embedding [vocabulary, hidden]."""
+    if reading.features is None:
+        raise ValueError("a head reads features")
+    rows = tokens.shape[1] - steps
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        embedded = functional.embedding(tokens, embedding)
         shifted = [embedded[:, 1 + step : 1 + step + rows] for step in range(steps)]
-        said = head(shifted, features[:, :rows])
-        return [(head.logits(own), logits[:, 1 + step : 1 + step + rows]) for step, own in enumerate(said)]
+        said = head(shifted, reading.features[:, :rows].float())
+        truth = [reading.logits[:, 1 + step : 1 + step + rows] for step in range(steps)]
+        return [(head.logits(own), true) for own, true in zip(said, truth, strict=True)]
 
 
-def head_loss(
-    head: TrainedHead, target: Decoder, tokens: Tensor, layers: Sequence[int], steps: int
-) -> Tensor:
+def head_loss(head: TrainedHead, embedding: Tensor, tokens: Tensor, reading: Reading, steps: int) -> Tensor:
     """Cross entropy against what the target says of the proposed tokens, over all steps: nats a token."""
-    total, weight = torch.zeros(()), 1.0
-    for guesses, truth in steps_of(head, target, tokens, layers, steps):
+    total, weight = torch.zeros((), device=tokens.device), 1.0
+    for guesses, truth in steps_of(head, embedding, tokens, reading, steps):
         wanted = functional.softmax(truth.float()[..., head.ids], dim=-1)
         total = total - weight * (wanted * functional.log_softmax(guesses.float(), dim=-1)).sum(-1).mean()
         weight *= STEP_WEIGHT
@@ -148,11 +135,11 @@ def head_loss(
 
 @torch.no_grad()
 def agreement_by_step(
-    head: TrainedHead, target: Decoder, tokens: Tensor, layers: Sequence[int], steps: int
+    head: TrainedHead, embedding: Tensor, tokens: Tensor, reading: Reading, steps: int
 ) -> list[float]:
     """Share of places at which both choose the same at temperature 0, by how many of its own words the head
     has gone on from."""
     return [
         float((head.ids[guesses.argmax(-1)] == truth.argmax(-1)).float().mean())
-        for guesses, truth in steps_of(head, target, tokens, layers, steps)
+        for guesses, truth in steps_of(head, embedding, tokens, reading, steps)
     ]

@@ -4,7 +4,7 @@ Goes on where it stopped. Knows what is trained on what; the loss and the engine
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from ssd_serve.errors import UserError
-from ssd_serve.recipes.checkpoint import read_decoder
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.recipes.data import evaluation_windows
-from ssd_serve.recipes.decoder import Decoder, Shape
+from ssd_serve.recipes.decoder import Shape
 from ssd_serve.recipes.eagle3 import TrainedHead, agreement_by_step, head_loss
+from ssd_serve.recipes.teacher import Teacher, embedding_of, head_shape
 from ssd_serve.recipes.training import Phase, Recipe, Training, run
 from ssd_serve.recipes.workspace import Workspace
 
@@ -39,39 +42,49 @@ class HeadRecipe:
     report_seconds: float = 300.0
     checkpoint_seconds: float = 240.0
 
-    def of_target(self, shape: Shape) -> Recipe:
-        """The training of a head as wide as this target."""
+    def of_shape(self, shape: Shape) -> Recipe:
+        """The training of a head of these sizes; what is compiled is a part of the loss."""
         return Recipe(
-            replace(shape, layers=1),
+            shape,
             tokens=self.tokens,
             phases=(Phase(0.0, self.rows, self.length),),
             seed=self.seed,
-            compiled=self.compiled,
+            compiled=False,
             report_seconds=self.report_seconds,
             checkpoint_seconds=self.checkpoint_seconds,
         )
 
 
 def train_head(
-    recipe: HeadRecipe, workspace: Workspace, target: Path, say: Callable[[str], None]
+    recipe: HeadRecipe,
+    workspace: Workspace,
+    target: Path,
+    say: Callable[[str], None],
+    device: str = "cpu",
+    native: NativeLibrary | None = None,
 ) -> Training[TrainedHead]:
     """Train to the last token, from the checkpoint where there is one; returns where it ended."""
-    teacher = read_decoder(target)
-    _check(recipe, teacher)
-    ids = frequent_tokens(workspace, recipe.proposed, teacher.shape.vocabulary)
-    plan = recipe.of_target(teacher.shape)
+    plan = recipe.of_shape(head_shape(target))
+    _check(recipe, plan.shape, len(load_description(target).sizes(Parallel()).kv))
+    longest = min(_LENGTH, plan.shape.context)
+    places = max(recipe.rows * recipe.length, longest)
+    teacher = Teacher(target, places, recipe.layers, device, native=native)
+    embedding = embedding_of(target, plan.shape, teacher.device)
     torch.manual_seed(recipe.seed)
-    head = TrainedHead(plan.shape, ids, len(recipe.layers))
+    ids = frequent_tokens(workspace, recipe.proposed, plan.shape.vocabulary)
+    head = TrainedHead(plan.shape, ids, len(recipe.layers)).to(teacher.device)
+    of_reading = torch.compile(head_loss, dynamic=False) if recipe.compiled else head_loss
 
     def loss(model: TrainedHead, inputs: Tensor, _wanted: Tensor) -> Tensor:
-        return head_loss(model, teacher, inputs, recipe.layers, recipe.steps)
+        return of_reading(model, embedding, inputs, teacher.read(inputs), recipe.steps)
 
-    windows = torch.from_numpy(evaluation_windows(workspace.held_out(), _LENGTH, _WINDOWS))
+    windows = torch.from_numpy(evaluation_windows(workspace.held_out(), longest, _WINDOWS))
+    windows = windows.to(teacher.device)
 
     def figures(model: TrainedHead) -> dict[str, float]:
+        texts = [each[None, :-1] for each in windows]
         shares = [
-            agreement_by_step(model, teacher, each[None, :-1], recipe.layers, recipe.steps)
-            for each in windows
+            agreement_by_step(model, embedding, text, teacher.read(text), recipe.steps) for text in texts
         ]
         mean = np.mean(shares, axis=0)
         return {f"agreement_{step}": float(share) for step, share in enumerate(mean)}
@@ -92,18 +105,15 @@ def frequent_tokens(workspace: Workspace, count: int, vocabulary: int) -> Tensor
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count])).to(torch.int64)
 
 
-def _check(recipe: HeadRecipe, target: Decoder) -> None:
+def _check(recipe: HeadRecipe, shape: Shape, target_layers: int) -> None:
     layers: Sequence[int] = recipe.layers
-    if (
-        sorted(set(layers)) != list(layers)
-        or not layers
-        or layers[-1] >= target.shape.layers
-        or layers[0] < 0
-    ):
+    if sorted(set(layers)) != list(layers) or not layers or layers[-1] >= target_layers or layers[0] < 0:
         raise UserError(
-            f"layers {list(layers)} are none to read: name some of 0 to {target.shape.layers - 1}, ascending"
+            f"layers {list(layers)} are none to read: name some of 0 to {target_layers - 1}, ascending"
         )
-    if not 0 < recipe.proposed <= target.shape.vocabulary:
-        raise UserError(f"a head can propose 1 to {target.shape.vocabulary} tokens, not {recipe.proposed}")
+    if not 0 < recipe.proposed <= shape.vocabulary:
+        raise UserError(f"a head can propose 1 to {shape.vocabulary} tokens, not {recipe.proposed}")
+    if recipe.length > shape.context:
+        raise UserError(f"the target knows texts of {shape.context} tokens, not of {recipe.length}")
     if not 0 < recipe.steps < recipe.length:
         raise UserError(f"steps must be 1 to {recipe.length - 1}, not {recipe.steps}")

@@ -89,7 +89,9 @@ class Muon:
         for matrix in matrices:
             by_shape[tuple(matrix.shape)].append(matrix)
         self.groups = list(by_shape.values())
-        self.momenta = [torch.zeros(len(group), *group[0].shape) for group in self.groups]
+        self.momenta = [
+            torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups
+        ]
         self.rate = rate
         self.decay = decay
 

@@ -90,7 +90,7 @@ class Training(Generic[M]):
     def train_step(self) -> float:
         """One step; returns the loss."""
         phase = self.phase()
-        windows = torch.from_numpy(self.sampler.batch(phase.rows, phase.length))
+        windows = torch.from_numpy(self.sampler.batch(phase.rows, phase.length)).to(device_of(self.model))
         inputs, wanted = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # [rows, length]
         loss = self._loss(self.model, inputs, wanted)
         torch.autograd.backward([loss])
@@ -130,15 +130,20 @@ class Training(Generic[M]):
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """What `Training.save` wrote."""
     try:
-        state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
+        state: dict[str, Any] = torch.load(checkpoint, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises whatever its parser stumbles over
         raise UserError(f"{checkpoint} is no checkpoint; remove it to begin anew: {error}") from error
     return state
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where its weights are."""
+    return next(model.parameters()).device
+
+
 def text_loss(model: Decoder, inputs: Tensor, wanted: Tensor) -> Tensor:
     """Cross entropy of the text."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(inputs.device.type, torch.bfloat16):
         logits = model(inputs)
     return functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
 
@@ -147,7 +152,7 @@ def taught_by(target: Decoder) -> Loss[Decoder]:
     """The loss of a draft whose teacher is a target that no longer learns."""
 
     def loss(model: Decoder, inputs: Tensor, _wanted: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(inputs.device.type, torch.bfloat16):
             with torch.no_grad():
                 logits = target(inputs)
             guesses = model(inputs)
@@ -166,19 +171,18 @@ def distillation(teacher: Tensor, student: Tensor) -> Tensor:
 @torch.no_grad()
 def held_out_loss(model: Decoder, windows: Ids) -> float:
     """Nats a token on windows int64 [n, length + 1]."""
-    losses = [
-        float(text_loss(model, tokens[None, :-1], tokens[None, 1:])) for tokens in torch.from_numpy(windows)
-    ]
+    texts = torch.from_numpy(windows).to(device_of(model))
+    losses = [float(text_loss(model, tokens[None, :-1], tokens[None, 1:])) for tokens in texts]
     return sum(losses) / len(losses)
 
 
 @torch.no_grad()
 def agreement(target: Decoder, draft: Decoder, windows: Ids) -> float:
     """Share of positions at which both choose the same at temperature 0, on windows int64 [n, length + 1]."""
-    with torch.autocast("cpu", torch.bfloat16):
+    texts = torch.from_numpy(windows).to(device_of(draft))
+    with torch.autocast(texts.device.type, torch.bfloat16):
         equal = [
-            target(tokens[None, :-1]).argmax(-1) == draft(tokens[None, :-1]).argmax(-1)
-            for tokens in torch.from_numpy(windows)
+            target(tokens[None, :-1]).argmax(-1) == draft(tokens[None, :-1]).argmax(-1) for tokens in texts
         ]
     return float(torch.cat(equal).float().mean())
 

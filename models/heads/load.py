@@ -71,8 +71,13 @@ def _theirs(config: EagleConfig, target: Path) -> torch.Tensor:
         raise CheckpointError(
             f"the head has no embedding, and is {config.hidden} wide, its target's {config.target_hidden}"
         )
+    return target_embedding(target, config.vocabulary, config.hidden)
+
+
+def target_embedding(target: Path, vocabulary: int, hidden: int) -> torch.Tensor:
+    """The embedding [vocabulary, hidden] of a whole model, as it lies in its folder."""
     with Checkpoint(target, partly=True) as checkpoint:
-        return checkpoint.read("model.embed_tokens.weight", (config.vocabulary, config.hidden))
+        return checkpoint.read("model.embed_tokens.weight", (vocabulary, hidden))
 
 
 def _sizes(config: EagleConfig, parallel: Parallel) -> Sizes:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from ssd_serve.models.heads.load import head_sizes, load_head
 from ssd_serve.models.load import ModelWish
 from ssd_serve.recipes.checkpoint import read_decoder
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise, rotary_tables
-from ssd_serve.recipes.eagle3 import TrainedHead, read_target, steps_of
+from ssd_serve.recipes.eagle3 import TrainedHead, steps_of
 from ssd_serve.recipes.export import export_pair
 from ssd_serve.recipes.head_export import HeadStory, export_head
 from ssd_serve.recipes.head_training import HeadRecipe, frequent_tokens, train_head
 from ssd_serve.recipes.pair import train_pair
+from ssd_serve.recipes.teacher import Reading, Teacher, head_shape
 from ssd_serve.recipes.workspace import Workspace
+from tests.models import checkpoints
 from tests.models.test_decoder import chunk
 from tests.recipes.test_training import PAIR
 
@@ -28,6 +31,27 @@ SHAPE = Shape(300, 32, layers=3, heads=4, kv_heads=2, head=8, intermediate=48, c
 RECIPE = HeadRecipe(
     (0, 1), proposed=120, steps=2, tokens=20_000, rows=4, length=48, compiled=False, checkpoint_seconds=2.0
 )
+
+
+@torch.no_grad()
+def read_target(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) -> Reading:
+    """What a teacher says of tokens [texts, length], by the decoder of the recipes."""
+    cos, sin = rotary_tables(target.shape, tokens.shape[1], tokens.device)
+    x: torch.Tensor = target.model.embed_tokens(tokens)
+    kept: list[torch.Tensor] = []
+    for index, layer in enumerate(target.model.layers):
+        x = layer(x, cos, sin)
+        if index in layers:
+            kept.append(x)
+    logits: torch.Tensor = target.lm_head(target.model.norm(x))
+    return Reading(logits, torch.cat(kept, dim=-1))
+
+
+def features_of(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """Of one text [length]: [length, layers * hidden]."""
+    features = read_target(target, tokens[None], layers).features
+    assert features is not None
+    return features[0]
 
 
 def random_pair() -> tuple[TrainedHead, Decoder]:
@@ -47,10 +71,10 @@ def by_hand(
 ) -> list[torch.Tensor]:
     """The head's logits after each step from one place: it reads true features up to there, then its own
     words, the text a causal chunk each time."""
-    _, features = read_target(target, tokens[None], (0, 1))
+    features = features_of(target, tokens, (0, 1))
     embedded = target.model.embed_tokens(tokens)
     found: list[torch.Tensor] = []
-    given = head.fc(features[0, : place + 1])
+    given = head.fc(features[: place + 1])
     for step in range(steps):
         rows = embedded[1 : place + 2 + step]
         said = _chunk(head, rows, given)
@@ -71,11 +95,29 @@ def _chunk(head: TrainedHead, tokens: torch.Tensor, vectors: torch.Tensor) -> to
     return result
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-qk-norm"])
+def test_a_teacher_says_what_the_architecture_s_own_code_says(architecture: str, tmp_path: Path) -> None:
+    model = checkpoints.make(architecture)
+    teacher = Teacher(checkpoints.save(model, tmp_path / "target"), 40, (0, 2), dtype="fp32")
+    texts = torch.randint(3, 199, (2, 18), generator=torch.Generator().manual_seed(4))
+    reading = teacher.read(texts)
+    with torch.no_grad():
+        said = model(texts, output_hidden_states=True)
+    torch.testing.assert_close(reading.logits, said.logits, atol=1e-3, rtol=1e-3)
+    first = said.hidden_states[1]
+    assert reading.features is not None
+    torch.testing.assert_close(reading.features[..., : first.shape[-1]], first, atol=1e-3, rtol=1e-3)
+    weight = torch.nn.Parameter(torch.ones(1))
+    torch.autograd.backward([(reading.features * weight).sum() + (reading.logits * weight).sum()])
+    assert weight.grad is not None
+
+
 def test_each_step_sees_what_it_would_see_when_drafting() -> None:
     head, target = random_pair()
     tokens = torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        steps = steps_of(head.bfloat16().float(), target, tokens[None], (0, 1), 3)
+        reading = read_target(target, tokens[None], (0, 1))
+        steps = steps_of(head.bfloat16().float(), target.model.embed_tokens.weight, tokens[None], reading, 3)
     for place in (0, 5, 12):
         for (logits, _), expected in zip(steps, by_hand(head, target, tokens, place, 3), strict=True):
             torch.testing.assert_close(logits[0, place].float(), expected, atol=0.15, rtol=0.05)
@@ -84,9 +126,10 @@ def test_each_step_sees_what_it_would_see_when_drafting() -> None:
 def test_the_truth_of_a_step_is_what_follows_its_token() -> None:
     head, target = random_pair()
     tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(3))
-    logits, _ = read_target(target, tokens, (0, 1))
-    for step, (_, truth) in enumerate(steps_of(head, target, tokens, (0, 1), 3)):
-        torch.testing.assert_close(truth.float(), logits[:, 1 + step : 18 + step], atol=0.15, rtol=0.05)
+    reading = read_target(target, tokens, (0, 1))
+    steps = steps_of(head, target.model.embed_tokens.weight, tokens, reading, 3)
+    for step, (_, truth) in enumerate(steps):
+        assert torch.equal(truth, reading.logits[:, 1 + step : 18 + step])
 
 
 @pytest.mark.parametrize(
@@ -96,6 +139,7 @@ def test_the_truth_of_a_step_is_what_follows_its_token() -> None:
         (dataclasses.replace(RECIPE, layers=(1, 0)), "ascending"),
         (dataclasses.replace(RECIPE, proposed=301), "1 to 300 tokens"),
         (dataclasses.replace(RECIPE, steps=48), "1 to 47"),
+        (dataclasses.replace(RECIPE, length=257), "texts of 256 tokens"),
     ],
 )
 @pytest.mark.slow
@@ -152,15 +196,14 @@ def test_a_head_learns_goes_on_and_is_served(workspace: Workspace, tmp_path: Pat
         head_sizes(tmp_path / "head", target, device="cpu", dtype="fp32"),
     )
     teacher = read_decoder(target)
+    assert head_shape(target) == dataclasses.replace(teacher.shape, layers=1)
     tokens = torch.from_numpy(workspace.held_out()[0].ids[:24])
     with torch.no_grad():
-        _, features = read_target(teacher, tokens[None], RECIPE.layers)
+        features = features_of(teacher, tokens, RECIPE.layers)
     part = chunk(tokens[1:].tolist(), 0, 23, range(23))
-    batch = dataclasses.replace(build_batch([part]), vectors=served.fuse(features[0, :23]))
+    batch = dataclasses.replace(build_batch([part]), vectors=served.fuse(features[:23]))
     found = served.forward(batch)
     with torch.no_grad():
-        expected = head.logits(
-            _chunk(head, teacher.model.embed_tokens(tokens[1:]), head.fc(features[0, :23]))
-        )
+        expected = head.logits(_chunk(head, teacher.model.embed_tokens(tokens[1:]), head.fc(features[:23])))
     torch.testing.assert_close(found.logits[:, head.ids], expected, atol=0.1, rtol=0.05)
     assert found.features[OWN].shape == (23, 32)
