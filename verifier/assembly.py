@@ -280,14 +280,14 @@ def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
 
 
 def _features(settings: Settings, target: Path) -> tuple[int, ...]:
-    """The target's layers that its drafts read; those of all heads must be the same. Heads whose files are on
-    another machine only read what the settings name."""
+    """The target's layers that its drafts read; those of all must be the same. Installed sources, and heads
+    whose files are on another machine only, read what the settings name."""
     named = settings.eagle_features
     found: set[tuple[int, ...]] = set()
     for name in settings.draft_models if settings.mode is not Mode.AR else ():
-        if is_source(name) or own_layers(name) is not None:
+        if own_layers(name) is not None:
             continue
-        folder = model_here(name, "draft")
+        folder = None if is_source(name) else model_here(name, "draft")
         if folder is None and named is not None:
             found.add(named)
         elif folder is not None and is_eagle3(read_raw(folder)):

@@ -1,54 +1,24 @@
 """A real drafter process, killed with SIGKILL amid running requests: no wrong, lost or double token."""
 
 import signal
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.lossless.named import load_named
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
-from ssd_serve.cluster.channels.listener import Listener
-from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
-from ssd_serve.cluster.local.run_dir import make_run_dir
 from ssd_serve.messages import Committed, SamplingParameters, Submit
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import Mode, Settings
-from ssd_serve.verifier.engine import Engine
-from tests.end_to_end.tiny_pair import write_pair
+from tests.end_to_end.tiny_pair import write_head, write_pair
+from tests.lossless.drafter_process import drafter_process
 
 pytestmark = pytest.mark.slow
 
-JOIN_S = 90.0
-
-
-@contextmanager
-def drafter(folders: tuple[Path, Path], engine: Engine, run_dir: Path) -> Generator[WorkerProcess]:
-    """The drafter process of the installation, joined to an engine in this process."""
-    place = make_run_dir(run_dir)
-    listener = Listener.unix(place.drafter_socket)
-    settings = Settings(
-        target=str(folders[0]), draft=str(folders[1]), mode=Mode.SSD, dtype="fp32", log_level="warning"
-    )
-    command = worker_command("drafter", "drafter-0", place.drafter_socket)
-    worker = start_worker(WorkerPlan("drafter-0", command), settings)
-    try:
-        deadline = time.monotonic() + JOIN_S
-        while not engine.drafters.alive:
-            assert worker.exit_code is None
-            assert time.monotonic() < deadline
-            channel = listener.accept()
-            if channel is not None:
-                engine.drafters.connect(channel)
-            engine.drafters.drain({})
-            time.sleep(0.02)
-        yield worker
-    finally:
-        worker.stop()
-        listener.close()
-        place.remove()
+FEW_TOKENS = SamplingParameters(max_tokens=400, ignore_eos=True, allowed_token_ids=tuple(range(60, 80)))
 
 
 def test_kill_9_in_the_middle_of_running_requests(tmp_path: Path) -> None:
@@ -62,7 +32,10 @@ def test_kill_9_in_the_middle_of_running_requests(tmp_path: Path) -> None:
     expected = run_case(pair, Case("ar", 1), submits).tokens
     engine = pair.engine(Case("ssd", 4, 8))
     tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
-    with drafter(folders, engine, tmp_path / "run") as worker:
+    settings = Settings(
+        target=str(folders[0]), draft=str(folders[1]), mode=Mode.SSD, dtype="fp32", log_level="warning"
+    )
+    with drafter_process(settings, engine, tmp_path / "run") as worker:
         for submit in submits:
             assert engine.submit(submit) is None
         accepted_before = 0
@@ -76,4 +49,49 @@ def test_kill_9_in_the_middle_of_running_requests(tmp_path: Path) -> None:
                 assert worker.popen.wait(10) == -signal.SIGKILL
     assert accepted_before > 0
     assert engine.drafters.alive == 0
+    assert {number: tuple(each) for number, each in tokens.items()} == expected
+
+
+def test_a_head_is_killed_and_used_again_when_it_comes_back(tmp_path: Path) -> None:
+    target, _ = write_pair(tmp_path / "pair", layers=3)
+    head = write_head(tmp_path / "head", target, range(60, 80))
+    settings = Settings(
+        target=str(target),
+        draft=str(head),
+        mode=Mode.SSD,
+        dtype="fp32",
+        eagle_layers="0,1,2",
+        log_level="warning",
+    )
+    loaded = load_named(settings, Devices(), None)
+    submits = [
+        Submit(number, (60 + number, 62, 66), replace(FEW_TOKENS, temperature=heat), number)
+        for number, heat in enumerate((0.0, 0.8, 0.8, 1.2))
+    ]
+    expected = run_case(loaded, Case("ar", 1), submits).tokens
+    engine = loaded.engine(Case("ssd", 4, 8))
+    tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
+
+    def go_on(over: Callable[[], bool]) -> None:
+        while engine.busy and not over():
+            for report in engine.step():
+                if isinstance(report, Committed):
+                    tokens[report.request].extend(report.tokens)
+
+    accepted = [0]
+    for life in range(3):
+        with drafter_process(settings, engine, tmp_path / f"run{life}") as worker:
+            if not life:
+                assert [engine.submit(submit) for submit in submits] == [None] * len(submits)
+            go_on(lambda: engine.totals.figures.accepted > accepted[-1] + 5)
+            accepted.append(engine.totals.figures.accepted)
+            worker.popen.send_signal(signal.SIGKILL)
+            assert worker.popen.wait(10) == -signal.SIGKILL
+            rounds = engine.totals.figures.rounds
+            go_on(lambda rounds=rounds: engine.totals.figures.rounds > rounds + 20)  # type: ignore[misc]
+            assert engine.drafters.alive == 0
+            assert engine.busy
+    go_on(lambda: False)
+    assert engine.drafters.rejoins == 2
+    assert accepted[1] < accepted[2] < accepted[3]
     assert {number: tuple(each) for number, each in tokens.items()} == expected
