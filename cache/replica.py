@@ -4,6 +4,7 @@ It is filled by `Growth` messages in any order, late, twice or never, and it onl
 are there: the verifier trusts its tokens and its ancestry, never its completeness. It knows no sockets.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ssd_serve.cache.expansions import Packed, unpack
@@ -18,10 +19,11 @@ would let one message stop a round."""
 
 
 class _Orphan(NamedTuple):
-    """An expansion whose node is not known yet, and the round in which it came."""
+    """An expansion whose node is not known yet, the round in which it came, and its source."""
 
     expansion: Packed
     round: int
+    source: int
 
 
 class Replica:
@@ -31,6 +33,8 @@ class Replica:
         self.request = request
         self.epoch = epoch
         self.tree = SpeculationTree(root_name, limit)
+        self.sources = 0
+        """All that have grown it, as bits."""
         self._vocabulary = vocabulary
         self._next_sequence: dict[int, int] = {}
         self._orphans: dict[int, list[_Orphan]] = {}
@@ -39,9 +43,9 @@ class Replica:
         self._waiting_candidates = 0
         self._round = 0
 
-    def apply(self, growth: Growth, sender: int = 0) -> bool:
-        """Add what one message of this drafter brings. False: messages before it are missing, so ask for a
-        snapshot.
+    def apply(self, growth: Growth, sender: int = 0, source: int = 1) -> bool:
+        """Add what one message of this drafter, which guesses with this source (a bit), brings. False:
+        messages before it are missing, so ask for a snapshot.
 
         Messages of other requests or epochs and impossible tokens change nothing; neither do malformed
         buffers, which are a `ProtocolError`.
@@ -52,9 +56,10 @@ class Replica:
         if expansions is None:
             return True
         self.tree.patience = _MERGED_A_MESSAGE
+        self.sources |= source
         for expansion in expansions:
-            if not self.tree.take(expansion):
-                self._keep(_Orphan(expansion, self._round))
+            if not self.tree.take(expansion, source):
+                self._keep(_Orphan(expansion, self._round, source))
             elif expansion.name in self._orphans:
                 self._adopt(expansion.name)
         return self._in_sequence(growth, sender)
@@ -69,6 +74,19 @@ class Replica:
         left."""
         self._next_sequence.pop(sender, None)
 
+    def proposers(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Who has proposed each of some nodes, as bits. `parents`: each one's place among them, after its own
+        parent's; -1: the root."""
+        known = {-1: self.tree.root}
+        found: list[int] = []
+        for token, above in zip(tokens, parents, strict=True):
+            parent = known.get(above)
+            if parent is None:
+                parent = known[above] = known[parents[above]].children[tokens[above]]
+            proposed = parent.proposed
+            found.append(proposed if isinstance(proposed, int) else proposed[token])
+        return found
+
     def advance(self, tokens: tuple[int, ...]) -> Advance:
         """Move the root along the committed tokens of a round."""
         self._round += 1
@@ -80,7 +98,7 @@ class Replica:
         for orphan in left:
             if orphan.round + _ORPHAN_ROUNDS <= self._round:
                 continue
-            if self.tree.take(orphan.expansion):
+            if self.tree.take(orphan.expansion, orphan.source):
                 self._adopt(orphan.expansion.name)
             else:
                 self._keep(orphan)
@@ -101,7 +119,7 @@ class Replica:
             for orphan in self._orphans.pop(names.pop(), ()):
                 self._waiting -= 1
                 self._waiting_candidates -= orphan.expansion.size
-                if self.tree.take(orphan.expansion):
+                if self.tree.take(orphan.expansion, orphan.source):
                     names.append(orphan.expansion.name)
                 else:
                     self._keep(orphan)

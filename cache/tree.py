@@ -37,10 +37,11 @@ class Unread(Protocol):
 
 
 class _Hanging(NamedTuple):
-    """An expansion that nobody has looked at, and the depth of its node."""
+    """An expansion that nobody has looked at, the depth of its node, and the source that it came from."""
 
     expansion: Unread
     depth: int
+    source: int
 
 
 class Node:
@@ -49,9 +50,20 @@ class Node:
     `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node
     below any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates
     that may follow, best first, with their own `cumulatives`; `children` are those that were looked at.
+    `proposed` is who named the candidates: sources as bits, by token where not all were named by the same.
     """
 
-    __slots__ = ("children", "cumulative", "cumulatives", "depth", "name", "parent", "token", "tokens")
+    __slots__ = (
+        "children",
+        "cumulative",
+        "cumulatives",
+        "depth",
+        "name",
+        "parent",
+        "proposed",
+        "token",
+        "tokens",
+    )
 
     def __init__(self, name: int, token: int, parent: "Node | None", cumulative: float) -> None:
         self.name = name
@@ -62,6 +74,7 @@ class Node:
         self.tokens: list[int] = []
         self.cumulatives: list[float] = []
         self.children: dict[int, Node] = {}
+        self.proposed: int | dict[int, int] = 0
 
     @property
     def expanded(self) -> bool:
@@ -132,14 +145,14 @@ class SpeculationTree:
             child = self._look(node, rank)
         return child if child is not None and child.tokens else None
 
-    def take(self, expansion: Unread) -> bool:
+    def take(self, expansion: Unread, source: int = 0) -> bool:
         """Give the node that an expansion names its candidates, read when somebody looks at it; False when
         the tree does not have the node. A full tree takes no more, which is not a reason to wait."""
         name = expansion.name
         if name in self._known or name in self._unread:
             node = self.get(name)
             if node is not None:
-                self.expand(node, *expansion.read())
+                self.expand(node, *expansion.read(), source)
             return True
         above = self._unread.get(expansion.parent)
         if above is not None:  # which candidates that one has is seen when somebody looks
@@ -151,22 +164,24 @@ class SpeculationTree:
             depth = parent.depth + 1
         size = expansion.size
         if size and self._size + size <= self.limit:
-            self._unread[name] = _Hanging(expansion, depth)
+            self._unread[name] = _Hanging(expansion, depth, source)
             self._size += size
             if depth >= self._deepest:
                 self._deepest = depth + 1
         return True
 
-    def expand(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
+    def expand(
+        self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float], source: int = 0
+    ) -> bool:
         """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is
-        full.
+        full. `source`: who names them, as a bit.
 
         A node that is expanded again, by another drafter, has the candidates of both, and of a candidate that
         both name the better estimate: reach then adds up to more than 1, which only ranks. Said twice is the
         same as said once.
         """
         if node.tokens or len(set(tokens)) < len(tokens):
-            return self._merge(node, tokens, log_probabilities)
+            return self._merge(node, tokens, log_probabilities, source)
         if self._size + len(tokens) > self.limit:
             return False
         if tokens and node.depth >= self._deepest:
@@ -175,7 +190,7 @@ class SpeculationTree:
         values = [above + log_probability for log_probability in log_probabilities]
         if values and (values[0] > above or sorted(values, reverse=True) != values):
             values = list(accumulate(values, min, initial=above))[1:]  # ranked, whatever a drafter says
-        node.tokens, node.cumulatives = list(tokens), values
+        node.tokens, node.cumulatives, node.proposed = list(tokens), values, source
         self._size += len(values)
         return True
 
@@ -301,9 +316,11 @@ class SpeculationTree:
         hanging = self._unread.pop(node.name, None)
         if hanging is not None:
             self._size -= hanging.expansion.size
-            self.expand(node, *hanging.expansion.read())
+            self.expand(node, *hanging.expansion.read(), hanging.source)
 
-    def _merge(self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float]) -> bool:
+    def _merge(
+        self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float], source: int
+    ) -> bool:
         self.patience -= len(node.tokens) + len(tokens)
         if self.patience < 0:
             return False
@@ -315,6 +332,7 @@ class SpeculationTree:
         if self._size + more > self.limit:
             return False
         self._size += more
+        node.proposed = _proposed(node, tokens, source)
         if merged and node.depth >= self._deepest:
             self._deepest = node.depth + 1
         node.tokens = sorted(merged, key=lambda token: -merged[token])
@@ -325,6 +343,17 @@ class SpeculationTree:
                 child.cumulative = merged[token]
                 self.patience -= _raise_below(child, by)
         return True
+
+
+def _proposed(node: Node, tokens: Sequence[int], source: int) -> int | dict[int, int]:
+    """Who names the candidates of a node once this source has named some more."""
+    before = node.proposed
+    if before == source or not node.tokens:
+        return source
+    by_token = dict.fromkeys(node.tokens, before) if isinstance(before, int) else before
+    for token in tokens:
+        by_token[token] = by_token.get(token, 0) | source
+    return by_token
 
 
 def _raise_below(node: Node, by: float) -> int:

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ssd_serve.messages import AcceptanceHealth, Ready, Status
+from ssd_serve.depths import POSITIONS, bounded, by_position
+from ssd_serve.messages import AcceptanceHealth, Figures, Ready, SourceFigures, Status
 from ssd_serve.server.access.tenants import Tenants, Used
 
 SECONDS = (
@@ -72,6 +73,16 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
 }
 
 
+_BY_POSITION: dict[str, tuple[str, Callable[[Figures], list[int]]]] = {
+    "spec_decode_num_drafts_per_pos": ("rounds that verified a node", lambda t: t.verified_depths),
+    "spec_decode_num_accepted_tokens_per_pos": ("nodes accepted", lambda t: t.accepted_depths),
+}
+_BY_SOURCE: dict[str, tuple[str, Callable[[SourceFigures], int]]] = {
+    "spec_decode_source_draft_tokens": ("nodes verified", lambda each: each.verified),
+    "spec_decode_source_accepted_tokens": ("nodes accepted", lambda each: each.accepted),
+}
+
+
 class EngineView(Protocol):
     """What metrics read of the server's end of the engine."""
 
@@ -127,6 +138,7 @@ class EngineCollector(Collector):
             if name in self._left_out:
                 continue
             yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+        yield from _acceptance(status.totals)
         requests = GaugeMetricFamily("ssd_drafter_requests", "requests of each drafter", labels=["drafter"])
         for name, count in status.drafter_requests.items():
             requests.add_metric([name], float(count))
@@ -145,6 +157,22 @@ class EngineCollector(Collector):
             if reason is not AcceptanceHealth.GOOD:
                 health.add_metric([reason.value], float(status.health is reason))
         yield health
+
+
+def _acceptance(totals: Figures) -> Iterator[Metric]:
+    deep = f"by depth: position 0 is depth 1, position {POSITIONS} all that are deeper than {POSITIONS}"
+    for name, (text, histogram) in _BY_POSITION.items():
+        family = CounterMetricFamily(f"ssd_{name}", f"{text}, {deep}", labels=["position"])
+        for position, count in enumerate(bounded(by_position(histogram(totals)))):
+            family.add_metric([str(position)], float(count))
+        yield family
+    for name, (text, read) in _BY_SOURCE.items():
+        family = CounterMetricFamily(
+            f"ssd_{name}", f"{text} that a source had proposed; of several, for each", labels=["source"]
+        )
+        for source, each in totals.sources.items():
+            family.add_metric([source], float(read(each)))
+        yield family
 
 
 def _layouts(status: Status) -> Iterator[Metric]:

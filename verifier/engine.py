@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.messages import (
     Committed,
+    Figures,
     Finish,
     Finished,
     Refused,
@@ -77,6 +78,11 @@ class Engine:
         """Whether `step` has work."""
         return bool(self._requests)
 
+    @property
+    def figures(self) -> Figures:
+        """Of all requests since start."""
+        return self.totals.told(self._requests.values(), self.drafters.sources)
+
     def ask(self, message: ServerMessage) -> Sequence[Refused | Finished]:
         """Do what a front end asks for; returns what it must know of that at once."""
         if isinstance(message, Submit | SubmitChoices):
@@ -113,9 +119,7 @@ class Engine:
         """Queue a request, unless it is over."""
         ended = request.ended(request.tokens[-1], request.left) if request.generated else ""
         if ended:
-            return Finished(
-                request.number, ended, request.figures, request.tokens[-1] if ended == "stop" else None
-            )
+            return self._finished(request, ended)
         self._requests[request.number] = request
         self.scheduler.submit(request)
         self.totals.prompt_tokens += request.prompt_length
@@ -133,7 +137,7 @@ class Engine:
         if request is None:
             return None
         self._retire(request)
-        return Finished(number, "stop", request.figures)
+        return Finished(number, "stop", self._told(request))
 
     def step(self) -> list[VerifierReport]:
         """One round over everything that is running; returns what the front end must know."""
@@ -240,25 +244,35 @@ class Engine:
         if walk.ended:
             del self._requests[request.number]
             self._retire(request)
-            stop_token = walk.tokens[-1] if walk.ended == "stop" else None
-            reports.append(Finished(request.number, walk.ended, request.figures, stop_token))
+            reports.append(self._finished(request, walk.ended))
         return reports
+
+    def _finished(self, request: Request, why: str) -> Finished:
+        """Its text has ended, by its last token."""
+        stop_token = request.tokens[-1] if why == "stop" else None
+        return Finished(request.number, why, self._told(request), stop_token)
+
+    def _told(self, request: Request) -> Figures:
+        return request.acceptance.told(request.figures, self.drafters.sources)
 
     def _advance(self, walk: Walk, request: Request, first: bool) -> None:
         """Move the replica's root and publish the outcome; count the round unless it ended the prompt."""
         replica = request.replica
         if replica is None:
             return
+        rows = walk.work.tree
+        if not first:
+            request.acceptance.count(replica, rows.tokens, rows.parents, rows.depths, walk.accepted)
         hit = replica.advance(walk.tokens).hit
         if not walk.ended:
             self.drafters.outcome(request)
         working = self.drafters.working
         if working and not first:
-            self.watch.observe(0 in walk.accepted if len(walk.work.tree) else None, hit)
-        for figures in (request.figures, self.totals.figures):
-            count(figures, walk, first, replica if working else None, hit)
+            self.watch.observe(0 in walk.accepted if len(rows) else None, hit)
+        count((request.figures, self.totals.figures), walk, first, replica if working else None, hit)
 
     def _retire(self, request: Request) -> None:
+        self.totals.acceptance.add(request.acceptance)
         if self._active.pop(request.number, None) is not None:
             self.drafters.close(request)
         self.scheduler.remove(request)

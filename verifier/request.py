@@ -14,6 +14,7 @@ from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.parameters import needs_counts, needs_editing
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.seeds import root_name
+from ssd_serve.verifier.acceptance import Acceptance
 from ssd_serve.verifier.text import RequestText
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Request:
     epoch: int = 0
     replica: Replica | None = None
     figures: Figures = field(default_factory=Figures)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     scored: int = 0
     """Tokens of the prompt, from the second on, whose log-probabilities were told."""
     features: "RequestFeatures | None" = None

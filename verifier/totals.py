@@ -1,9 +1,12 @@
 """Counters of an engine since its start: where the time went, and what its rounds gave."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ssd_serve.cache.replica import Replica
 from ssd_serve.messages import Figures
+from ssd_serve.verifier.acceptance import Acceptance
+from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import Walk
 
 
@@ -36,22 +39,35 @@ class Totals:
     """Counters since start."""
 
     figures: Figures = field(default_factory=Figures)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of requests that are over."""
     prompt_tokens: int = 0
 
+    def told(self, running: Iterable[Request], sources: Sequence[str]) -> Figures:
+        """A copy of the figures, with the acceptance of the requests that run, too. `sources` are named in
+        the order of their bits."""
+        acceptance = Acceptance()
+        for each in (self.acceptance, *(request.acceptance for request in running)):
+            acceptance.add(each)
+        return acceptance.told(self.figures, sources)
 
-def count(figures: Figures, walk: Walk, first: bool, replica: Replica | None, hit: bool) -> None:
-    """Add a request's round, of the round that ended its prompt (`first`) only the tokens. `replica`: where
-    drafts were expected; `hit`: whether its new root was in it."""
-    figures.tokens += len(walk.tokens)
-    if first:
-        return
-    figures.rounds += 1
-    figures.drafted += len(walk.work.tree)
-    figures.accepted += len(walk.accepted)
-    if replica is None:
-        return
-    figures.hits += hit
-    figures.misses += not hit
-    if hit:
-        figures.ready_depth += replica.tree.ready_depth()
-        figures.ready_nodes += len(replica.tree)
+
+def count(kept: Sequence[Figures], walk: Walk, first: bool, replica: Replica | None, hit: bool) -> None:
+    """Add a request's round to figures, of the round that ended its prompt (`first`) only the tokens.
+    `replica`: where drafts were expected; `hit`: whether its new root was in it."""
+    tokens, drafted, accepted = len(walk.tokens), len(walk.work.tree), len(walk.accepted)
+    tree = replica.tree if replica is not None and hit else None
+    depth, nodes = (tree.ready_depth(), len(tree)) if tree is not None else (0, 0)
+    for figures in kept:
+        figures.tokens += tokens
+        if first:
+            continue
+        figures.rounds += 1
+        figures.drafted += drafted
+        figures.accepted += accepted
+        if replica is None:
+            continue
+        figures.hits += hit
+        figures.misses += not hit
+        figures.ready_depth += depth
+        figures.ready_nodes += nodes

@@ -131,6 +131,13 @@ class Usage(TypedDict):
     ]
 
 
+class SourceTokens(TypedDict):
+    """Of the tokens that a draft source had proposed: how many were verified, and how many accepted."""
+
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+
+
 class Speculation(TypedDict):
     """How speculation went; null: there was nothing to divide by, or the engine was replaced meanwhile."""
 
@@ -140,6 +147,19 @@ class Speculation(TypedDict):
     mean_acceptance_length: float | None
     num_draft_tokens: int | None
     draft_acceptance_rate: float | None
+    acceptance_histogram: Annotated[
+        list[int] | None, Field(description="rounds by how many drafted tokens they accepted: 0, 1, …")
+    ]
+    acceptance_by_depth: Annotated[
+        list[float] | None,
+        Field(
+            description="of the rounds that verified a token at depth 1, 2, …, the share that accepted one"
+        ),
+    ]
+    sources: Annotated[
+        dict[str, SourceTokens] | None,
+        Field(description="by draft source; a token that several had proposed counts for each of them"),
+    ]
     cache_hits: int | None
     cache_misses: int | None
     cache_hit_rate: float | None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ssd_serve.depths import added, rates
 from ssd_serve.messages import Figures, TokenLogprobs
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.text.tokenizer import TokenTexts
@@ -59,8 +60,10 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None)
 def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]:
     """How speculation went over all choices, in vLLM's shape and with what only this engine knows.
 
-    `draft_acceptance_rate` counts nodes, so a wide tree has a low one. Where the engine did not
-    tell all its figures (not `complete`), what only the engine counts is null.
+    `acceptance_histogram`: rounds by how many nodes they accepted. `acceptance_by_depth`: of the rounds that
+    verified a node at each depth, how many accepted one. `draft_acceptance_rate` counts nodes, so a wide tree
+    has a low one. Where the engine did not tell all its figures (not `complete`), what only the engine counts
+    is null.
     """
     rounds = sum(one.rounds for one in figures)
     tokens = sum(one.tokens for one in figures)
@@ -74,9 +77,14 @@ def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]
     drafted = sum(one.drafted for one in figures)
     hits = sum(one.hits for one in figures)
     misses = sum(one.misses for one in figures)
+    accepted_depths = added([one.accepted_depths for one in figures])
+    verified_depths = added([one.verified_depths for one in figures])
     known: dict[str, object] = {
         "num_draft_tokens": drafted,
         "draft_acceptance_rate": ratio(accepted, drafted),
+        "acceptance_histogram": accepted_depths,
+        "acceptance_by_depth": rates(verified_depths, accepted_depths),
+        "sources": _sources(figures),
         "cache_hits": hits,
         "cache_misses": misses,
         "cache_hit_rate": ratio(hits, hits + misses),
@@ -85,6 +93,18 @@ def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]
         "preemptions": sum(one.preemptions for one in figures),
     }
     return {"speculative_decoding": {**seen, **(known if complete else dict.fromkeys(known))}}
+
+
+def _sources(figures: Sequence[Figures]) -> dict[str, dict[str, int]]:
+    """What became of the nodes that each source had proposed, over all choices."""
+    named = [pair for one in figures for pair in one.sources.items()]
+    return {
+        source: {
+            "num_draft_tokens": sum(each.verified for name, each in named if name == source),
+            "num_accepted_draft_tokens": sum(each.accepted for name, each in named if name == source),
+        }
+        for source in dict.fromkeys(name for name, _ in named)
+    }
 
 
 def ratio(part: float, whole: float) -> float | None:

@@ -116,6 +116,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     top: tuple[tuple[int, float], ...]
 
 
+class SourceFigures(msgspec.Struct, frozen=True, array_like=True):
+    """Nodes that one draft source had proposed: how many were verified, and how many accepted."""
+
+    verified: int
+    accepted: int
+
+
 class Figures(msgspec.Struct, kw_only=True):
     """Speculation figures of one request since it began, or of all; rounds exclude prompt chunks.
 
@@ -127,6 +134,13 @@ class Figures(msgspec.Struct, kw_only=True):
     drafted: int = 0
     """Nodes verified."""
     accepted: int = 0
+    verified_depths: list[int] = []
+    """Rounds by the depth of the deepest node that they verified; 0: there was none. A node is verified with
+    everything above it, so this tells of every depth how many rounds had a node there."""
+    accepted_depths: list[int] = []
+    """The same of accepted nodes: rounds by how many they accepted."""
+    sources: dict[str, SourceFigures] = {}
+    """By draft source; a node that several had proposed counts for each. Told, not counted in."""
     hits: int = 0
     """Rounds after which the new root was in the replica."""
     misses: int = 0

@@ -258,6 +258,43 @@ def test_two_drafters_share_a_tree() -> None:
     assert contents(replica.tree) == {50: [2, 1, 8], mix(50, 8): [6]}
 
 
+def places(replica: Replica, count: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """Of the best nodes their paths, tokens and parents' places, as a round has them."""
+    nodes = replica.tree.best(count, 9)
+    paths = [tuple(each.token for each in replica.tree.path(node)) for node in nodes]
+    return (
+        paths,
+        [node.token for node in nodes],
+        [paths.index(path[:-1]) if path[1:] else -1 for path in paths],
+    )
+
+
+@given(st.data())
+@settings(max_examples=examples(60), deadline=None)
+def test_each_candidate_is_its_proposers(data: st.DataObject) -> None:
+    """Whoever they are, and whatever else they say of its parent, while nothing comes before its parent."""
+    replica, sequence = make_replica(1, 50), 0
+    said: dict[tuple[int, ...], int] = {}
+    for _ in range(data.draw(st.integers(1, 4))):
+        for _ in range(data.draw(st.integers(1, 8))):
+            path = data.draw(st.sampled_from([(), *sorted(said)]))
+            tokens = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True))
+            source = data.draw(st.sampled_from([2, 4, 8]))
+            said |= {(*path, token): said.get((*path, token), 0) | source for token in tokens}
+            above = name = replica.tree.root.name
+            for token in path:
+                above, name = name, mix(name, token)
+            values = [-0.5 - place for place in range(len(tokens))]
+            expansion = Expansion(above, path[-1] if path else ROOT_STEP, tokens, values)
+            replica.apply(growth_of(expansion, sequence=sequence), source, source)
+            sequence += 1
+        paths, tokens, parents = places(replica, data.draw(st.integers(0, 40)))
+        assert replica.proposers(tokens, parents) == [said[path] for path in paths]
+        root = data.draw(st.sampled_from(sorted(said)))
+        assert replica.advance(root).hit
+        said = {path[len(root) :]: who for path, who in said.items() if path[: len(root)] == root != path}
+
+
 def test_a_drafter_that_begins_again_counts_from_0() -> None:
     replica = make_replica(1, 50)
     for sequence in range(5):

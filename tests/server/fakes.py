@@ -25,6 +25,7 @@ from ssd_serve.messages import (
     Message,
     Ready,
     Refused,
+    SourceFigures,
     Status,
     Submit,
     SubmitChoices,
@@ -67,13 +68,34 @@ STATUS = Status(
     preemptions=0,
     drafters_alive=1,
     drafter_restarts=3,
-    totals=Figures(rounds=100, tokens=300, drafted=800, accepted=200, hits=90, misses=10, ready_depth=400),
+    totals=Figures(
+        rounds=100,
+        tokens=300,
+        drafted=800,
+        accepted=200,
+        hits=90,
+        misses=10,
+        ready_depth=400,
+        verified_depths=[10, 0, 40, 48, *[0] * 14, 2],
+        accepted_depths=[24, 14, 30, 30, *[0] * 14, 2],
+        sources={"draft": SourceFigures(700, 180), "ngram": SourceFigures(150, 50)},
+    ),
     forward_s=9.0,
     wait_s=0.5,
     host_s=0.25,
 )
 FIGURES = Figures(
-    rounds=4, tokens=12, drafted=32, accepted=8, hits=3, misses=1, ready_depth=12, ready_nodes=40
+    rounds=4,
+    tokens=12,
+    drafted=32,
+    accepted=8,
+    hits=3,
+    misses=1,
+    ready_depth=12,
+    ready_nodes=40,
+    verified_depths=[0, 0, 1, 3],
+    accepted_depths=[1, 0, 1, 2],
+    sources={"draft": SourceFigures(30, 8), "ngram": SourceFigures(4, 3)},
 )
 
 

@@ -39,6 +39,12 @@ async def test_a_whole_completion() -> None:
     assert figures["mean_acceptance_length"] == 3.0
     assert figures["draft_acceptance_rate"] == 0.25
     assert figures["cache_hit_rate"] == 0.75
+    assert figures["acceptance_histogram"] == [1, 0, 1, 2]
+    assert figures["acceptance_by_depth"] == [0.75, 0.75, pytest.approx(2 / 3)]
+    assert figures["sources"] == {
+        "draft": {"num_draft_tokens": 30, "num_accepted_draft_tokens": 8},
+        "ngram": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 3},
+    }
 
 
 async def test_a_stream_says_the_same_in_pieces() -> None:

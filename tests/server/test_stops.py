@@ -88,6 +88,7 @@ async def test_an_engine_that_never_says_its_figures(monkeypatch: pytest.MonkeyP
     assert found["choices"][0]["text"] == "one "
     figures = found["metrics"]["speculative_decoding"]
     assert (figures["num_tokens"], figures["num_draft_tokens"]) == (7, None)
+    assert (figures["acceptance_histogram"], figures["sources"]) == (None, None)
 
 
 @pytest.mark.anyio

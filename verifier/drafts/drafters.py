@@ -90,6 +90,11 @@ class Drafters:
         return dict(counted)
 
     @property
+    def sources(self) -> Sequence[str]:
+        """What drafters have guessed with, in the order of their bits."""
+        return self._reception.sources.names
+
+    @property
     def rejoins(self) -> int:
         """Of drafters with a device of their own that had been here before."""
         return self._reception.rejoins

@@ -28,6 +28,7 @@ from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.messages import Close, DrafterMessage, Features, Hello, Message, Outcome, Pause
 from ssd_serve.verifier.drafts.liveness import Liveness
+from ssd_serve.verifier.drafts.source_bits import OTHERS_BIT
 from ssd_serve.verifier.drafts.teams import Team
 from ssd_serve.verifier.request import Request
 
@@ -94,6 +95,7 @@ class Link:
         self.name = ""
         self.instance = 0
         self.source = ""
+        self.source_bit = OTHERS_BIT
         self.features: tuple[int, ...] = ()
         """Layers of the target whose outputs it reads."""
         self.joined = False

@@ -13,6 +13,7 @@ from ssd_serve.verifier.drafts.admission import Admission
 from ssd_serve.verifier.drafts.homes import Homes, Requests
 from ssd_serve.verifier.drafts.link import Link
 from ssd_serve.verifier.drafts.links import Links
+from ssd_serve.verifier.drafts.source_bits import SourceBits
 
 _WORK_A_DRAIN, _MIN_WORK = 2048, 32
 """Messages and expansions that one drain takes, of all drafters and of each at least: some milliseconds."""
@@ -40,6 +41,7 @@ class Reception:
         self._links = links
         self._homes = homes
         self._log = log
+        self.sources = SourceBits()
         self.rejoins = 0
         """Of drafters with a device of their own that had been here before."""
         self.expansions = 0
@@ -108,7 +110,7 @@ class Reception:
             return
         if not expansions or growth.epoch != replica.epoch:
             link.liveness.said_nothing()
-        if not replica.apply(growth, link.number):
+        if not replica.apply(growth, link.number, link.source_bit):
             link.channel.send(Resync(growth.request, growth.epoch))
         link.credit -= replica.merged // _CANDIDATES_A_WORK
 
@@ -123,6 +125,7 @@ class Reception:
                     _replace(other, link, hello)
             self.rejoins += self._admission.knows(hello.name)
         link.join(self._hello, hello)
+        link.source_bit = self.sources.bit(link.source, link.stranger)
         self._joined(link)
         self._log.info("drafter joined", name=link.name, step_ms=round(hello.step_ms, 2))
         self._homes.join(link, requests)
