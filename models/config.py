@@ -26,13 +26,6 @@ def read_raw(folder: Path) -> Json:
     return read_json(path)
 
 
-def is_eagle3(raw: Json) -> bool:
-    """Whether a draft's `config.json` is that of an EAGLE-3 head, in any of its layouts."""
-    names = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
-    own = raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
-    return own or bool(names & set(raw.get("architectures") or ()))
-
-
 def model_name(folder: Path) -> str:
     """What people call a model: its hub id where the folder is a hub download, else the folder's name."""
     parent = folder.parent

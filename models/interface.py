@@ -5,13 +5,24 @@ no checkpoint format and no request.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from ssd_serve.kernels.batch import Batch
+from ssd_serve.messages import FINAL
+
+
+def feature_name(layer: int) -> str:
+    """What the output of a layer, or `FINAL`, is called among a forward's features."""
+    return "final" if layer == FINAL else f"layer.{layer}"
+
+
+def listed(layers: Iterable[int]) -> str:
+    """Layers for people, e.g. [1, 2, final]."""
+    return f"[{', '.join('final' if layer == FINAL else str(layer) for layer in layers)}]"
 
 
 @dataclass(frozen=True, slots=True)

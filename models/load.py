@@ -56,9 +56,9 @@ class ModelWish:
     """What is asked of a model. `context` limits the positions (None: the checkpoint's). `native` are the
     kernels compiled for this CPU, without them torch's are used; `attention` says which tree attention.
     `batch_invariant`: a row's result is the same to the bit in any batch, at some cost; `layers`: only so
-    many, the first ones, before the last norm and the head; `features` are layers whose outputs every forward
-    returns; `graphs` captures forwards on GPUs, where the attention can be captured; `allow_pickle`: weights
-    may be `.bin` files."""
+    many, the first ones, before the last norm and the head; `features` are layers, or `FINAL`, whose outputs
+    every forward returns; `graphs` captures forwards on GPUs, where the attention can be captured;
+    `allow_pickle`: weights may be `.bin` files."""
 
     device: str
     dtype: str

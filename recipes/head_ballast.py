@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssd_serve.errors import CheckpointError, UserError
-from ssd_serve.models.config import is_eagle3, read_raw
+from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.recipes.ballast import BallastSizes, Enlarger, enlarged, enlarged_config, refuse_biases
 from ssd_serve.recipes.checkpoint import (
     read_checkpoint,
@@ -28,9 +28,9 @@ _KEPT = ("d2t", "t2d")
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder's `config.json` is that of an EAGLE-3 head."""
+    """Whether a folder holds an EAGLE-3 head."""
     try:
-        return is_eagle3(read_raw(folder))
+        return head_kind(folder) is HeadKind.EAGLE3
     except CheckpointError:
         return False
 

@@ -14,7 +14,7 @@ from ssd_serve.devices import parse_device
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import instant_channel
-from ssd_serve.drafter.sources.registry import is_source, own_layers
+from ssd_serve.drafter.sources.registry import is_head, is_source, own_layers
 from ssd_serve.errors import MemoryShortError, SettingsError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.attention.checked import DifferenceLog
@@ -22,7 +22,7 @@ from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello, Ready
-from ssd_serve.models.config import is_eagle3, model_name, read_raw
+from ssd_serve.models.config import model_name
 from ssd_serve.models.heads.load import head_config
 from ssd_serve.models.hub import find_model, model_here
 from ssd_serve.models.interface import Model, ModelFacts
@@ -290,7 +290,7 @@ def _features(settings: Settings, target: Path) -> tuple[int, ...]:
         folder = None if is_source(name) else model_here(name, "draft")
         if folder is None and named is not None:
             found.add(named)
-        elif folder is not None and is_eagle3(read_raw(folder)):
+        elif folder is not None and is_head(folder):
             found.add(head_config(folder, target, named).features or ())
     if len(found) > 1:
         raise SettingsError(

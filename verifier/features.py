@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ssd_serve.cache.table import SlotTable
+from ssd_serve.models.interface import feature_name
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import InFlight, Walk
 
@@ -20,7 +21,7 @@ _NOWHERE = -1
 
 
 class FeatureStore:
-    """Outputs of some `layers` of the target, at most `limit` bytes of them."""
+    """Outputs of some `layers` of the target, or `FINAL`, at most `limit` bytes of them."""
 
     def __init__(self, layers: Sequence[int], limit: int) -> None:
         self.layers = tuple(layers)
@@ -47,7 +48,7 @@ class FeatureStore:
             rows += [*range(start, start + fed), *(start + fed + index for index in walk.accepted)]
             slots += [*walk.work.part.slots, *walk.kept]
             start += walk.work.rows
-        found = [flight.result.features[f"layer.{layer}"] for layer in self.layers]
+        found = [flight.result.features[feature_name(layer)] for layer in self.layers]
         chosen = torch.tensor(rows, device=found[0].device)
         features = torch.cat([each.index_select(0, chosen) for each in found], dim=-1)
         self.keep(np.array(slots, dtype=np.int64), features.to("cpu", torch.bfloat16))

@@ -1,10 +1,11 @@
-"""An EAGLE-3 head as a draft source: it reads what the target has computed of committed tokens, and goes on
+"""An EAGLE head as a draft source: it reads what the target has computed of committed tokens, and goes on
 from what it says itself.
 
-A row is a token and the vector of the place before it. Of committed tokens that is the target's features,
-fused; of guesses it is the head's own output at their parent. So the KV of a guess that was right is not the
-KV of the committed token: that one is computed anew, with its true vector, in the next step. What stands
-below keeps what was computed there. Knows one head and vectors that it is given; not how they travel.
+A row is a token and the vector of the place before it. Of committed tokens that is the target's features, as
+the head makes a vector of them; of guesses it is the head's own output at their parent. So the KV of a guess
+that was right is not the KV of the committed token: that one is computed anew, with its true vector, in the
+next step. What stands below keeps what was computed there. Knows one head and vectors that it is given; not
+how they travel.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Loads an EAGLE-3 head as a draft, with its KV slots, and measures its step. Knows no requests."""
+"""Loads an EAGLE head as a draft, with its KV slots, and measures its step. Knows no requests."""
 
 from dataclasses import replace
 
@@ -34,7 +34,14 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
     if folder is None:
         raise SettingsError(f"{settings.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
     target = find_model(settings, settings.target, "target")
-    sizes = head_sizes(folder, target, device=device, dtype=settings.dtype, features=settings.eagle_features)
+    sizes = head_sizes(
+        folder,
+        target,
+        device=device,
+        dtype=settings.dtype,
+        features=settings.eagle_features,
+        allow_pickle=settings.allow_pickle,
+    )
     slots = draft_slots(settings, sizes, device)
     wish = replace(served_wish(settings, device, slots, order.native), graphs=False)
     head = load_head(folder, wish, sizes, order.log)

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ssd_serve.errors import SettingsError
-from ssd_serve.models.config import is_eagle3, read_raw
+from ssd_serve.models.config import read_raw
+from ssd_serve.models.heads.kinds import head_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder
 
-ANY_MODEL, EAGLE3 = "*", "*eagle3"
+ANY_MODEL, EAGLE = "*", "*eagle"
 SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
-    EAGLE3: "ssd_serve.drafter.sources.eagle_loading:load_eagle",
+    EAGLE: "ssd_serve.drafter.sources.eagle_loading:load_eagle",
 }
 """What loads a source, as `module:function`, by what chooses it: the name that `SSD_DRAFT` gives, or an entry
 of `architectures` in the draft's `config.json`. All other drafts are whole models."""
@@ -42,6 +43,11 @@ def is_source(name: str) -> bool:
     return not name.startswith(ANY_MODEL) and (name in SOURCES or bool(_entry_points(name)))
 
 
+def is_head(folder: Path) -> bool:
+    """Whether the draft in a folder is an EAGLE head. Raises `CheckpointError` for heads of other kinds."""
+    return _kind(folder) == EAGLE
+
+
 def load_source(name: str, order: "SourceOrder") -> "LoadedSource":
     """The source that a draft of this name is; its files, if it has any, are in the order's folder."""
     kind = name if order.folder is None else _kind(order.folder)
@@ -59,6 +65,6 @@ def _entry_points(name: str) -> EntryPoints:
 
 
 def _kind(folder: Path) -> str:
-    if is_eagle3(read_raw(folder)):
-        return EAGLE3
-    return next(filter(is_source, read_raw(folder).get("architectures") or []), ANY_MODEL)
+    if named := next(filter(is_source, read_raw(folder).get("architectures") or []), None):
+        return str(named)
+    return ANY_MODEL if head_kind(folder) is None else EAGLE

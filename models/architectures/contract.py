@@ -110,7 +110,7 @@ class Sizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
     """What a model of any architecture is built on. `features` are the layers whose outputs every forward
-    returns, named `layer.<index>`."""
+    returns for all rows, `FINAL` among them where it is asked for; `feature_name` names them."""
 
     attention: AttentionBackend[Any]
     operations: RowOperations

@@ -1,19 +1,24 @@
-"""What the `config.json` of an EAGLE-3 head says, in the layouts in which heads are published.
+"""What the `config.json` of an EAGLE head says, in the layouts in which heads are published.
 
 Flat (SafeAILab, SpecForge, SGLang, vLLM) or nested (speculators). Knows key names; no tensors. Sources: Li et
-al. 2025 (EAGLE-3), and the loaders of those projects.
+al. 2024 (EAGLE), Li et al. 2025 (EAGLE-3), and the loaders of those projects.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ssd_serve.errors import CheckpointError
+from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import describe
 from ssd_serve.models.config import Json, positive_size
+from ssd_serve.models.heads.kinds import HeadKind
+from ssd_serve.models.interface import listed
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FAMILIES_OF_EAGLE1 = {**_FAMILIES, "mistral": "LlamaForCausalLM", "qwen2": "LlamaForCausalLM"}
+"""Whatever the target is, the layer is Llama's, with biases where `qkv_bias` says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +27,10 @@ class EagleConfig:
 
     `layer` is the decoder layer as if its input were [hidden]; its vocabulary is the target's, of which the
     head proposes `draft_vocabulary` tokens. `features` are the target's layers whose outputs it reads, by
-    number from 0; None: those that follow from the target's number of layers.
+    number from 0, or `FINAL`; None: those that follow from the target's number of layers.
     """
 
+    kind: HeadKind
     layer: DecoderConfig
     draft_vocabulary: int
     target_hidden: int
@@ -37,6 +43,10 @@ class EagleConfig:
     """Each layer's features are normed before they are fused (`fc_norm`, EAGLE-3.1)."""
     feed_normed: bool = False
     """What the head says of itself for the next token is normed (`norm_output`, EAGLE-3.1)."""
+    fuse_bias: bool = False
+    """`fc` must have a bias."""
+    layer_norms: bool = False
+    """Of EAGLE-1: the embedding, what the layer reads and what the head reads are normed (`layernorms`)."""
 
     @property
     def hidden(self) -> int:
@@ -68,25 +78,39 @@ class EagleConfig:
         """How many layers' features it reads at once."""
         return 3 if self.features is None else len(self.features)
 
+    @property
+    def joins(self) -> bool:
+        """Whether `fc` makes one row of a token and the vector before it (EAGLE-1), instead of one vector of
+        several layers' features (EAGLE-3)."""
+        return self.kind is HeadKind.EAGLE1
+
+    @property
+    def fuse_inputs(self) -> int:
+        """Numbers that `fc` reads."""
+        return 2 * self.hidden if self.joins else self.fused * self.target_hidden
+
+
+def parse_eagle1(raw: Json, generation: Json) -> EagleConfig:
+    """Read `config.json` of an EAGLE-1 head. What cannot be computed exactly is a `CheckpointError`."""
+    layer = _layer(HeadKind.EAGLE1, _FAMILIES_OF_EAGLE1, raw, generation)
+    return EagleConfig(
+        kind=HeadKind.EAGLE1,
+        layer=replace(layer, qkv_bias=layer.qkv_bias or bool(raw.get("qkv_bias"))),
+        draft_vocabulary=layer.vocabulary,
+        target_hidden=layer.hidden,
+        features=(FINAL,),
+        fuse_bias=bool(raw.get("fusion_bias") or raw.get("bias")),
+        layer_norms=bool(raw.get("layernorms")),
+    )
+
 
 def parse_eagle3(raw: Json, generation: Json) -> EagleConfig:
-    """Read `config.json`. What cannot be computed exactly is a `CheckpointError`."""
-    nested = raw.get("transformer_layer_config")
-    inner: Json = nested if isinstance(nested, dict) else raw
-    family = str(inner.get("model_type", "llama"))
-    if family not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
-        raise CheckpointError(f"an EAGLE-3 head of the family {family!r} is not supported, only of {known}")
-    if (layers := positive_size(inner, "num_hidden_layers")) != 1:
-        raise CheckpointError(f"an EAGLE-3 head of {layers} layers is not supported, only of one")
-    usual = {"quantization_config": raw.get("quantization_config"), "tie_word_embeddings": False}
-    described = describe({**inner, **usual, "architectures": [_FAMILIES[family]]}, generation)
-    layer = described.config
-    if not isinstance(layer, DecoderConfig):
-        raise CheckpointError(f"an EAGLE-3 head of the family {family!r} is not supported")
+    """Read `config.json` of an EAGLE-3 head. What cannot be computed exactly is a `CheckpointError`."""
+    layer = _layer(HeadKind.EAGLE3, _FAMILIES, raw, generation)
     if raw.get("norm_before_fc") and raw.get("fc_norm"):
         raise CheckpointError("config.json: norm_before_fc and fc_norm exclude each other")
     return EagleConfig(
+        kind=HeadKind.EAGLE3,
         layer=layer,
         draft_vocabulary=int(raw.get("draft_vocab_size") or layer.vocabulary),
         target_hidden=int(raw.get("target_hidden_size") or layer.hidden),
@@ -96,6 +120,27 @@ def parse_eagle3(raw: Json, generation: Json) -> EagleConfig:
         norm_each=bool(raw.get("fc_norm", False)),
         feed_normed=bool(raw.get("norm_output", False)),
     )
+
+
+PARSERS = {HeadKind.EAGLE1: parse_eagle1, HeadKind.EAGLE3: parse_eagle3}
+"""What reads `config.json` of each kind."""
+
+
+def _layer(kind: HeadKind, families: Mapping[str, str], raw: Json, generation: Json) -> DecoderConfig:
+    """The one decoder layer, in either layout; `families` are architectures by `model_type`."""
+    nested = raw.get("transformer_layer_config")
+    inner: Json = nested if isinstance(nested, dict) else raw
+    family = str(inner.get("model_type", "llama"))
+    if family not in families:
+        known = ", ".join(families)
+        raise CheckpointError(f"an {kind} head of the family {family!r} is not supported, only of {known}")
+    if (layers := positive_size(inner, "num_hidden_layers")) != 1:
+        raise CheckpointError(f"an {kind} head of {layers} layers is not supported, only of one")
+    usual = {"quantization_config": raw.get("quantization_config"), "tie_word_embeddings": False}
+    layer = describe({**inner, **usual, "architectures": [families[family]]}, generation).config
+    if not isinstance(layer, DecoderConfig):
+        raise CheckpointError(f"an {kind} head of the family {family!r} is not supported")
+    return layer
 
 
 def usual_features(layers: int) -> tuple[int, ...]:
@@ -108,9 +153,14 @@ def usual_features(layers: int) -> tuple[int, ...]:
     return 1, layers // 2 - 1, layers - 4
 
 
-def check_features(features: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Outputs of a target of so many layers. Raises `CheckpointError` for others."""
-    if any(not 0 <= each < layers for each in features):
+def check_features(kind: HeadKind, features: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Outputs of a target of so many layers for such a head. Raises `CheckpointError` for others."""
+    if kind is HeadKind.EAGLE1 and tuple(features) != (FINAL,):
+        raise CheckpointError(
+            f"an {kind} head reads what the target's head reads, not outputs of layers {listed(features)}: "
+            "leave out SSD_EAGLE_LAYERS"
+        )
+    if kind is not HeadKind.EAGLE1 and any(not 0 <= each < layers for each in features):
         raise CheckpointError(f"the head reads outputs of layers {list(features)}, the target has {layers}")
     return tuple(features)
 

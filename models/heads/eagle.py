@@ -1,6 +1,7 @@
-"""An EAGLE-3 head in one forward: from a token and a vector of the place before it to the next token.
+"""An EAGLE head in one forward: from a token and a vector of the place before it to the next token.
 
-The vector [hidden] is the target's features there, fused, or what the head itself has said there. Knows
+The vector [hidden] is what the target has computed there, or what the head itself has said there. EAGLE-3
+puts token and vector side by side into the attention of its layer; EAGLE-1 makes one row of them first. Knows
 batches, weights and attention backends; no trees and no target.
 """
 
@@ -10,6 +11,7 @@ import torch
 
 from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.rows.norm import RmsNorm
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.completion import completion
 from ssd_serve.models.heads.config import EagleConfig
@@ -27,13 +29,14 @@ class EagleHead:
     -inf."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, parts: ModelParts) -> None:
-        """The weights have an embedding, the head's own or the target's."""
-        if weights.embedding is None:
-            raise ValueError("a head needs its target's embedding")
+        """The weights have an embedding and a head, their own or the target's."""
+        if weights.embedding is None or weights.head is None:
+            raise ValueError("a head needs its target's embedding, and some its target's head")
         embedding = weights.embedding.to(parts.facts.device, DTYPES[parts.facts.dtype])
         self._config = config
         self._weights = weights
         self._embedding = embedding
+        self._head = weights.head
         self._attention = parts.attention
         self._operations = parts.operations
         self._facts = parts.facts
@@ -66,9 +69,11 @@ class EagleHead:
     @torch.inference_mode()
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """What rows of the target's features, side by side [rows, fused * target_hidden], are to the head:
-        [rows, hidden]."""
+        [rows, hidden]. Of EAGLE-1 they are what they were."""
         norms = self._weights.feature_norms
         features = features.to(self._device, self._embedding.dtype)
+        if self._config.joins:
+            return features
         if len(norms) == 1 and self._config.one_norm:
             features = norms[0](features)
         elif norms:
@@ -95,32 +100,37 @@ class EagleHead:
         """Logits of the wanted rows, float32 [wanted, vocabulary], and their own vectors."""
         if inputs.vectors is None or inputs.wanted is None:
             raise ValueError("a head's rows carry vectors")
-        w, operations, layer = self._weights, self._operations, self._weights.layer
+        operations, blocks, joins = self._operations, self._weights.blocks, self._config.joins
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2]
-        token = self._embedding.index_select(0, inputs.tokens)  # [rows, hidden]
-        hidden = inputs.vectors.clone()
-        normed = operations.norm(hidden, None, w.hidden_norm)
+        token = self._normed(self._embedding.index_select(0, inputs.tokens), self._weights.token_norm)
+        hidden = inputs.vectors.clone()  # [rows, hidden], as is the token: what the layer adds to
+        if joins:
+            hidden = self._weights.fuse(torch.cat((token, hidden), dim=-1))
+        rows = self._normed(hidden, self._weights.hidden_norm)
         if self._config.residual_is_normed:
-            hidden = normed.clone()
-        rows = torch.cat((operations.norm(token, None, layer.input_norm), normed), dim=-1)
-        added = self._attend(rows, rotations, inputs.plan)
-        rows = operations.norm(hidden, added, layer.mlp_norm)
-        own = (hidden + layer.down(operations.gate(layer.gate_up(rows)))).index_select(0, inputs.wanted)
-        said = operations.norm(own, None, w.norm)
+            hidden = rows.clone()
+        added = self._attend(rows if joins else torch.cat((token, rows), dim=-1), rotations, inputs.plan)
+        rows = operations.norm(hidden, added, blocks.mlp_norm)
+        own = (hidden + blocks.down(operations.gate(blocks.gate_up(rows)))).index_select(0, inputs.wanted)
+        said = self._normed(own, self._weights.norm)
         return self._logits(said), {OWN: said if self._config.feed_normed else own}
 
+    def _normed(self, rows: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
+        """Rows as they are where there is no norm."""
+        return rows if norm is None else self._operations.norm(rows, None, norm)
+
     def _attend(self, rows: torch.Tensor, rotations: torch.Tensor, plan: object) -> torch.Tensor:
-        """Normed rows [rows, 2 * hidden] -> [rows, hidden]."""
-        c, layer = self._config.layer, self._weights.layer
-        heads = layer.qkv(rows).view(rows.shape[0], -1, c.head_dim)
-        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, layer.qk_norm)
+        """Normed rows, [rows, 2 * hidden] or of EAGLE-1 [rows, hidden] -> [rows, hidden]."""
+        c, blocks = self._config.layer, self._weights.blocks
+        heads = blocks.qkv(rows).view(rows.shape[0], -1, c.head_dim)
+        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, blocks.qk_norm)
         self._attention.write(0, heads[:, c.heads :], plan)
         attended = self._attention.run(0, heads[:, : c.heads], plan)
-        return layer.output(attended.to(rows.dtype))
+        return blocks.output(attended.to(rows.dtype))
 
     def _logits(self, said: torch.Tensor) -> torch.Tensor:
         """Normed rows to logits of the target's vocabulary, float32 [wanted, vocabulary]."""
-        logits = self._weights.head(said).float()
+        logits = self._head(said).float()
         if self._proposed is None:
             return logits
         whole = torch.full((len(said), self._config.vocabulary), -torch.inf, device=self._device)

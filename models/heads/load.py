@@ -1,4 +1,4 @@
-"""From a folder to a running EAGLE-3 head. What it leaves to its target is read from the target's folder."""
+"""From a folder to a running EAGLE head. What it leaves to its target is read from the target's folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,24 +11,28 @@ from ssd_serve.models.architectures.contract import Architecture, Description, M
 from ssd_serve.models.architectures.dense.sizes import dense_sizes
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.config import read_raw
-from ssd_serve.models.heads.config import EagleConfig, check_features, parse_eagle3, usual_features
+from ssd_serve.models.heads.config import PARSERS, EagleConfig, check_features, usual_features
 from ssd_serve.models.heads.eagle import EagleHead
-from ssd_serve.models.heads.weights import EagleWeights, read_eagle3
+from ssd_serve.models.heads.kinds import head_kind
+from ssd_serve.models.heads.weights import EagleWeights, read_head
 from ssd_serve.models.load import ModelWish, load_sized
 from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.sizes import ModelSizes, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linears
+from ssd_serve.models.weights.matrices import MatrixReader
 
 
 def head_config(folder: Path, target: Path, features: tuple[int, ...] | None = None) -> EagleConfig:
     """A head for a target; `features` are outputs of the target's layers, instead of those that the head
     names. Raises `CheckpointError` where the two do not fit each other."""
+    if (kind := head_kind(folder)) is None:
+        raise CheckpointError(f"{folder} is no head")
     theirs = load_description(target)
     layers = len(theirs.sizes(Parallel()).kv)
-    config = parse_eagle3(read_raw(folder), {})
+    config = PARSERS[kind](read_raw(folder), {})
     wanted = features or config.features or usual_features(layers)
-    config = replace(config, features=check_features(wanted, layers))
+    config = replace(config, features=check_features(kind, wanted, layers))
     if (config.target_hidden, config.vocabulary) != (theirs.config.hidden, theirs.config.vocabulary):
         raise CheckpointError(
             f"{folder} is a head for targets of width {config.target_hidden} with {config.vocabulary} "
@@ -38,11 +42,18 @@ def head_config(folder: Path, target: Path, features: tuple[int, ...] | None = N
 
 
 def head_sizes(
-    folder: Path, target: Path, *, device: str, dtype: str, features: tuple[int, ...] | None = None
+    folder: Path,
+    target: Path,
+    *,
+    device: str,
+    dtype: str,
+    features: tuple[int, ...] | None = None,
+    allow_pickle: bool = False,
 ) -> ModelSizes:
     """Sizes of such a head."""
-    description = Description(_architecture(target), head_config(folder, target, features))
-    return sizes_of(description, folder, device=device, dtype=dtype)
+    config = head_config(folder, target, features)
+    description = Description(_architecture(config, target, allow_pickle), config)
+    return sizes_of(description, folder, device=device, dtype=dtype, allow_pickle=allow_pickle)
 
 
 def load_head(folder: Path, wish: ModelWish, sizes: ModelSizes, log: Logger | None = None) -> EagleHead:
@@ -53,43 +64,61 @@ def load_head(folder: Path, wish: ModelWish, sizes: ModelSizes, log: Logger | No
     return head
 
 
-def _architecture(target: Path) -> Architecture[EagleConfig, EagleWeights]:
+def _architecture(
+    config: EagleConfig, target: Path, allow_pickle: bool
+) -> Architecture[EagleConfig, EagleWeights]:
     def read(config: EagleConfig, checkpoint: Checkpoint, make: Linears) -> EagleWeights:
-        weights = read_eagle3(config, checkpoint, make)
-        return (
-            weights if weights.embedding is not None else replace(weights, embedding=_theirs(config, target))
-        )
+        weights = read_head(config, checkpoint, make)
+        sizes = config.vocabulary, config.hidden
+        if weights.embedding is None:
+            if config.hidden != config.target_hidden:
+                raise CheckpointError(
+                    f"the head has no embedding, and is {config.hidden} wide, its target's "
+                    f"{config.target_hidden}"
+                )
+            embedding = target_embedding(target, *sizes, allow_pickle=allow_pickle)
+            weights = replace(weights, embedding=embedding)
+        if weights.head is None:
+            weights = replace(weights, head=make.wrap(target_head(target, *sizes, allow_pickle=allow_pickle)))
+        return weights
 
     return Architecture(
-        models="EAGLE-3", parse=parse_eagle3, sizes=_sizes, read_weights=read, build=EagleHead
+        models=config.kind, parse=PARSERS[config.kind], sizes=_sizes, read_weights=read, build=EagleHead
     )
 
 
-def _theirs(config: EagleConfig, target: Path) -> torch.Tensor:
-    """The target's embedding, which a head without one of its own reads."""
-    if config.hidden != config.target_hidden:
-        raise CheckpointError(
-            f"the head has no embedding, and is {config.hidden} wide, its target's {config.target_hidden}"
-        )
-    return target_embedding(target, config.vocabulary, config.hidden)
-
-
-def target_embedding(target: Path, vocabulary: int, hidden: int) -> torch.Tensor:
+def target_embedding(
+    target: Path, vocabulary: int, hidden: int, *, allow_pickle: bool = False
+) -> torch.Tensor:
     """The embedding [vocabulary, hidden] of a whole model, as it lies in its folder."""
-    with Checkpoint(target, partly=True) as checkpoint:
+    with Checkpoint(target, partly=True, allow_pickle=allow_pickle) as checkpoint:
         return checkpoint.read("model.embed_tokens.weight", (vocabulary, hidden))
 
 
+def target_head(target: Path, vocabulary: int, hidden: int, *, allow_pickle: bool = False) -> torch.Tensor:
+    """The head [vocabulary, hidden] of a whole model, the embedding where that is both."""
+    theirs = load_description(target)
+    if theirs.sizes(Parallel()).tied:
+        return target_embedding(target, vocabulary, hidden, allow_pickle=allow_pickle)
+    with Checkpoint(target, partly=True, allow_pickle=allow_pickle) as checkpoint:
+        stored = MatrixReader(checkpoint, theirs.config.fp8).read("lm_head", (vocabulary, hidden))
+        if stored.scales is None:
+            return stored.numbers
+        weight = torch.empty((vocabulary, hidden))
+        stored.write(weight)
+        return weight
+
+
 def _sizes(config: EagleConfig, parallel: Parallel) -> Sizes:
-    """Those of its layer, whose first product reads twice as much, and of what fuses the features."""
+    """Those of its layer, whose first product may read twice as much, and of `fc`."""
     usual = dense_sizes(config.layer, parallel)
     qkv, *rest = usual.matrices
     return replace(
         usual,
         matrices=(
-            replace(qkv, inputs=2 * config.hidden),
+            qkv if config.joins else replace(qkv, inputs=2 * config.hidden),
             *rest,
-            Matrices((config.hidden,), config.fused * config.target_hidden),
+            Matrices((config.hidden,), config.fuse_inputs),
         ),
         head=Matrices((config.draft_vocabulary,), config.hidden),
         ranks=(1,),

@@ -169,13 +169,14 @@ class Checkpoint:
         """Count a tensor as read: it is known and not needed."""
         self._read.add(name)
 
+    def unread(self) -> list[str]:
+        """The names of all tensors that nobody read."""
+        # Old checkpoints carry this buffer; it follows from config.json.
+        return [name for name in self._home if name not in self._read and not name.endswith(".inv_freq")]
+
     def finish(self) -> None:
         """Raise an error that lists every tensor that nobody read, unless only a part was to be read."""
-        if self._partly:
-            return
-        # Old checkpoints carry this buffer; it follows from config.json.
-        unread = [name for name in self._home if name not in self._read and not name.endswith(".inv_freq")]
-        if unread:
+        if not self._partly and (unread := self.unread()):
             raise CheckpointError(
                 f"{self._folder} holds {len(unread)} tensors that its architecture does not have: "
                 f"{shorten(unread)}"

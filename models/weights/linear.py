@@ -110,7 +110,8 @@ class Linears(Protocol):
         ...
 
     def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """A weight [outputs, inputs] in the format of this device; the dense copy is not kept when packed."""
+        """A weight [outputs, inputs], wherever it is, in the format of this device; the dense copy is not
+        kept when packed."""
         ...
 
 
@@ -216,8 +217,8 @@ class LinearFactory:
         if bias is not None:
             bias = bias.to(self._device, self._dtype)
         if self._int8:
-            return self._quantise(weight, bias)
-        return self._kind(weight, bias)
+            return self._quantise(weight.to(self._device), bias)
+        return self._kind(weight.to(self._device, self._dtype), bias)
 
     def _quantise(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         quantised = quantise(weight)

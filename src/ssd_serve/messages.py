@@ -14,6 +14,8 @@ import msgspec
 
 PROTOCOL_VERSION = 5
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
+FINAL = -1
+"""In place of a layer's number: what the target's head reads, the normed output of its last layer."""
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,7 +317,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step_ms: float = 0.0
     """The drafter's measured step time, 0 when unknown."""
     features: tuple[int, ...] = ()
-    """Layers of the target whose outputs a drafter reads."""
+    """Layers of the target whose outputs a drafter reads, and `FINAL`."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

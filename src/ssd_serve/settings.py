@@ -12,6 +12,7 @@ from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ssd_serve.kernels.attention.registry import AUTO, told
+from ssd_serve.messages import FINAL
 from ssd_serve.setting_values import (
     LOOKUPS,
     NGRAM,
@@ -229,8 +230,8 @@ class Settings(BaseSettings):
     )
     eagle_layers: Layers | None = Field(
         default=None,
-        description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28; "
-        "empty: those that the head names, or that follow from the target",
+        description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28, "
+        "or final, what EAGLE-1 reads; empty: those that the head names, or that follow from the target",
     )
     features_mb: int = Field(
         default=1024,
@@ -354,7 +355,10 @@ class Settings(BaseSettings):
     @property
     def eagle_features(self) -> tuple[int, ...] | None:
         """The layers that are named."""
-        return None if self.eagle_layers is None else tuple(map(int, self.eagle_layers.split(",")))
+        layers = self.eagle_layers
+        if layers == "final":
+            return (FINAL,)
+        return None if layers is None else tuple(map(int, layers.split(",")))
 
     @property
     def draft_model(self) -> str | None:

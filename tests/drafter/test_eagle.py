@@ -1,10 +1,11 @@
-"""An EAGLE-3 head as a draft source, against transformers' blocks that read each text from its beginning."""
+"""An EAGLE head as a draft source, against transformers' blocks that read each text from its beginning."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node, SpeculationTree
@@ -13,7 +14,7 @@ from ssd_serve.drafter.sources.eagle import EagleSource
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
-from tests.models.heads import FLAT, HIDDEN, VOCABULARY, Oracle
+from tests.models.heads import FLAT, HIDDEN, VOCABULARY, FirstOracle, Oracle
 from tests.models.test_heads import loaded, target
 
 GREEDY = SamplingParameters(temperature=0.0)
@@ -23,9 +24,10 @@ FAN_OUT, SLOTS = 3, 128
 class Told:
     """A source and the oracle, told the same of one request. `vectors` are those of committed places."""
 
-    def __init__(self, folder: Path, tokens: list[int]) -> None:
-        self.oracle = Oracle(proposed=VOCABULARY)
-        head = loaded(self.oracle.save(folder / "head", FLAT), target(folder / "target"))
+    def __init__(self, oracle: Oracle | FirstOracle, folder: Path, tokens: list[int]) -> None:
+        self.oracle, theirs = oracle, target(folder / "target")
+        head = loaded(oracle.save(folder / "head", FLAT), theirs)
+        oracle.adopt(load_file(theirs / "model.safetensors"))
         self.pool = SlotPool(SLOTS)
         self.source = EagleSource(head, self.pool, NoiseRows(VOCABULARY, 8), FAN_OUT)
         self.tokens, self.vectors = list(tokens), torch.zeros((0, HIDDEN))
@@ -75,9 +77,14 @@ class Told:
         self.source.commit(1, tokens, names, [node.name for node in self.tree.expanded()])
 
 
+@pytest.fixture(params=["EAGLE-1", "EAGLE-3"])
+def oracle(request: pytest.FixtureRequest) -> Oracle | FirstOracle:
+    return FirstOracle() if request.param == "EAGLE-1" else Oracle(proposed=VOCABULARY)
+
+
 @pytest.fixture
-def told(tmp_path: Path) -> Told:
-    found = Told(tmp_path, [5, 9, 60, 33, 2, 71])
+def told(oracle: Oracle | FirstOracle, tmp_path: Path) -> Told:
+    found = Told(oracle, tmp_path, [5, 9, 60, 33, 2, 71])
     found.give(0, 5)
     return found
 
@@ -117,8 +124,8 @@ def test_after_a_hit_the_tree_goes_on_from_the_head_s_own_vectors(told: Told) ->
     told.check(leaf, found)
 
 
-def test_nothing_is_drafted_before_vectors_have_come(tmp_path: Path) -> None:
-    waiting = Told(tmp_path, [5, 9, 60, 33])
+def test_nothing_is_drafted_before_vectors_have_come(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
+    waiting = Told(oracle, tmp_path, [5, 9, 60, 33])
     picks = [NodeRequest(1, waiting.tree.root)]
     assert waiting.source.expand(picks, [1.0]) == [None]
     waiting.give(0, 2)
@@ -140,11 +147,12 @@ def test_after_a_gap_it_begins_anew_behind_it(told: Told) -> None:
     assert told.first == 6
 
 
-@pytest.mark.parametrize(("position", "width"), [(0, HIDDEN), (0, 4 * HIDDEN), (-1, 3 * HIDDEN)])
-def test_features_that_are_none_are_nonsense(told: Told, position: int, width: int) -> None:
-    with pytest.raises(ProtocolError, match=f"{width} wide, not {3 * HIDDEN}, or of no place"):
-        told.source.read(1, position, torch.zeros((2, width)))
-    told.source.read(1, 5, torch.zeros((2, 3 * HIDDEN)))
+@pytest.mark.parametrize(("position", "more"), [(0, -HIDDEN), (0, HIDDEN), (-1, 0)])
+def test_features_that_are_none_are_nonsense(told: Told, position: int, more: int) -> None:
+    right = told.oracle.width
+    with pytest.raises(ProtocolError, match=f"{right + more} wide, not {right}, or of no place"):
+        told.source.read(1, position, torch.zeros((2, right + more)))
+    told.source.read(1, 5, torch.zeros((2, right)))
 
 
 def test_slots_come_back(told: Told) -> None:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as the draft of a real target, in this process and in another; what does not fit."""
+"""An EAGLE head as the draft of a real target, in this process and in another; what does not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from ssd_serve import LLM, SamplingParams
 from ssd_serve.errors import CheckpointError
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.settings import EMBEDDED
-from tests.end_to_end.tiny_pair import write_head
+from tests.end_to_end.tiny_pair import write_first_head, write_head
 
 SETTINGS: dict[str, Any] = {
     "dtype": "fp32",
@@ -24,19 +24,44 @@ PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=32, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random one, which reads the target's embedding and proposes every fourth token."""
+    """A random EAGLE-3 one, which reads the target's embedding and proposes every fourth token."""
     target = resolve_model(EMBEDDED, "target")
     return write_head(tmp_path_factory.mktemp("heads") / "head", target, range(0, 4096, 4))
 
 
+@pytest.fixture(scope="module")
+def first_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random EAGLE-1 one."""
+    return write_first_head(tmp_path_factory.mktemp("heads") / "first", resolve_model(EMBEDDED, "target"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def expected(cache: Path) -> list[tuple[int, ...]]:
+    """What plain decoding says."""
+    with LLM(mode="ar", cache_dir=cache, **SETTINGS) as plain:
+        return [tuple(each.token_ids) for each in plain.generate(PROMPTS, PARAMS)]
+
+
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_it_drafts_and_the_texts_are_those_of_plain_decoding(head: Path, mode: str, tmp_path: Path) -> None:
-    with LLM(mode="ar", cache_dir=tmp_path, **SETTINGS) as plain:
-        expected = [each.token_ids for each in plain.generate(PROMPTS, PARAMS)]
-    drafts = f"{head},ngram" if mode == "sd" else str(head)
-    with LLM(draft=drafts, eagle_layers="0,2,4", mode=mode, cache_dir=tmp_path, **SETTINGS) as llm:
+@pytest.mark.parametrize(("kind", "layers"), [("head", "0,2,4"), ("first_head", None)])
+def test_it_drafts_and_the_texts_are_those_of_plain_decoding(
+    kind: str,
+    layers: str | None,
+    mode: str,
+    expected: list[tuple[int, ...]],
+    cache: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    folder = request.getfixturevalue(kind)
+    drafts = f"{folder},ngram" if mode == "sd" else str(folder)
+    with LLM(draft=drafts, eagle_layers=layers, mode=mode, cache_dir=cache, **SETTINGS) as llm:
         found = llm.generate(PROMPTS, PARAMS)
-    assert [each.token_ids for each in found] == expected
+    assert [tuple(each.token_ids) for each in found] == expected
     assert sum(each.figures.drafted for each in found) > 0
 
 

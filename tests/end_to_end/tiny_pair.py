@@ -1,8 +1,9 @@
-"""A random target, draft model and EAGLE-3 head with one tokenizer, in milliseconds, for tests of whole
+"""A random target, draft model and EAGLE heads with one tokenizer, in milliseconds, for tests of whole
 processes."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -56,32 +57,57 @@ def write_model(folder: Path, seed: int, noise: float, heads: int = 2, layers: i
 def write_head(folder: Path, target: Path, proposed: range) -> Path:
     """A random EAGLE-3 head for a target, whose embedding it reads, in the flat layout. It proposes these of
     the target's tokens."""
+    hidden = read_config(target)["hidden_size"]
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
+    shapes = {"fc": (hidden, 3 * hidden), "lm_head": (len(proposed), hidden)}
+    weights = {f"{name}.weight": torch.ones(hidden) for name in norms}
+    weights["d2t"] = torch.tensor(proposed) - torch.arange(len(proposed))
+    kind = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(proposed)}
+    return _write_layer(folder, target, "midlayer", 2 * hidden, shapes, weights, kind)
+
+
+def write_first_head(folder: Path, target: Path) -> Path:
+    """A random EAGLE-1 head for a target, whose embedding and head it reads. Only its tensors tell it from a
+    model of one layer."""
+    hidden = read_config(target)["hidden_size"]
+    return _write_layer(folder, target, "layers.0", hidden, {"fc": (hidden, 2 * hidden)}, {}, {})
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def _write_layer(
+    folder: Path,
+    target: Path,
+    layer: str,
+    inputs: int,
+    shapes: dict[str, tuple[int, int]],
+    weights: dict[str, torch.Tensor],
+    kind: dict[str, Any],
+) -> Path:
+    """A layer like the target's, whose attention reads rows [inputs], with other matrices and tensors."""
     folder.mkdir(parents=True)
-    config = json.loads((target / "config.json").read_text())
+    config = read_config(target)
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    shapes = {
-        "fc": (hidden, 3 * hidden),
-        "lm_head": (len(proposed), hidden),
-        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
-        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, queries),
-        "midlayer.mlp.gate_proj": (wide, hidden),
-        "midlayer.mlp.up_proj": (wide, hidden),
-        "midlayer.mlp.down_proj": (hidden, wide),
+    shapes = shapes | {
+        f"{layer}.self_attn.q_proj": (queries, inputs),
+        f"{layer}.self_attn.k_proj": (keys, inputs),
+        f"{layer}.self_attn.v_proj": (keys, inputs),
+        f"{layer}.self_attn.o_proj": (hidden, queries),
+        f"{layer}.mlp.gate_proj": (wide, hidden),
+        f"{layer}.mlp.up_proj": (wide, hidden),
+        f"{layer}.mlp.down_proj": (hidden, wide),
     }
     source = torch.Generator().manual_seed(1)
-    weights = {
+    weights = weights | {
         f"{name}.weight": 0.05 * torch.randn(shape, generator=source) for name, shape in shapes.items()
     }
-    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-        weights[f"midlayer.{name}.weight"] = torch.ones(hidden)
-    weights["norm.weight"] = torch.ones(hidden)
-    weights["d2t"] = torch.tensor(proposed) - torch.arange(len(proposed))
+    weights[f"{layer}.post_attention_layernorm.weight"] = torch.ones(hidden)
     save_file(weights, folder / "model.safetensors")
-    kind = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(proposed)}
     (folder / "config.json").write_text(json.dumps(config | kind | {"num_hidden_layers": 1}))
     return folder
 

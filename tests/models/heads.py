@@ -1,4 +1,4 @@
-"""Small random EAGLE-3 heads in the layouts in which they are published, and what transformers' own blocks
+"""Small random EAGLE heads in the layouts in which they are published, and what transformers' own blocks
 compute with them."""
 
 import json
@@ -28,8 +28,28 @@ _SIZES: dict[str, Any] = {
 FLAT, NESTED = "flat", "nested"
 
 
+def randomise(module: nn.Module) -> None:
+    torch.manual_seed(5)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            nn.init.normal_(parameter, 0.0, 0.3)
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Path:
+    """A checkpoint."""
+    folder.mkdir()
+    plain = {key: value.detach().contiguous() for key, value in tensors.items()}
+    save_file(plain, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 class Oracle(nn.Module):
-    """A head made of transformers' attention, MLP, norms and rotation."""
+    """An EAGLE-3 head made of transformers' attention, MLP, norms and rotation."""
+
+    width = 3 * HIDDEN
 
     def __init__(
         self,
@@ -63,12 +83,7 @@ class Oracle(nn.Module):
         self.fc = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
         self.head = nn.Linear(HIDDEN, proposed, bias=False)
-        torch.manual_seed(5)
-        for parameter in self.parameters():
-            if parameter.dim() == 1:
-                nn.init.uniform_(parameter, 0.5, 1.5)
-            else:
-                nn.init.normal_(parameter, 0.0, 0.3)
+        randomise(self)
         self.ids = torch.randperm(VOCABULARY)[:proposed].sort().values
 
     @torch.no_grad()
@@ -97,7 +112,6 @@ class Oracle(nn.Module):
 
     def save(self, folder: Path, layout: str) -> Path:
         """Write it as a checkpoint."""
-        folder.mkdir()
         layer = "midlayer" if layout == FLAT else "layers.0"
         named: dict[str, torch.Tensor] = {"fc.weight": self.fc.weight, "lm_head.weight": self.head.weight}
         for each in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
@@ -114,11 +128,12 @@ class Oracle(nn.Module):
         if self.proposed < VOCABULARY:
             named["d2t"] = self.ids - torch.arange(self.proposed)
             named["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, self.ids, True)
-        save_file(
-            {key: value.detach().contiguous() for key, value in named.items()}, folder / "model.safetensors"
-        )
-        (folder / "config.json").write_text(json.dumps(self._described(layout)), encoding="utf-8")
-        return folder
+        return write(folder, named, self._described(layout))
+
+    def adopt(self, theirs: dict[str, torch.Tensor]) -> None:
+        """Take from the target what the head does not have."""
+        if not self.own_embedding:
+            self.embed.weight.data = theirs["model.embed_tokens.weight"]
 
     def _described(self, layout: str) -> dict[str, object]:
         inner = {**_SIZES, "model_type": self.family, "rope_theta": 10000.0}
@@ -134,3 +149,76 @@ class Oracle(nn.Module):
         ids = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
         kind = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
         return {**kind, **flags, **ids, "transformer_layer_config": inner}
+
+
+class FirstOracle(nn.Module):
+    """An EAGLE-1 head made of transformers' own decoder layer."""
+
+    width = HIDDEN
+    proposed = VOCABULARY
+
+    def __init__(
+        self, bias: bool = False, norms: bool = False, own_embedding: bool = True, own_head: bool = False
+    ) -> None:
+        super().__init__()
+        config: Any = transformers.LlamaConfig(**_SIZES)
+        config._attn_implementation = "eager"
+        self.bias, self.norms = bias, norms
+        self.own_embedding, self.own_head = own_embedding, own_head
+        self.layer: Any = llama.LlamaDecoderLayer(config, 0)
+        self.rotary: Any = llama.LlamaRotaryEmbedding(config)
+        self.embedding_layernorm: Any = nn.Identity()
+        self.pre_lm_head_layernorm: Any = nn.Identity()
+        if norms:
+            self.embedding_layernorm = llama.LlamaRMSNorm(HIDDEN, eps=1e-5)
+            self.pre_lm_head_layernorm = llama.LlamaRMSNorm(HIDDEN, eps=1e-5)
+        else:
+            self.layer.input_layernorm = nn.Identity()
+        self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=bias)
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        randomise(self)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """What the target has computed is what the head reads."""
+        return features
+
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A causal chunk [rows] with vectors [rows, hidden]: logits [rows, vocabulary] and own vectors."""
+        count = len(tokens)
+        x = self.fc(torch.cat((self.embedding_layernorm(self.embed(tokens)), vectors), -1))[None]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        rotation = self.rotary(x, torch.arange(count)[None])
+        own = self.layer(x, position_embeddings=rotation, attention_mask=mask)[0]
+        return self.head(self.pre_lm_head_layernorm(own)), own
+
+    def save(self, folder: Path, layout: str) -> Path:
+        """Write it as a checkpoint."""
+        layer, fc = ("layers.0", "fc") if layout == FLAT else ("transformer", "fusion_fc")
+        named = {f"{layer}.{key}": value for key, value in self.layer.state_dict().items()}
+        named |= {f"{fc}.{key}": value for key, value in self.fc.state_dict().items()}
+        if self.norms:
+            named["embedding_layernorm.weight"] = self.embedding_layernorm.weight
+            named["pre_lm_head_layernorm.weight"] = self.pre_lm_head_layernorm.weight
+        if self.own_embedding:
+            named["embed_tokens.weight"] = self.embed.weight
+        if self.own_head:
+            named["lm_head.weight"] = self.head.weight
+        return write(folder, named, self._described(layout))
+
+    def adopt(self, theirs: dict[str, torch.Tensor]) -> None:
+        """Take from the target what the head does not have."""
+        embedding = theirs["model.embed_tokens.weight"]
+        if not self.own_embedding:
+            self.embed.weight.data = embedding
+        if not self.own_head:
+            self.head.weight.data = theirs.get("lm_head.weight", embedding)
+
+    def _described(self, layout: str) -> dict[str, object]:
+        inner = {**_SIZES, "model_type": "llama", "rope_theta": 10000.0}
+        if layout == FLAT:
+            return {**inner, "architectures": ["LlamaForCausalLM"], "bias": self.bias}
+        kind = {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator", "LlamaDecoderLayer"]}
+        flags = {"fusion_bias": self.bias, "layernorms": self.norms}
+        return {**kind, **flags, "transformer_layer_config": inner}

@@ -15,6 +15,7 @@ from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows
 from ssd_serve.kernels.rows.operations import TorchRows
 from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.captured import CapturedModel
@@ -50,7 +51,7 @@ def unrolled_attention(cache: KVCache, heads: int) -> Any:
 def decoder(
     folder: Path, make_attention: Callable[[KVCache, int], Any], order: Literal["heads", "slots"] = "heads"
 ) -> tuple[CapturableModel, Any]:
-    """With one slot more than requests may have, and features of a layer."""
+    """With one slot more than requests may have, and features of a layer and behind the last norm."""
     description = load_description(folder)
     architecture, config, sizes = description.architecture, description.config, description.sizes(Parallel())
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
@@ -65,7 +66,11 @@ def decoder(
         "small", config.vocabulary, 128, config.layers, config.hidden, (2,), 0, 0, "cpu", "fp32"
     )
     parts = ModelParts(
-        attention=attention, operations=TorchRows(torch.float32), facts=facts, slots=SLOTS, features=(1,)
+        attention=attention,
+        operations=TorchRows(torch.float32),
+        facts=facts,
+        slots=SLOTS,
+        features=(1, FINAL),
     )
     return architecture.build(config, weights, parts), attention
 
@@ -90,7 +95,7 @@ class Pair:
         """Forward both."""
         expected, found = self.plain.forward(batch), self.captured.forward(batch)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
-        assert found.features.keys() == expected.features.keys() == {"layer.1"}
+        assert found.features.keys() == expected.features.keys() == {"layer.1", "final"}
         for name, values in expected.features.items():
             torch.testing.assert_close(found.features[name], values, atol=1e-4, rtol=1e-4)
 

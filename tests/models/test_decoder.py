@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.messages import FINAL
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.weights import linear
@@ -153,16 +154,28 @@ def test_layouts_and_formats_agree(
 
 
 def test_hidden_states_on_request(tmp_path: Path) -> None:
+    """Of all rows, whichever logits are wanted; the final one is what the head reads."""
     theirs = checkpoints.make("llama")
     folder = checkpoints.save(theirs, tmp_path)
-    ours = load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=32, context=None, features=(0, 1)))
+    wish = ModelWish(device="cpu", dtype="fp32", slots=32, context=None, features=(0, 2, FINAL))
+    ours = load_model(folder, wish)
     tokens = numbers(10, 10)
-    result = ours.forward(build_batch([chunk(tokens, 0, 10, range(10))]))
     with torch.inference_mode():
-        states = theirs(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
-    assert set(result.features) == {"layer.0", "layer.1"}
-    for index in (0, 1):
-        close(result.features[f"layer.{index}"], states[index + 1][0])
+        told = theirs.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        expected = theirs.lm_head(told.last_hidden_state)[0]
+        before = theirs.model.layers[2](
+            told.hidden_states[2],
+            position_embeddings=theirs.model.rotary_emb(told.hidden_states[2], torch.arange(10)[None]),
+            attention_mask=torch.full((10, 10), -torch.inf).triu(1)[None, None],
+        )
+    for wanted in (range(10), [3, 9], []):
+        part = chunk(tokens, 0, 10, range(10))._replace(wanted=wanted)
+        result = ours.forward(build_batch([part]))
+        assert set(result.features) == {"layer.0", "layer.2", "final"}
+        close(result.features["layer.0"], told.hidden_states[1][0])
+        close(result.features["layer.2"], before[0])
+        close(result.features["final"], told.last_hidden_state[0])
+        close(result.logits, expected[[*wanted]])
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

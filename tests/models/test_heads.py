@@ -1,5 +1,7 @@
-"""EAGLE-3 heads against transformers' blocks: prompts, steps and trees, in every published layout."""
+"""EAGLE heads against transformers' blocks: prompts, steps and trees, in every published layout."""
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.models.config import is_eagle3
+from ssd_serve.messages import FINAL
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.heads.eagle import OWN, EagleHead
-from ssd_serve.models.heads.load import head_sizes, load_head
+from ssd_serve.models.heads.kinds import HeadKind, head_kind
+from ssd_serve.models.heads.load import head_config, head_sizes, load_head
 from ssd_serve.models.load import ModelWish
 from tests.models import checkpoints
-from tests.models.heads import FLAT, HIDDEN, LAYERS, NESTED, VOCABULARY, Oracle
+from tests.models.fp8_checkpoints import change_config, change_tensors
+from tests.models.heads import FLAT, HIDDEN, LAYERS, NESTED, VOCABULARY, FirstOracle, Oracle, write
 from tests.models.test_decoder import chunk
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,11 +32,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle-3.1": (NESTED, {"norms": "each", "feed_normed": True}),
     "qwen3": (NESTED, {"family": "qwen3"}),
 }
+FIRST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle-1-safeailab": (FLAT, {}),
+    "eagle-1-bias": (FLAT, {"bias": True}),
+    "eagle-1-own-head": (FLAT, {"own_head": True}),
+    "eagle-1-speculators": (NESTED, {"own_embedding": False}),
+    "eagle-1-layernorms": (NESTED, {"own_embedding": False, "bias": True, "norms": True}),
+    "eagle-1-tied-target": (NESTED, {"own_embedding": False}),
+}
+AnyOracle = Oracle | FirstOracle
+Pair = tuple[AnyOracle, EagleHead]
 
 
-def target(folder: Path) -> Path:
+def target(folder: Path, case: str = "llama") -> Path:
     sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS}
-    return checkpoints.save(checkpoints.make("llama", **sizes), folder)
+    return checkpoints.save(checkpoints.make(case, **sizes), folder)
 
 
 def loaded(folder: Path, theirs: Path, **changes: Any) -> EagleHead:
@@ -39,23 +54,15 @@ def loaded(folder: Path, theirs: Path, **changes: Any) -> EagleHead:
     return load_head(folder, ModelWish(device="cpu", dtype="fp32", slots=128, context=None), sizes)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Oracle, EagleHead]:
-    layout, options = CASES[request.param]
-    oracle, folder = Oracle(**options), tmp_path_factory.mktemp("head")
-    theirs = target(folder / "target")
+@pytest.fixture(scope="module", params=[*CASES, *FIRST_CASES])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    name, folder = request.param, tmp_path_factory.mktemp("head")
+    layout, options = {**CASES, **FIRST_CASES}[name]
+    oracle: AnyOracle = FirstOracle(**options) if name in FIRST_CASES else Oracle(**options)
+    theirs = target(folder / "target", "llama3-gqa-tied" if "tied" in name else "llama")
     head = loaded(oracle.save(folder / "head", layout), theirs)
-    if not oracle.own_embedding:
-        oracle.embed.weight.data = load_embedding(theirs)
+    oracle.adopt(load_file(theirs / "model.safetensors"))
     return oracle, head
-
-
-def load_embedding(folder: Path) -> torch.Tensor:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
 
 def random_rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,21 +73,23 @@ def random_rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def same(oracle: Oracle, logits: torch.Tensor, expected: torch.Tensor) -> None:
+def same(oracle: AnyOracle, logits: torch.Tensor, expected: torch.Tensor) -> None:
     """On what the head proposes; the rest is never proposed."""
-    proposed = oracle.ids if oracle.proposed < VOCABULARY else torch.arange(VOCABULARY)
+    proposed = torch.arange(VOCABULARY)
+    if isinstance(oracle, Oracle) and oracle.proposed < VOCABULARY:
+        proposed = oracle.ids
     torch.testing.assert_close(logits[:, proposed], expected, atol=1e-4, rtol=0)
     others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, proposed, False)
     assert bool((logits[:, others] == -torch.inf).all())
 
 
-def test_features_are_fused(pair: tuple[Oracle, EagleHead]) -> None:
+def test_features_are_fused(pair: Pair) -> None:
     oracle, head = pair
-    features = torch.randn((5, 3 * HIDDEN), generator=torch.Generator().manual_seed(1))
+    features = torch.randn((5, oracle.width), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(head.fuse(features), oracle.fuse(features), atol=1e-5, rtol=0)
 
 
-def test_a_prompt_and_steps_from_its_own_vectors(pair: tuple[Oracle, EagleHead]) -> None:
+def test_a_prompt_and_steps_from_its_own_vectors(pair: Pair) -> None:
     """First with the features of a target, then with what the head has said itself."""
     oracle, head = pair
     tokens, vectors = random_rows(20, 2)
@@ -98,7 +107,7 @@ def test_a_prompt_and_steps_from_its_own_vectors(pair: tuple[Oracle, EagleHead])
         torch.testing.assert_close(found.features[OWN], own[-1:], atol=1e-4, rtol=0)
 
 
-def test_branches_of_a_tree_see_their_own_path_only(pair: tuple[Oracle, EagleHead]) -> None:
+def test_branches_of_a_tree_see_their_own_path_only(pair: Pair) -> None:
     oracle, head = pair
     tokens, vectors = random_rows(9, 3)
     head.forward(replace(build_batch([chunk(tokens.tolist(), 0, 6, range(9))]), vectors=vectors[:6]))
@@ -146,5 +155,75 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         CheckpointError, match=f"a head for targets of width {HIDDEN} with {VOCABULARY} tokens"
     ):
         head_sizes(head, wide, device="cpu", dtype="fp32")
-    assert is_eagle3({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000})
-    assert not is_eagle3({"architectures": ["LlamaForCausalLM"]})
+
+
+def kind_of(folder: Path, config: dict[str, object], *names: str) -> HeadKind | None:
+    """Of a folder with this configuration and tensors of these names."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return head_kind(write(folder, {name: torch.zeros(2, 2) for name in names}, config))
+
+
+def test_the_kind_of_a_head_follows_from_its_configuration_or_else_from_its_tensors(tmp_path: Path) -> None:
+    plain: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    layer, folder = "layers.0.self_attn.q_proj.weight", tmp_path / "head"
+    assert kind_of(folder, plain, f"model.{layer}", "lm_head.weight") is None
+    assert kind_of(folder, plain, layer, "fc.weight") is HeadKind.EAGLE1
+    assert kind_of(folder, plain, f"model.{layer}", "model.fc.weight") is HeadKind.EAGLE1
+    assert kind_of(folder, {"architectures": ["LlamaForCausalLMEagle"]}) is HeadKind.EAGLE1
+    assert kind_of(folder, {"speculators_model_type": "eagle"}) is HeadKind.EAGLE1
+    assert kind_of(folder, {**plain, "draft_vocab_size": 32000}) is HeadKind.EAGLE3
+    assert kind_of(folder, plain, layer, "layers.0.hidden_norm.weight", "fc.weight") is HeadKind.EAGLE3
+    torch.save({"fc.weight": torch.zeros(2), layer: torch.zeros(2)}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert head_kind(folder) is HeadKind.EAGLE1
+    (folder / "pytorch_model.bin").write_bytes(b"half")
+    assert head_kind(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "found"),
+    [
+        ({"speculators_model_type": "dflash"}, (), "dflash"),
+        ({"medusa_num_heads": 3, "architectures": ["LlamaForCausalLM"]}, (), "medusa_num_heads"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, (), "Eagle3DeepseekV2ForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, ("fc.weight", "mlp.0.0.linear.weight"), "mlp.0.0.linear"),
+    ],
+)
+def test_heads_of_other_kinds_are_refused_with_what_is_known(
+    config: dict[str, object], names: tuple[str, ...], found: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=f"another kind .*{found}.* EAGLE-1 .* EAGLE-3.1, .* ngram"):
+        kind_of(tmp_path / "head", config, *names)
+
+
+def test_an_eagle_1_head_reads_what_the_target_s_head_reads_and_nothing_else(tmp_path: Path) -> None:
+    theirs = target(tmp_path / "target")
+    head = FirstOracle().save(tmp_path / "head", FLAT)
+    assert head_config(head, theirs).features == head_config(head, theirs, (FINAL,)).features == (FINAL,)
+    with pytest.raises(CheckpointError, match=r"an EAGLE-1 head reads .* not outputs of layers \[0, 2, 4\]"):
+        head_config(head, theirs, (0, 2, 4))
+    change_config(head, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match="an EAGLE-1 head of 2 layers is not supported, only of one"):
+        head_config(head, theirs)
+
+
+@pytest.mark.parametrize("make", [Oracle, FirstOracle])
+def test_all_tensors_that_do_not_fit_are_named_with_their_shapes(
+    make: type[AnyOracle], tmp_path: Path
+) -> None:
+    theirs = target(tmp_path / "target")
+    head = make().save(tmp_path / "head", FLAT)
+    layer = "midlayer" if make is Oracle else "layers.0"
+    down, up = f"{layer}.mlp.down_proj.weight", f"{layer}.mlp.up_proj.weight"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[down]
+        tensors |= {up: torch.zeros(4, 2), "enorm.weight": torch.zeros(3)}
+
+    change_tensors(head, change)
+    message = (
+        f"lacks {down} [{HIDDEN}, 48], it has misshapen {up} [4, 2] instead of [48, {HIDDEN}], "
+        "it has unknown enorm.weight [3]"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        loaded(head, theirs)

@@ -13,6 +13,7 @@ import torch
 from ssd_serve.errors import ProtocolError, RankLostError, UserError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.batch_bytes import pack, unpack
+from ssd_serve.messages import FINAL
 from ssd_serve.models import load
 from ssd_serve.models.architectures.dense.sizes import rank_config
 from ssd_serve.models.architectures.registry import load_description
@@ -48,10 +49,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case, size, changes = request.param
     folder = checkpoints.save(checkpoints.make(case, **changes), tmp_path_factory.mktemp("model"))
     alone = load_model(
-        folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None, features=(0, 2))
+        folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None, features=(0, 2, FINAL))
     )
     store = tmp_path_factory.mktemp("store") / "store"
-    with ranked(folder, store, size, dtype="fp32", features=(0, 2)) as several:
+    with ranked(folder, store, size, dtype="fp32", features=(0, 2, FINAL)) as several:
         yield alone, several
 
 
@@ -101,7 +102,7 @@ def test_every_batch_has_the_logits_and_features_of_one_rank(pair: Pair) -> None
         batch = build_batch(parts)
         expected, found = alone.forward(batch), several.forward(batch)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=0, msg=name)
-        assert found.features.keys() == expected.features.keys() == {"layer.0", "layer.2"}
+        assert found.features.keys() == expected.features.keys() == {"layer.0", "layer.2", "final"}
         for layer, values in expected.features.items():
             torch.testing.assert_close(found.features[layer], values, atol=1e-4, rtol=1e-5, msg=name)
 

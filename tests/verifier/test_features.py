@@ -18,6 +18,7 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
+    FINAL,
     Close,
     Committed,
     Features,
@@ -28,7 +29,7 @@ from ssd_serve.messages import (
     SamplingParameters,
     Submit,
 )
-from ssd_serve.models.interface import ForwardResult
+from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import Admission
 from ssd_serve.verifier.drafts.drafters import Drafters
@@ -38,7 +39,7 @@ from ssd_serve.verifier.planning.growth import FixedSteps
 from ssd_serve.verifier.scheduler import SchedulerLimits
 from tests.fakes import HELLO, Case, FakeModel, make_core
 
-LAYERS = (0, 2)
+LAYERS = (0, 2, FINAL)
 READS = replace(HELLO, features=LAYERS, name="reader", source="reader")
 PROMPT = tuple(1 + 7 * place % 30 for place in range(40))
 
@@ -49,7 +50,7 @@ class TellingModel(FakeModel):
     def forward(self, batch: Batch) -> ForwardResult:
         result = super().forward(batch)
         rows = torch.stack((torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)), dim=1)
-        told = {f"layer.{layer}": torch.cat((rows, rows * 0 + layer), dim=1) for layer in LAYERS}
+        told = {feature_name(layer): torch.cat((rows, rows * 0 + layer), dim=1) for layer in LAYERS}
         return changed(result, features=told)
 
 
@@ -246,8 +247,10 @@ def test_drafters_of_other_layers_are_refused_and_those_of_none_hear_nothing() -
     admission = Admission(HELLO, lambda: 0.0)
     admission.offer(LAYERS)
     admission.check(READS, stranger=False, sources=())
-    with pytest.raises(PairMismatchError, match=r"reads outputs of layers \[1, 2\], this server gives"):
-        admission.check(replace(READS, features=(1, 2)), stranger=False, sources=())
+    with pytest.raises(
+        PairMismatchError, match=r"reads outputs of layers \[1, final\], this server gives \["
+    ):
+        admission.check(replace(READS, features=(1, FINAL)), stranger=False, sources=())
     engine = make()
     mine, its = memory_pair()
     engine.drafters.connect(mine)

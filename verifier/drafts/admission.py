@@ -13,6 +13,7 @@ from ssd_serve.cluster.channels.channel import Intake
 from ssd_serve.errors import PairMismatchError, ProtocolError
 from ssd_serve.labels import LONGEST_LABEL, is_label
 from ssd_serve.messages import Growth, Heartbeat, Hello, Refusal, Resync
+from ssd_serve.models.interface import listed
 
 FROM_DRAFTERS = Intake(2 << 20, 128 << 10, Hello | Growth | Resync | Refusal | Heartbeat)
 """The largest frame is the snapshot of the largest tree."""
@@ -124,9 +125,10 @@ class Admission:
             raise ProtocolError(f"names and draft models are at most {LONGEST_LABEL} printable bytes")
         check_step(theirs.step_ms)
         if theirs.features and theirs.features != self._features:
+            given = listed(self._features) if self._features else "none"
             raise PairMismatchError(
-                f"the draft reads outputs of layers {list(theirs.features)}, this server gives "
-                f"{list(self._features) or 'none'}: name the same draft there and here (SSD_DRAFT)"
+                f"the draft reads outputs of layers {listed(theirs.features)}, this server gives "
+                f"{given}: name the same draft there and here (SSD_DRAFT)"
             )
         if stranger and self._sources and theirs.source not in self._sources:
             raise PairMismatchError(

@@ -12,12 +12,13 @@ import torch
 
 from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.batch import Batch
+from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.dense.sizes import rank_config
 from ssd_serve.models.architectures.dense.weights import DecoderLayer, DecoderWeights
 from ssd_serve.models.completion import completion
-from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts
+from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts, feature_name
 from ssd_serve.models.rope import rotation_table
 
 
@@ -82,8 +83,9 @@ class DenseDecoder:
             rows = self._operations.norm(hidden, added, layer.mlp_norm)
             added = self._group.add(layer.down(self._operations.gate(layer.gate_up(rows))))
             if index in self._features:
-                features[f"layer.{index}"] = hidden + added
-        return self._logits(hidden, added, inputs.wanted), features
+                features[feature_name(index)] = hidden + added
+        last = self._last(hidden, added, inputs.wanted, features)
+        return self._logits(last), features
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings [rows, hidden]: each token's rank gives its row, the others nothing."""
@@ -106,15 +108,26 @@ class DenseDecoder:
         attended = self._attention.run(index, heads[:, : c.heads], plan)  # [rows, heads * head_dim]
         return self._group.add(layer.output(attended.to(rows.dtype)))
 
-    def _logits(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, wanted: torch.Tensor | None
+    def _last(
+        self,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+        features: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Logits of the wanted rows: float32 [wanted, vocabulary]; on other ranks than 0 a part of them."""
-        vocabulary = self._facts.vocabulary
+        """The wanted rows behind the last norm: [wanted, hidden]. With `FINAL` all rows are normed."""
+        norm = self._weights.norm
+        if FINAL in self._features:
+            last = features[feature_name(FINAL)] = self._operations.norm(hidden, added, norm)
+            return last if wanted is None else last.index_select(0, wanted)
         if wanted is not None:
-            if not len(wanted):
-                return torch.empty((0, vocabulary), device=self._device)
             hidden = hidden.index_select(0, wanted)
             added = None if added is None else added.index_select(0, wanted)
-        share = self._weights.head(self._operations.norm(hidden, added, self._weights.norm)).float()
-        return self._group.gather(share, vocabulary)
+        return self._operations.norm(hidden, added, norm) if len(hidden) else hidden
+
+    def _logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Their logits: float32 [wanted, vocabulary]; on other ranks than 0 a part of them."""
+        vocabulary = self._facts.vocabulary
+        if not len(last):
+            return torch.empty((0, vocabulary), device=self._device)
+        return self._group.gather(self._weights.head(last).float(), vocabulary)

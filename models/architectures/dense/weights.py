@@ -16,17 +16,23 @@ from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Weights of one layer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBlocks:
+    """Weights of the attention and the MLP of one layer."""
 
-    input_norm: RmsNorm  # [hidden]
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
     qk_norm: RmsNorm | None  # [heads + kv_heads, head_dim]
     output: Linear  # heads * head_dim -> hidden
     mlp_norm: RmsNorm  # [hidden]
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer(LayerBlocks):
+    """Weights of one layer, with the norm of what its attention reads."""
+
+    input_norm: RmsNorm  # [hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +82,29 @@ def read_dense(config: DecoderConfig, checkpoint: Checkpoint, make: Linears) -> 
         head = make.by_outputs(
             [MatrixShare("lm_head", config.vocabulary, own=tokens)], config.hidden, bias=False
         )
-    layers = tuple(
-        read_layer(config, make, f"model.layers.{index}", config.hidden) for index in range(config.layers)
-    )
+    layers = tuple(_read_layer(config, make, f"model.layers.{index}") for index in range(config.layers))
     norm = RmsNorm(make.tensor("model.norm.weight", (config.hidden,)), config.norm_epsilon)
     checkpoint.finish()
     return DecoderWeights(embedding, layers, norm, head)
 
 
-def read_layer(config: DecoderConfig, make: Linears, prefix: str, inputs: int) -> DecoderLayer:
-    """One layer, whose queries, keys and values are made of rows [inputs]."""
+def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLayer:
+    """One layer."""
+    norm = make.tensor(f"{prefix}.input_layernorm.weight", (config.hidden,))
+    blocks = read_blocks(config, make, prefix, config.hidden)
+    return DecoderLayer(
+        qkv=blocks.qkv,
+        qk_norm=blocks.qk_norm,
+        output=blocks.output,
+        mlp_norm=blocks.mlp_norm,
+        gate_up=blocks.gate_up,
+        down=blocks.down,
+        input_norm=RmsNorm(norm, config.norm_epsilon),
+    )
 
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(make.tensor(f"{prefix}.{name}.weight", (c.hidden,)), c.norm_epsilon)
 
+def read_blocks(config: DecoderConfig, make: Linears, prefix: str, inputs: int) -> LayerBlocks:
+    """Attention and MLP of a layer, whose queries, keys and values are made of rows [inputs]."""
     c, attention, mlp = config, f"{prefix}.self_attn", f"{prefix}.mlp"
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     own, kv_heads = rank_config(c, make.parallel), make.parallel.kv_heads(c.kv_heads)
@@ -100,12 +115,12 @@ def read_layer(config: DecoderConfig, make: Linears, prefix: str, inputs: int) -
         MatrixShare(f"{attention}.v_proj", keys, own=own_keys),
     ]
     gate_up = [MatrixShare(f"{mlp}.gate_proj", c.intermediate), MatrixShare(f"{mlp}.up_proj", c.intermediate)]
-    return DecoderLayer(
-        input_norm=norm("input_layernorm"),
+    mlp_norm = make.tensor(f"{prefix}.post_attention_layernorm.weight", (c.hidden,))
+    return LayerBlocks(
         qkv=make.by_outputs(qkv, inputs, bias=c.qkv_bias),
         qk_norm=_read_qk_norm(own, make, attention) if c.qk_norm else None,
         output=make.by_inputs(MatrixShare(f"{attention}.o_proj", c.hidden), queries, bias=c.output_bias),
-        mlp_norm=norm("post_attention_layernorm"),
+        mlp_norm=RmsNorm(mlp_norm, c.norm_epsilon),
         gate_up=make.by_outputs(gate_up, c.hidden, bias=c.mlp_bias),
         down=make.by_inputs(MatrixShare(f"{mlp}.down_proj", c.hidden), c.intermediate, bias=c.mlp_bias),
     )
