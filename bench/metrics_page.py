@@ -3,6 +3,17 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 
+def by_label(page: str, name: str, label: str) -> dict[str, float]:
+    """A metric by the values of one of its labels, summed over the others."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == name and label in sample.labels:
+                value = sample.labels[label]
+                found[value] = found.get(value, 0.0) + sample.value
+    return found
+
+
 def metric(page: str, name: str) -> float:
     """The sum of a metric over its labels; 0 where it is not told."""
     families = text_string_to_metric_families(page)

@@ -14,13 +14,15 @@ import httpx
 from ssd_serve.bench.load.arrivals import arrival_times
 from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, LoadRequest, open_client
 from ssd_serve.bench.load.keys import detailed, serve_keys
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.metrics_page import by_label, metric
 from ssd_serve.bench.tables import text_table
+from ssd_serve.depths import POSITIONS
 from ssd_serve.errors import SsdError, UserError
 
-_PREFIXES = ("ssd_", "vllm:")
+_OWN = "ssd_"
+_PREFIXES = (_OWN, "vllm:")
 """Of the metrics of engines that tell what speculation did."""
-_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
+_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 _LATENCIES = {
     "ttft": "time to the first token",
     "tpot": "time per token after it",
@@ -47,6 +49,16 @@ class ServePlan:
     percents: Sequence[float] = (99.0,)
     limits: Mapping[str, float] | None = None
     detailed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What a server has counted of its speculation; accepted tokens by position, too."""
+
+    drafts: float
+    drafted: float
+    accepted: float
+    positions: Mapping[int, float]
 
 
 def as_requests(texts: Sequence[str], count: int, tokens: int, seed: int) -> list[LoadRequest]:
@@ -108,6 +120,11 @@ def serve_table(result: Mapping[str, object]) -> str:
     )
     good = result["request_goodput"]
     head += "" if good is None else f", {good:.2f} good requests/s"
+    if "spec_decode_acceptance_length" in result:
+        head += f"\nspeculation: {result['spec_decode_acceptance_length']:.2f} tokens a round"
+        rates = result.get("spec_decode_per_position_acceptance_rates")
+        shares = ", ".join(f"{100 * rate:.1f} %" for rate in rates) if isinstance(rates, list) else ""
+        head += f", accepted by position: {shares}" if shares else ""
     return f"{head}\n{text_table(('ms', *percents), rows)}"
 
 
@@ -121,31 +138,39 @@ async def _first_model(http: httpx.AsyncClient) -> str:
         ) from error
 
 
-async def _speculation(http: httpx.AsyncClient) -> dict[str, float]:
-    """Counters of the metrics page, by their names in vLLM; empty where there is no such page."""
+async def _speculation(http: httpx.AsyncClient) -> _Counted | None:
+    """What the metrics page tells by vLLM's names; None where there is no such page."""
     try:
         page = (await http.get("/metrics")).raise_for_status().text
-        names = {
-            prefix: [f"{prefix}spec_decode_num_{each}_total" for each in _COUNTERS] for prefix in _PREFIXES
-        }
-        known = next((own for own in names.values() if own[0] in page), [])
-        return {each: metric(page, name) for each, name in zip(_COUNTERS, known, strict=False)}
+        prefix = next((each for each in _PREFIXES if f"{each}spec_decode_num_drafts_total" in page), None)
+        if prefix is None:
+            return None
+        drafts, drafted, accepted, positions = (f"{prefix}spec_decode_num_{name}_total" for name in _COUNTERS)
+        told = {int(place): value for place, value in by_label(page, positions, "position").items()}
+        if prefix == _OWN:
+            told.pop(POSITIONS, None)  # all deeper ones together
+        return _Counted(metric(page, drafts), metric(page, drafted), metric(page, accepted), told)
     except (httpx.HTTPError, ValueError):
-        return {}
+        return None
 
 
-def _speculation_keys(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, object]:
-    if not before or not after:
+def _speculation_keys(before: _Counted | None, after: _Counted | None) -> dict[str, object]:
+    if before is None or after is None:
         return {}
-    drafts, drafted, accepted = (int(after[name] - before[name]) for name in _COUNTERS)
+    drafts, drafted = int(after.drafts - before.drafts), int(after.drafted - before.drafted)
+    accepted = int(after.accepted - before.accepted)
     if not drafts or not drafted:
         return {}
+    came = [after.positions[place] - before.positions.get(place, 0.0) for place in sorted(after.positions)]
+    deepest = max((place for place, count in enumerate(came, 1) if count), default=0)
+    rates = [count / drafts for count in came[:deepest]]
     return {
         "spec_decode_acceptance_rate": 100 * accepted / drafted,
         "spec_decode_acceptance_length": 1 + accepted / drafts,
         "spec_decode_num_drafts": drafts,
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": accepted,
+        **({"spec_decode_per_position_acceptance_rates": rates} if rates else {}),
     }
 
 

@@ -1,6 +1,6 @@
 """A metric is found on a page, whatever its labels."""
 
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.metrics_page import by_label, metric
 
 
 def test_a_metric_is_summed_over_its_labels() -> None:
@@ -11,3 +11,10 @@ def test_a_metric_is_summed_over_its_labels() -> None:
     assert metric(page, "ssd_drafter_requests") == 3.0
     assert metric(page, "ssd_a") == 4.0
     assert metric(page, "ssd_b") == 0.0
+
+
+def test_a_metric_is_told_by_one_label_whatever_the_others() -> None:
+    samples = ('position="0",replica="x"} 2', 'position="0",replica="y"} 3', 'position="1"} 1')
+    page = "".join(f"a_total{{{sample}\n" for sample in samples)
+    assert by_label(page, "a_total", "position") == {"0": 5.0, "1": 1.0}
+    assert by_label(page, "a_total", "engine") == {}

@@ -23,7 +23,8 @@ class Endpoint:
     """Answers after `first_s`, then a chunk of `per_chunk` tokens each `gap_s`.
 
     Without `usage` nothing tells how many tokens an answer has. `short` answers end after so many.
-    `refuse` are seeds that get a 500. With `rounds` there is a page of metrics that counts speculation.
+    `refuse` are seeds that get a 500. With `rounds` there is a page of metrics that counts speculation;
+    `positions` are accepted tokens a round by position.
     """
 
     first_s: float = 0.06
@@ -34,6 +35,8 @@ class Endpoint:
     short: int | None = None
     refuse: frozenset[int] = frozenset()
     rounds: int = 0
+    prefix: str = "vllm:"
+    positions: dict[int, float] = field(default_factory=dict[int, float])
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     paths: list[str] = field(default_factory=list[str])
     arrived_s: list[float] = field(default_factory=list[float])
@@ -46,7 +49,12 @@ class Endpoint:
             await _answer(send, 200, json.dumps({"data": [{"id": "model-of-truth"}]}).encode())
         elif scope["path"] == "/metrics" and self.rounds:
             told = {"drafts": self.rounds, "draft_tokens": 4 * self.rounds, "accepted_tokens": self.rounds}
-            page = [f"vllm:spec_decode_num_{name}_total {value}" for name, value in told.items()]
+            page = [f"{self.prefix}spec_decode_num_{name}_total {value}" for name, value in told.items()]
+            page += [
+                f'{self.prefix}spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {value}'
+                for place, share in self.positions.items()
+                for value in [share * self.rounds]
+            ]
             await _answer(send, 200, "\n".join(page).encode())
             self.rounds += 10
         elif scope["method"] != "POST":

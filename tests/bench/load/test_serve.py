@@ -131,6 +131,24 @@ def test_what_the_page_of_metrics_tells_of_speculation_is_the_difference() -> No
     }
 
 
+@pytest.mark.parametrize(
+    ("prefix", "positions", "rates"),
+    [
+        ("vllm:", {0: 0.5, 1: 0.25, 2: 0.0}, [0.5, 0.25]),
+        ("vllm:", {**dict.fromkeys(range(16), 1.0), 16: 0.5}, [*[1.0] * 16, 0.5]),
+        ("ssd_", {**dict.fromkeys(range(16), 1.0), 16: 9.5}, [1.0] * 16),
+    ],
+)
+def test_acceptance_by_position_is_told_down_to_the_deepest(
+    prefix: str, positions: dict[int, float], rates: list[float]
+) -> None:
+    """This server's last position stands for all deeper ones together, which is no rate."""
+    found = measured(Endpoint(rounds=7, prefix=prefix, positions=positions), count=1)
+    assert found["spec_decode_per_position_acceptance_rates"] == pytest.approx(rates)
+    shown = serve_table(found).splitlines()[1]
+    assert shown.startswith(f"speculation: 2.00 tokens a round, accepted by position: {100 * rates[0]:.1f} %")
+
+
 def test_nobody_there_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"names no model.*is a server there"):
         run_serve(ServePlan(Api("http://127.0.0.1:9"), as_requests(["a"], 1, 1, 0)))
