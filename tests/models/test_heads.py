@@ -20,7 +20,7 @@ from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.heads.load import head_config, head_sizes, load_head
 from ssd_serve.models.load import ModelWish
 from tests.models import checkpoints
-from tests.models.fp8_checkpoints import change_config, change_tensors
+from tests.models.fp8_checkpoints import FORMS, Form, change_config, change_tensors, is_quantised, quantise
 from tests.models.heads import FLAT, HIDDEN, LAYERS, NESTED, VOCABULARY, FirstOracle, Oracle, write
 from tests.models.test_decoder import chunk
 
@@ -227,3 +227,39 @@ def test_all_tensors_that_do_not_fit_are_named_with_their_shapes(
     )
     with pytest.raises(CheckpointError, match=re.escape(message)):
         loaded(head, theirs)
+
+
+def written_in_fp8(oracle: AnyOracle, folder: Path, form: Form) -> Path:
+    """The oracle as an export of fp8 weights, `fc` too; afterwards it computes with what those mean."""
+    oracle.save(folder, FLAT)
+    homes = {"midlayer.self_attn": "attention", "midlayer.mlp": "mlp", "layers.0": "layer"}
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key == "fc.weight" or is_quantised(key, form)]:
+            name = home = key.removesuffix(".weight")
+            numbers, scales, meant = quantise(tensors[key], form.kind(name), form)
+            tensors |= {key: numbers, f"{name}.{form.name}": scales}
+            if form.inputs is not None:
+                tensors[f"{name}.{form.inputs}"] = form.shape(torch.rand(1, 1) + 0.01)
+            for prefix, module in homes.items():
+                home = home.replace(prefix, module)
+            oracle.get_submodule(home).get_parameter("weight").data = meant
+
+    change_tensors(folder, change)
+    change_config(folder, quantization_config=form.config)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["quark-tensor-static", "quark-channel-dynamic", "fp8-block"])
+@pytest.mark.parametrize("make", [Oracle, FirstOracle])
+def test_heads_in_fp8(make: type[AnyOracle], form: str, tmp_path: Path) -> None:
+    theirs, oracle = target(tmp_path / "target"), make()
+    head = loaded(written_in_fp8(oracle, tmp_path / "head", FORMS[form]), theirs)
+    oracle.adopt(load_file(theirs / "model.safetensors"))
+    tokens, features = random_rows(8, 4)[0], torch.randn((8, oracle.width))
+    vectors = head.fuse(features)
+    torch.testing.assert_close(vectors, oracle.fuse(features), atol=1e-4, rtol=0)
+    found = head.forward(replace(build_batch([chunk(tokens.tolist(), 0, 8, range(8))]), vectors=vectors))
+    expected, own = oracle(tokens, vectors)
+    same(oracle, found.logits, expected)
+    torch.testing.assert_close(found.features[OWN], own, atol=1e-4, rtol=0)
