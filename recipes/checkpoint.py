@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ssd_serve.errors import UserError
+from ssd_serve.models.rope import parse_rope
 from ssd_serve.recipes.decoder import Decoder, Shape
 
 TOKENIZER_FILES = (
@@ -71,9 +72,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     """
     if config.get("architectures") != ["LlamaForCausalLM"]:
         raise UserError(f"Only LlamaForCausalLM is supported here, not {config.get('architectures')}.")
-    rope = config.get("rope_parameters") or {}
-    if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-        raise UserError("Scaled rotary positions are not supported here.")
+    if config.get("attention_bias") or config.get("mlp_bias") or config.get("hidden_act", "silu") != "silu":
+        raise UserError("Biases and activations other than silu are not supported here.")
+    rope = parse_rope(dict(config))
     heads = int(config["num_attention_heads"])
     return Shape(
         vocabulary=int(config["vocab_size"]),
@@ -84,8 +85,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         head=int(config.get("head_dim") or config["hidden_size"] // heads),
         intermediate=int(config["intermediate_size"]),
         context=int(config["max_position_embeddings"]),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+        rope_theta=rope.theta,
         epsilon=float(config["rms_norm_eps"]),
+        scaled=None if rope.kind == "default" else rope,
     )
 
 

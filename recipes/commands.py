@@ -1,19 +1,16 @@
-"""The command line of the recipes: `ssd recipe train-pair | eagle3 | ballast | blur | evaluate-pair`.
+"""The command line of the recipes: `ssd recipe train-pair | ballast | blur | evaluate-pair`, and those that
+make drafts.
 
 Parses arguments and prints; everything heavy is imported when a command runs.
 """
 
 import argparse
 import json
-import math
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from ssd_serve.errors import UserError
-from ssd_serve.settings import Settings
-
-_CONTEXT = 2048
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
+from ssd_serve.recipes.arguments import Commands, above_zero, positive, read_figures
+from ssd_serve.recipes.draft_commands import add_distil, add_eagle3
 
 
 def add_commands(recipe: argparse.ArgumentParser) -> None:
@@ -21,6 +18,7 @@ def add_commands(recipe: argparse.ArgumentParser) -> None:
     commands = recipe.add_subparsers(required=True, metavar="RECIPE")
     add_train_pair(commands)
     add_eagle3(commands)
+    add_distil(commands)
     add_ballast(commands)
     add_blur(commands)
     add_evaluate_pair(commands)
@@ -63,31 +61,6 @@ def add_train_pair(commands: Commands) -> None:
     parser.set_defaults(run=run_train_pair)
 
 
-def add_eagle3(commands: Commands) -> None:
-    """`ssd recipe eagle3`."""
-    parser = commands.add_parser(
-        "eagle3", help="train an EAGLE-3 head for a target, or go on with a training"
-    )
-    parser.add_argument("target", type=Path, help="a model that the server can load")
-    parser.add_argument(
-        "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
-    )
-    parser.add_argument(
-        "--library", type=Path, help="folder of Python sources (default: the standard library)"
-    )
-    parser.add_argument(
-        "--layers", type=int, nargs="+", required=True, help="of the target, whose outputs it reads, from 0"
-    )
-    parser.add_argument("--proposed", type=positive, default=2048, help="of the most frequent tokens (2048)")
-    parser.add_argument("--steps", type=positive, default=4, help="in which it reads its own words (4)")
-    parser.add_argument("--tokens", type=positive, default=12_000_000, help="that it sees in all")
-    parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
-    parser.add_argument("--device", default="cpu", help="where target and head are: cpu (default), cuda:0")
-    parser.add_argument("--figures", type=Path, help="JSON object of figures by name, for the model card")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
-    parser.set_defaults(run=run_eagle3)
-
-
 def add_ballast(commands: Commands) -> None:
     """`ssd recipe ballast`."""
     parser = commands.add_parser("ballast", help="copy a checkpoint: the same function at a larger cost")
@@ -123,7 +96,7 @@ def add_evaluate_pair(commands: Commands) -> None:
     parser.add_argument("--samples", type=int, default=100, help="functions to sample; 0 samples none")
     parser.add_argument(
         "--sample-temperatures",
-        type=sample_temperature,
+        type=above_zero,
         nargs="+",
         metavar="T",
         help="temperatures of sampling, all of them reported (default: 0.2 0.4 0.6 0.8 1)",
@@ -131,35 +104,6 @@ def add_evaluate_pair(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the JSON to this file")
     parser.set_defaults(run=run_evaluate_pair)
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return value
-
-
-def sample_temperature(text: str) -> float:
-    """A finite temperature above 0: at 0 all samples would be the same."""
-    value = float(text)
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"a temperature of sampling must be above 0, not {text}")
-    return value
-
-
-def read_figures(path: Path | None) -> dict[str, Any]:
-    """Figures by name of a JSON file; none without a file."""
-    if path is None:
-        return {}
-    try:
-        figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} has no figures: {error}") from error
-    if not isinstance(figures, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UserError(f"{path} has no figures: a JSON object was expected.")
-    return figures
 
 
 def run_train_pair(args: argparse.Namespace) -> int:
@@ -223,47 +167,6 @@ def run_ballast(args: argparse.Namespace) -> int:
         f"wrote {args.destination}: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads "
         f"({sizes.kv_heads} KV), MLP {sizes.intermediate}"
     )
-    return 0
-
-
-def run_eagle3(args: argparse.Namespace) -> int:
-    """Train and export."""
-    import torch
-
-    from ssd_serve.kernels.native.library import native_library
-    from ssd_serve.models.config import model_name
-    from ssd_serve.recipes.corpus import standard_library
-    from ssd_serve.recipes.head_export import HeadStory, export_head
-    from ssd_serve.recipes.head_training import HeadRecipe, train_head
-    from ssd_serve.recipes.tokenizer import load_tokenizer
-    from ssd_serve.recipes.workspace import Workspace
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    workspace, tokenizer = Workspace(args.work), load_tokenizer(args.target)
-    entries = tokenizer.get_vocab_size()
-    workspace.prepare(args.library or standard_library(), entries, _CONTEXT, (), tokenizer)
-    recipe = HeadRecipe(tuple(args.layers), args.proposed, args.steps, args.tokens)
-    training = train_head(
-        recipe,
-        workspace,
-        args.target,
-        say=lambda line: print(line, flush=True),
-        device=args.device,
-        native=native_library(Settings()),
-    )
-    story = HeadStory(
-        target=model_name(args.target),
-        summary=workspace.summary(),
-        step=training.step,
-        tokens=training.tokens,
-        of_tokens=args.tokens,
-        worked_seconds=training.worked,
-        history=training.history,
-        figures=read_figures(args.figures),
-    )
-    export_head(training.model, recipe, args.head, story)
-    print(f"exported {args.head}")
     return 0
 
 

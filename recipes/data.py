@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer
 from ssd_serve.recipes.corpus import SourceFile
 
 Ids = npt.NDArray[np.int64]
+Stream: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+"""Documents one after the other, as they are stored."""
 
 CUT_LINES = 24
 """A training text is cut at the end of one in so many lines, and its parts become tokens by themselves:
@@ -27,7 +30,7 @@ _LINE_END = re.compile(r"\n *")
 
 @dataclass(frozen=True)
 class Document:
-    """One file as tokens: ids int64 [length], the first of them end-of-text, and its length in bytes."""
+    """One file as tokens, begun as the tokenizer begins a text: ids int64 [length]; its length in bytes."""
 
     path: str
     ids: Ids
@@ -35,7 +38,7 @@ class Document:
 
 
 def encode(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document, ...]:
-    """Each file as one document; the tokenizer's post-processor puts end-of-text first."""
+    """Each file as one document; the tokenizer's post-processor begins it."""
     encodings = tokenizer.encode_batch_fast([file.text for file in files])
     return tuple(
         Document(file.path, np.asarray(encoding.ids, dtype=np.int64), file.bytes)
@@ -45,10 +48,11 @@ def encode(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document,
 
 def encode_in_parts(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document, ...]:
     """Each file as one document whose tokens do not reach across the cuts of `parts`."""
+    opening: list[int] = tokenizer.encode("").ids
     encoded: list[Document] = []
     for file in files:
         encodings = tokenizer.encode_batch_fast(parts(file), add_special_tokens=False)
-        ids = [0, *(token for encoding in encodings for token in encoding.ids)]
+        ids = [*opening, *(token for encoding in encodings for token in encoding.ids)]
         encoded.append(Document(file.path, np.asarray(ids, dtype=np.int64), file.bytes))
     return tuple(encoded)
 
@@ -68,8 +72,9 @@ def parts(file: SourceFile) -> list[str]:
 
 
 def save_stream(documents: Sequence[Document], path: Path) -> None:
-    """Write all documents, one after the other, as uint16."""
-    np.save(path, np.concatenate([document.ids for document in documents]).astype(np.uint16))
+    """Write all documents, one after the other, in the smallest type that holds their ids."""
+    ids = np.concatenate([document.ids for document in documents])
+    np.save(path, ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.uint32))
 
 
 @dataclass
@@ -79,7 +84,7 @@ class Sampler:
     `taken` counts windows by window length; each length has its own shuffled epochs.
     """
 
-    stream: npt.NDArray[np.uint16]
+    stream: Stream
     seed: int
     taken: dict[int, int] = field(default_factory=lambda: dict[int, int]())
 

@@ -1,7 +1,7 @@
 """A plain Llama decoder for training, with the parameter names of the Hugging Face layout.
 
 Written for torch.compile and whole sequences: no KV cache, no batching of requests. The engine's own models
-live in another room and are not used here, so that each checks the other.
+live in another room and are not used here, so that each checks the other; only scaled rotations are theirs.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from ssd_serve.models.rope import RopeConfig, inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Shape:
     context: int = 2048
     rope_theta: float = 10_000.0
     epsilon: float = 1e-5
+    scaled: RopeConfig | None = None
+    """Rotations that are not plain."""
 
     @property
     def body_parameters(self) -> int:
@@ -149,10 +153,16 @@ class Decoder(nn.Module):
 
 def rotary_tables(shape: Shape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [length, head], fp32, for positions 0 to length - 1."""
-    exponents = torch.arange(0, shape.head, 2, device=device, dtype=torch.float32) / shape.head
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / shape.rope_theta**exponents
+    places = torch.arange(length, device=device, dtype=torch.float32)[:, None]
+    factor = 1.0
+    if shape.scaled is None:
+        exponents = torch.arange(0, shape.head, 2, device=device, dtype=torch.float32) / shape.head
+        angles = places / shape.rope_theta**exponents
+    else:
+        angles = places * inverse_frequencies(shape.scaled, shape.head).to(device)
+        factor = shape.scaled.attention_factor
     angles = torch.cat((angles, angles), dim=-1)  # [length, head]
-    return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ssd_serve.recipes.decoder import Mlp, Norm, Shape, rotary_tables, rotate
-from ssd_serve.recipes.teacher import Reading
+from ssd_serve.recipes.teacher import Lesson
 
 STEP_WEIGHT = 0.8
 """Of each step beside the one before it."""
@@ -108,25 +108,25 @@ class TrainedHead(nn.Module):
 
 
 def steps_of(
-    head: TrainedHead, embedding: Tensor, tokens: Tensor, reading: Reading, steps: int
+    head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int
 ) -> list[tuple[Tensor, Tensor]]:
     """The head's logits [batch, rows, proposed] and the target's [batch, rows, vocabulary] at each step, of
     tokens that the target has read and its embedding [vocabulary, hidden]."""
-    if reading.features is None:
+    if lesson.features is None:
         raise ValueError("a head reads features")
     rows = tokens.shape[1] - steps
     with torch.autocast(tokens.device.type, torch.bfloat16):
         embedded = functional.embedding(tokens, embedding)
         shifted = [embedded[:, 1 + step : 1 + step + rows] for step in range(steps)]
-        said = head(shifted, reading.features[:, :rows].float())
-        truth = [reading.logits[:, 1 + step : 1 + step + rows] for step in range(steps)]
+        said = head(shifted, lesson.features[:, :rows].float())
+        truth = [lesson.logits[:, 1 + step : 1 + step + rows] for step in range(steps)]
         return [(head.logits(own), true) for own, true in zip(said, truth, strict=True)]
 
 
-def head_loss(head: TrainedHead, embedding: Tensor, tokens: Tensor, reading: Reading, steps: int) -> Tensor:
+def head_loss(head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int) -> Tensor:
     """Cross entropy against what the target says of the proposed tokens, over all steps: nats a token."""
     total, weight = torch.zeros((), device=tokens.device), 1.0
-    for guesses, truth in steps_of(head, embedding, tokens, reading, steps):
+    for guesses, truth in steps_of(head, embedding, tokens, lesson, steps):
         wanted = functional.softmax(truth.float()[..., head.ids], dim=-1)
         total = total - weight * (wanted * functional.log_softmax(guesses.float(), dim=-1)).sum(-1).mean()
         weight *= STEP_WEIGHT
@@ -135,11 +135,11 @@ def head_loss(head: TrainedHead, embedding: Tensor, tokens: Tensor, reading: Rea
 
 @torch.no_grad()
 def agreement_by_step(
-    head: TrainedHead, embedding: Tensor, tokens: Tensor, reading: Reading, steps: int
+    head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int
 ) -> list[float]:
     """Share of places at which both choose the same at temperature 0, by how many of its own words the head
     has gone on from."""
     return [
         float((head.ids[guesses.argmax(-1)] == truth.argmax(-1)).float().mean())
-        for guesses, truth in steps_of(head, embedding, tokens, reading, steps)
+        for guesses, truth in steps_of(head, embedding, tokens, lesson, steps)
     ]

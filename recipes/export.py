@@ -150,13 +150,22 @@ def shape_lines(shape: Shape) -> list[str]:
 
 def data_lines(summary: Mapping[str, Any], listed: str = "the target's `held_out.json`") -> list[str]:
     """The corpus, whose held-out files are listed there."""
+    if "texts" in summary:
+        return text_lines(summary)
     packages: list[Mapping[str, Any]] = summary["packages"]
+    files = f"{summary['train_files']:,} files, {summary['train_bytes'] / 1e6:.1f} MB, "
+    files += f"{summary['train_tokens']:,} tokens."
+    if library := summary.get("library"):
+        of = [f"- The Python sources of the folder `{library}`: {files}", "- Licence of that: its own."]
+    else:
+        of = [
+            f"- The Python sources of the standard library of CPython {platform.python_version()}, its tests "
+            f"included: {files}",
+            "- Licence of that: Python Software Foundation License Version 2, "
+            "copyright Python Software Foundation; some modules carry notices of their own.",
+        ]
     lines = [
-        f"- The Python sources of the standard library of CPython {platform.python_version()}, its tests "
-        f"included: {summary['train_files']:,} files, {summary['train_bytes'] / 1e6:.1f} MB, "
-        f"{summary['train_tokens']:,} tokens.",
-        "- Licence of that: Python Software Foundation License Version 2, "
-        "copyright Python Software Foundation; some modules carry notices of their own.",
+        *of,
         f"- Held out by a hash of the path: {len(summary['held_out'])} files, "
         f"{summary['held_out_bytes'] / 1e6:.2f} MB, {summary['held_out_tokens']:,} tokens, "
         f"listed in {listed}. {summary['removed_files']} files that share 40 % or more of their "
@@ -172,6 +181,18 @@ def data_lines(summary: Mapping[str, Any], listed: str = "the target's `held_out
             f"{LIBRARY_TIMES} over the library: {named}."
         )
     return lines
+
+
+def text_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Texts that a person brought."""
+    texts: list[Mapping[str, Any]] = summary["texts"]
+    named = ", ".join(f"`{Path(each['path']).name}`" for each in texts[:8])
+    return [
+        f"- {len(texts)} files of text ({named}{', ...' if len(texts) > 8 else ''}), "
+        f"{sum(each['bytes'] for each in texts) / 1e6:.1f} MB: {summary['train_tokens']:,} tokens, and "
+        f"{summary['held_out_tokens']:,} of the last twentieth of each, which is held out.",
+        "- Licence of that: its own.",
+    ]
 
 
 def training_lines(role: str, trained: Trained) -> list[str]:

@@ -42,6 +42,11 @@ class HeadRecipe:
     report_seconds: float = 300.0
     checkpoint_seconds: float = 240.0
 
+    @property
+    def least(self) -> int:
+        """Tokens of text that it needs."""
+        return 4 * self.length
+
     def of_shape(self, shape: Shape) -> Recipe:
         """The training of a head of these sizes; what is compiled is a part of the loss."""
         return Recipe(

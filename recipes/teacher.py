@@ -23,7 +23,7 @@ from ssd_serve.recipes.decoder import Shape
 
 
 @dataclass(frozen=True)
-class Reading:
+class Lesson:
     """What a target says of texts: logits [texts, length, vocabulary], and the outputs of the layers that
     were asked for, side by side [texts, length, layers * hidden], if any."""
 
@@ -50,7 +50,7 @@ class Teacher:
         )
         self._model = load_model(folder, wish)
 
-    def read(self, tokens: Tensor) -> Reading:
+    def read(self, tokens: Tensor) -> Lesson:
         """What it says of tokens int64 [texts, length]."""
         texts, length = tokens.shape
         places = torch.arange(texts * length).view(texts, length).tolist()
@@ -68,9 +68,9 @@ class Teacher:
         # Copies, because a backward pass cannot keep what was made in inference mode.
         logits = result.logits.clone().view(texts, length, -1)
         if not self._layers:
-            return Reading(logits)
+            return Lesson(logits)
         features = torch.cat([result.features[f"layer.{layer}"] for layer in self._layers], dim=-1)
-        return Reading(logits, features.clone().view(texts, length, -1))
+        return Lesson(logits, features.clone().view(texts, length, -1))
 
 
 def head_shape(target: Path) -> Shape:

@@ -78,6 +78,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer saved in `folder`."""
     path = folder / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no other type
         raise UserError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -14,14 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ssd_serve.errors import UserError
-from ssd_serve.recipes.data import Ids, Sampler
+from ssd_serve.recipes.data import Ids, Sampler, Stream
 from ssd_serve.recipes.decoder import Decoder, Shape
 from ssd_serve.recipes.optimiser import Optimiser, Rates, Schedule
 
@@ -66,9 +64,7 @@ Loss: TypeAlias = Callable[[M, Tensor, Tensor], Tensor]
 class Training(Generic[M]):
     """The state of one model's training: weights, optimiser, counters and the place in the data."""
 
-    def __init__(
-        self, recipe: Recipe, model: M, stream: npt.NDArray[np.uint16], checkpoint: Path, loss: Loss[M]
-    ) -> None:
+    def __init__(self, recipe: Recipe, model: M, stream: Stream, checkpoint: Path, loss: Loss[M]) -> None:
         """The model has the weights that it begins with."""
         self.recipe = recipe
         self.checkpoint = checkpoint

@@ -18,6 +18,8 @@ def parse(*words: str) -> argparse.Namespace:
 def test_every_recipe_has_a_function() -> None:
     for words in (
         ("train-pair", "--tokens", "3"),
+        ("eagle3", "a", "--layers", "0"),
+        ("distil", "a", "b", "c", "d"),
         ("ballast", "a", "b"),
         ("evaluate-pair", "a", "b"),
     ):

@@ -21,7 +21,7 @@ from ssd_serve.recipes.export import export_pair
 from ssd_serve.recipes.head_export import HeadStory, export_head
 from ssd_serve.recipes.head_training import HeadRecipe, frequent_tokens, train_head
 from ssd_serve.recipes.pair import train_pair
-from ssd_serve.recipes.teacher import Reading, Teacher, head_shape
+from ssd_serve.recipes.teacher import Lesson, Teacher, head_shape
 from ssd_serve.recipes.workspace import Workspace
 from tests.models import checkpoints
 from tests.models.test_decoder import chunk
@@ -34,7 +34,7 @@ RECIPE = HeadRecipe(
 
 
 @torch.no_grad()
-def read_target(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) -> Reading:
+def read_target(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) -> Lesson:
     """What a teacher says of tokens [texts, length], by the decoder of the recipes."""
     cos, sin = rotary_tables(target.shape, tokens.shape[1], tokens.device)
     x: torch.Tensor = target.model.embed_tokens(tokens)
@@ -44,7 +44,7 @@ def read_target(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) ->
         if index in layers:
             kept.append(x)
     logits: torch.Tensor = target.lm_head(target.model.norm(x))
-    return Reading(logits, torch.cat(kept, dim=-1))
+    return Lesson(logits, torch.cat(kept, dim=-1))
 
 
 def features_of(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
@@ -100,15 +100,15 @@ def test_a_teacher_says_what_the_architecture_s_own_code_says(architecture: str,
     model = checkpoints.make(architecture)
     teacher = Teacher(checkpoints.save(model, tmp_path / "target"), 40, (0, 2), dtype="fp32")
     texts = torch.randint(3, 199, (2, 18), generator=torch.Generator().manual_seed(4))
-    reading = teacher.read(texts)
+    lesson = teacher.read(texts)
     with torch.no_grad():
         said = model(texts, output_hidden_states=True)
-    torch.testing.assert_close(reading.logits, said.logits, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(lesson.logits, said.logits, atol=1e-3, rtol=1e-3)
     first = said.hidden_states[1]
-    assert reading.features is not None
-    torch.testing.assert_close(reading.features[..., : first.shape[-1]], first, atol=1e-3, rtol=1e-3)
+    assert lesson.features is not None
+    torch.testing.assert_close(lesson.features[..., : first.shape[-1]], first, atol=1e-3, rtol=1e-3)
     weight = torch.nn.Parameter(torch.ones(1))
-    torch.autograd.backward([(reading.features * weight).sum() + (reading.logits * weight).sum()])
+    torch.autograd.backward([(lesson.features * weight).sum() + (lesson.logits * weight).sum()])
     assert weight.grad is not None
 
 
@@ -116,8 +116,8 @@ def test_each_step_sees_what_it_would_see_when_drafting() -> None:
     head, target = random_pair()
     tokens = torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        reading = read_target(target, tokens[None], (0, 1))
-        steps = steps_of(head.bfloat16().float(), target.model.embed_tokens.weight, tokens[None], reading, 3)
+        lesson = read_target(target, tokens[None], (0, 1))
+        steps = steps_of(head.bfloat16().float(), target.model.embed_tokens.weight, tokens[None], lesson, 3)
     for place in (0, 5, 12):
         for (logits, _), expected in zip(steps, by_hand(head, target, tokens, place, 3), strict=True):
             torch.testing.assert_close(logits[0, place].float(), expected, atol=0.15, rtol=0.05)
@@ -126,10 +126,10 @@ def test_each_step_sees_what_it_would_see_when_drafting() -> None:
 def test_the_truth_of_a_step_is_what_follows_its_token() -> None:
     head, target = random_pair()
     tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(3))
-    reading = read_target(target, tokens, (0, 1))
-    steps = steps_of(head, target.model.embed_tokens.weight, tokens, reading, 3)
+    lesson = read_target(target, tokens, (0, 1))
+    steps = steps_of(head, target.model.embed_tokens.weight, tokens, lesson, 3)
     for step, (_, truth) in enumerate(steps):
-        assert torch.equal(truth, reading.logits[:, 1 + step : 18 + step])
+        assert torch.equal(truth, lesson.logits[:, 1 + step : 18 + step])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""A person's own draft learns what their target says of their text."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ssd_serve.errors import UserError
+from ssd_serve.recipes.checkpoint import read_checkpoint, read_decoder
+from ssd_serve.recipes.distil import Distilled, DistilRecipe, check_tokenizers, distil, export_distilled
+from ssd_serve.recipes.export import data_lines
+from ssd_serve.recipes.own_draft import read_own_draft
+from ssd_serve.recipes.texts import read_texts, split_texts
+from ssd_serve.recipes.tokenizer import load_tokenizer
+from ssd_serve.recipes.workspace import Workspace
+from tests.end_to_end.tiny_pair import write_model
+from tests.models import checkpoints
+from tests.recipes.test_commands import parse
+
+RECIPE = DistilRecipe(tokens=24_000, rows=4, length=48, rate=10.0, compiled=False, checkpoint_seconds=0.5)
+WORDS = ("the", "draft", "reads", "what", "its", "target", "says", "of", "a", "text", "and", "learns")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    chosen = random.Random(5)
+    lines = [" ".join(chosen.choices(WORDS, k=8)) for _ in range(300)]
+    (tmp_path / "notes.txt").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path / "notes.txt"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A random target, and a draft that is it with noise."""
+    write_model(tmp_path / "target", seed=1, noise=0.0)
+    write_model(tmp_path / "draft", seed=1, noise=0.08)
+    return tmp_path / "target", tmp_path / "draft"
+
+
+def taught(
+    folder: Path, pair: tuple[Path, Path], text: Path, lines: list[str], recipe: DistilRecipe = RECIPE
+) -> Distilled:
+    workspace = Workspace(folder)
+    workspace.prepare_texts([text], load_tokenizer(pair[1]), recipe.least)
+    return distil(recipe, workspace, *pair, lines.append)
+
+
+@pytest.mark.slow
+def test_agreement_on_held_out_text_rises_and_the_draft_stays_what_it_was(
+    pair: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    distilled = taught(tmp_path / "work", pair, text, lines)
+    assert distilled.training.tokens >= RECIPE.tokens
+    assert distilled.after["agreement"] > distilled.before["agreement"] + 0.2
+    assert f"agreement {distilled.after['agreement']:.3f}" in lines[-1]
+    export_distilled(distilled, "its target", pair[1], [text.name], tmp_path / "out")
+    assert read_checkpoint(tmp_path / "out").config == read_checkpoint(pair[1]).config
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (pair[1] / "tokenizer.json").read_bytes()
+    for name, weight in read_decoder(tmp_path / "out").state_dict().items():
+        assert torch.equal(weight, distilled.training.model.state_dict()[name]), name
+    card = (tmp_path / "out" / "README.md").read_text()
+    before, after = (each["agreement"] for each in (distilled.before, distilled.after))
+    assert f"| first choice is the target's, temperature 0 | {before:.3f} | {after:.3f} |" in card
+    history = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert history[0] == {"step": 0, "tokens": 0, **distilled.before}
+    assert (tmp_path / "out" / "training.svg").is_file()
+
+
+@pytest.mark.slow
+def test_a_stopped_distilling_ends_as_if_it_had_not_stopped(
+    pair: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    class StoppedError(Exception):
+        pass
+
+    class Stopping(list[str]):
+        def append(self, line: str) -> None:
+            if '"step": 50,' in line:
+                raise StoppedError
+
+    whole = taught(tmp_path / "whole", pair, text, [])
+    often = dataclasses.replace(RECIPE, checkpoint_seconds=0.0)
+    with pytest.raises(StoppedError):
+        taught(tmp_path / "parts", pair, text, Stopping(), often)
+    lines: list[str] = []
+    resumed = taught(tmp_path / "parts", pair, text, lines)
+    assert not lines[0].startswith("draft: 0 of")
+    assert resumed.before == whole.before
+    for name, weight in resumed.training.model.state_dict().items():
+        assert torch.equal(weight, whole.training.model.state_dict()[name]), name
+
+
+def test_the_end_of_each_text_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("".join(f"line {number}\n" for number in range(100)))
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "long").write_text("x" * 200)
+    (tmp_path / "below" / "bytes").write_bytes(b"\xff\xfe\x00")
+    corpus = split_texts(read_texts([tmp_path / "below", tmp_path / "lines"]))
+    assert len(corpus.train[0].text) == 190
+    whole = [file.text + rest.text for file, rest in zip(corpus.train, corpus.held_out, strict=True)]
+    assert whole == ["x" * 200, (tmp_path / "lines").read_text()]
+    assert corpus.held_out[1].text.startswith("line 95\n")
+
+
+def test_texts_that_teach_nothing_are_named(pair: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+    tokenizer, workspace = load_tokenizer(pair[1]), Workspace(tmp_path / "work")
+    (tmp_path / "short").write_text("a few words")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("short", r"too little text: \d+ tokens to learn from, and at least 192"),
+        ("bytes", "no UTF-8 text"),
+        ("nowhere", "cannot be read: No such file"),
+        ("empty", "no file of UTF-8 text"),
+    ):
+        with pytest.raises(UserError, match=message):
+            workspace.prepare_texts([tmp_path / name], tokenizer, RECIPE.least)
+    workspace.prepare_texts([text], tokenizer, RECIPE.least)
+    summary = workspace.summary()
+    assert sum(len(document.ids) for document in workspace.held_out()) == summary["held_out_tokens"]
+    assert f"(`notes.txt`), 0.0 MB: {summary['train_tokens']:,} tokens" in data_lines(summary)[0]
+    text.write_text("something else " * 1000)
+    with pytest.raises(UserError, match="was made of other texts"):
+        workspace.prepare_texts([text], tokenizer, RECIPE.least)
+
+
+def changed(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_drafts_that_cannot_learn_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = pair
+    check_tokenizers(target, draft)
+    file = draft / "tokenizer.json"
+    file.write_text(file.read_text().replace("<end>", "<other>"))
+    with pytest.raises(UserError, match="has another tokenizer than"):
+        check_tokenizers(target, draft)
+    weights = load_file(draft / "model.safetensors")
+    save_file({**weights, "model.layers.0.extra": torch.ones(2)}, draft / "model.safetensors")
+    with pytest.raises(UserError, match=r"no plain Llama model: its weights model\.layers\.0\.extra"):
+        read_own_draft(read_checkpoint(draft), draft)
+    for changes, message in (
+        ({"attention_bias": True}, "Biases"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
+        ({"architectures": ["Qwen3ForCausalLM"], "quantization_config": None}, "Only LlamaForCausalLM"),
+    ):
+        changed(draft, **changes)
+        with pytest.raises(UserError, match=message):
+            read_own_draft(read_checkpoint(draft), draft)
+
+
+@pytest.mark.parametrize("name", ["llama3-gqa-tied", "llama"])
+def test_a_draft_computes_what_the_architecture_s_own_code_computes(name: str, tmp_path: Path) -> None:
+    model = checkpoints.make(name)
+    folder = checkpoints.save(model, tmp_path / "draft")
+    tokens = torch.randint(3, 199, (60,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = read_own_draft(read_checkpoint(folder), folder)(tokens[None])[0]
+    torch.testing.assert_close(found, checkpoints.logits(model, tokens.tolist()), atol=1e-3, rtol=1e-3)
+
+
+def test_the_command_writes_over_no_model_that_it_reads(
+    pair: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    for written in pair:
+        args = parse("distil", *map(str, (*pair, text)), "--out", str(written), "--work", str(tmp_path / "w"))
+        with pytest.raises(UserError, match="choose another folder for --out"):
+            args.run(args)
+    assert not (tmp_path / "w").exists()
+
+
+def test_what_is_tied_stays_tied(text: Path, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = pair
+    weights = load_file(draft / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file({name: value.bfloat16() for name, value in weights.items()}, draft / "model.safetensors")
+    changed(draft, tie_word_embeddings=True)
+    short = dataclasses.replace(RECIPE, tokens=1000)
+    distilled = taught(tmp_path / "work", (target, draft), text, [], short)
+    export_distilled(distilled, "its target", draft, [text.name], tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: value.dtype for name, value in written.items()} == dict.fromkeys(weights, torch.bfloat16)
+    assert not torch.equal(written["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
