@@ -63,6 +63,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
         "checked attention outputs that differed from the second backend's",
         lambda s: s.attention_differences,
     ),
+    "draft_expansions": ("nodes that drafters have expanded", lambda s: s.expansions),
+    "draft_expansions_awaited": (
+        "expanded nodes that a round waited for; the others came while the target worked",
+        lambda s: s.awaited_expansions,
+    ),
     "engine_memory_shortages": (
         "rounds that a device had too little memory for, and that were run again smaller",
         lambda s: s.memory_shortages,

@@ -146,7 +146,7 @@ class Engine:
         parts = self._choose_parts()
         if not parts:
             return []
-        nodes, decision = self.planner.choose(parts, self.drain)
+        nodes, decision = self.planner.choose(parts, self._drain_awaited)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
         self.observer.decided(walks, self.decision)
@@ -162,6 +162,12 @@ class Engine:
     def drain(self) -> None:
         """Take what drafters have said."""
         self.drafters.drain(self._active)
+
+    def _drain_awaited(self) -> None:
+        """`drain` of what was waited for: all other drafting went on beside the target's work."""
+        before = self.drafters.expansions
+        self.drain()
+        self.totals.awaited_expansions += self.drafters.expansions - before
 
     def _compute_or_less(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         """`_compute`; where memory runs out once more with fewer rows, which changes no token."""

@@ -33,6 +33,8 @@ def engine_status(engine: Engine) -> Status:
         drafter_restarts=engine.drafters.rejoins,
         drafter_requests=engine.drafters.requests,
         drafter_moves=engine.drafters.moves,
+        expansions=engine.drafters.expansions,
+        awaited_expansions=engine.totals.awaited_expansions,
         totals=engine.figures,
         forward_s=clocked.forward_s,
         wait_s=clocked.wait_s,

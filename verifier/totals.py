@@ -42,6 +42,8 @@ class Totals:
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of requests that are over."""
     prompt_tokens: int = 0
+    awaited_expansions: int = 0
+    """Expanded nodes that a round waited for."""
 
     def told(self, running: Iterable[Request], sources: Sequence[str]) -> Figures:
         """A copy of the figures, with the acceptance of the requests that run, too. `sources` are named in

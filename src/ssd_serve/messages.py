@@ -274,6 +274,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Requests that each drafter has, by its name."""
     drafter_moves: int = 0
     """Requests that went from one drafter to another."""
+    expansions: int = 0
+    """Nodes that drafters have expanded."""
+    awaited_expansions: int = 0
+    """Those of them that a round waited for; the others came while the target worked."""
     totals: Figures
     forward_s: float
     wait_s: float

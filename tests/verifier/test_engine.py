@@ -22,7 +22,7 @@ from ssd_serve.messages import (
 )
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.planning.growth import FixedSteps, Never
 from tests import fakes
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
@@ -233,6 +233,15 @@ def test_chunks_and_reused_prefixes_give_the_same_tokens(chunk: int) -> None:
     outputs = run(engine, submits)
     assert {n: o.tokens for n, o in outputs.items()} == {n: o.tokens for n, o in expected.items()}
     assert sum(output.figures.cached_prompt_tokens for output in outputs.values()) >= 2 * len(start)
+
+
+def test_it_is_counted_which_drafts_were_waited_for() -> None:
+    engine, _ = speculating(Case(slots=4096, policy=lambda: FixedSteps(3)))
+    run(engine, [Submit(1, (3, 4), GREEDY, 0)])
+    assert 0 < engine.totals.awaited_expansions <= engine.drafters.expansions
+    idle, _ = speculating(Case(slots=4096, policy=Never))
+    run(idle, [Submit(1, (3, 4), GREEDY, 0)])
+    assert idle.totals.awaited_expansions == 0
 
 
 def test_hits_and_readiness_are_counted() -> None:
