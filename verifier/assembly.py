@@ -15,7 +15,7 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import instant_channel
 from ssd_serve.drafter.sources.registry import is_head, is_source, own_layers
-from ssd_serve.errors import MemoryShortError, SettingsError
+from ssd_serve.errors import MemoryShortError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
@@ -280,23 +280,19 @@ def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
 
 
 def _features(settings: Settings, target: Path) -> tuple[int, ...]:
-    """The target's layers that its drafts read; those of all must be the same. Installed sources, and heads
-    whose files are on another machine only, read what the settings name."""
-    named = settings.eagle_features
-    found: set[tuple[int, ...]] = set()
+    """The target's layers that its drafts read. Installed sources, and heads whose files are on another
+    machine only, read what the settings name."""
+    named = settings.eagle_features or ()
+    found: list[int] = []
     for name in settings.draft_models if settings.mode is not Mode.AR else ():
         if own_layers(name) is not None:
             continue
         folder = None if is_source(name) else model_here(name, "draft")
-        if folder is None and named is not None:
-            found.add(named)
-        elif folder is not None and is_head(folder):
-            found.add(head_config(folder, target, named).features or ())
-    if len(found) > 1:
-        raise SettingsError(
-            "the EAGLE heads of SSD_DRAFT read different layers: name those of all (SSD_EAGLE_LAYERS)"
-        )
-    return found.pop() if found else ()
+        if folder is None:
+            found += named
+        elif is_head(folder):
+            found += head_config(folder, target, named).features or ()
+    return tuple(dict.fromkeys(found))
 
 
 def _within(

@@ -67,6 +67,14 @@ class FeatureStore:
         places = self._places[slots.view()[start : start + count]]
         return self._rows.index_select(0, torch.from_numpy(places))
 
+    def only(self, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+        """What such rows say of some of the layers: [count, those * hidden]."""
+        if tuple(layers) == self.layers:
+            return rows
+        places = [self.layers.index(layer) for layer in layers]
+        count, width = rows.shape
+        return rows.view(count, len(self.layers), width // len(self.layers))[:, places].flatten(1)
+
     def _are_there(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         places = self._places[slots]
         there: npt.NDArray[np.bool_] = (places != _NOWHERE) & (self._owners[places] == slots)
@@ -121,6 +129,6 @@ class RequestFeatures:
         """The first position from `start` on from which all are there."""
         return self._store.first(self._request.slots, start)
 
-    def part(self, start: int, count: int) -> torch.Tensor:
-        """bfloat16 [count, width] of positions that are there."""
-        return self._store.part(self._request.slots, start, count)
+    def part(self, start: int, count: int, layers: Sequence[int]) -> torch.Tensor:
+        """Of positions that are there, of these layers: bfloat16 [count, layers * hidden]."""
+        return self._store.only(layers, self._store.part(self._request.slots, start, count))

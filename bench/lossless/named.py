@@ -12,7 +12,6 @@ from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.instant import instant_channel
 from ssd_serve.drafter.sources.loading import LoadedSource
-from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import get_logger
 from ssd_serve.models.config import model_name
@@ -51,10 +50,8 @@ def load_named(settings: Settings, devices: Devices, native: NativeLibrary | Non
         name: load_draft(settings.model_copy(update={"draft": name}), name, device, native, log)
         for name in settings.draft_models
     }
-    features = {each.features for each in loaded.values() if each.features}
-    if len(features) > 1:
-        raise SettingsError("the drafts read different layers of the target: name those of all")
-    wished = wish(settings.dtype, native, settings.batch_invariant, *features)
+    features = tuple(dict.fromkeys(layer for each in loaded.values() for layer in each.features))
+    wished = wish(settings.dtype, native, settings.batch_invariant, features)
     model = load_on(folder, devices.target, wished)
     name = model_name(folder)
     target = LoadedTarget(name, folder, model, native, Tokenizer(folder).vocabulary_hash())

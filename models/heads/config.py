@@ -13,7 +13,6 @@ from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import describe
 from ssd_serve.models.config import Json, positive_size
 from ssd_serve.models.heads.kinds import HeadKind
-from ssd_serve.models.interface import listed
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -153,14 +152,9 @@ def usual_features(layers: int) -> tuple[int, ...]:
     return 1, layers // 2 - 1, layers - 4
 
 
-def check_features(kind: HeadKind, features: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Outputs of a target of so many layers for such a head. Raises `CheckpointError` for others."""
-    if kind is HeadKind.EAGLE1 and tuple(features) != (FINAL,):
-        raise CheckpointError(
-            f"an {kind} head reads what the target's head reads, not outputs of layers {listed(features)}: "
-            "leave out SSD_EAGLE_LAYERS"
-        )
-    if kind is not HeadKind.EAGLE1 and any(not 0 <= each < layers for each in features):
+def check_features(features: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Outputs of a target of so many layers. Raises `CheckpointError` for others."""
+    if any(not 0 <= each < layers for each in features):
         raise CheckpointError(f"the head reads outputs of layers {list(features)}, the target has {layers}")
     return tuple(features)
 

@@ -1,5 +1,6 @@
 """From a folder to a running EAGLE head. What it leaves to its target is read from the target's folder."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,13 +8,14 @@ import torch
 
 from ssd_serve.errors import CheckpointError
 from ssd_serve.logs import Logger
+from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
 from ssd_serve.models.architectures.dense.sizes import dense_sizes
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.config import read_raw
 from ssd_serve.models.heads.config import PARSERS, EagleConfig, check_features, usual_features
 from ssd_serve.models.heads.eagle import EagleHead
-from ssd_serve.models.heads.kinds import head_kind
+from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.heads.weights import EagleWeights, read_head
 from ssd_serve.models.load import ModelWish, load_sized
 from ssd_serve.models.ranks.parallel import Parallel
@@ -23,16 +25,18 @@ from ssd_serve.models.weights.linear import Linears
 from ssd_serve.models.weights.matrices import MatrixReader
 
 
-def head_config(folder: Path, target: Path, features: tuple[int, ...] | None = None) -> EagleConfig:
-    """A head for a target; `features` are outputs of the target's layers, instead of those that the head
-    names. Raises `CheckpointError` where the two do not fit each other."""
+def head_config(folder: Path, target: Path, features: Sequence[int] | None = None) -> EagleConfig:
+    """A head for a target; an EAGLE-3 head reads the layers among `features`, if there are any, instead of
+    those that it names. Raises `CheckpointError` where the two do not fit each other."""
     if (kind := head_kind(folder)) is None:
         raise CheckpointError(f"{folder} is no head")
     theirs = load_description(target)
     layers = len(theirs.sizes(Parallel()).kv)
     config = PARSERS[kind](read_raw(folder), {})
-    wanted = features or config.features or usual_features(layers)
-    config = replace(config, features=check_features(kind, wanted, layers))
+    if kind is not HeadKind.EAGLE1:
+        named = tuple(each for each in features or () if each != FINAL)
+        wanted = named or config.features or usual_features(layers)
+        config = replace(config, features=check_features(wanted, layers))
     if (config.target_hidden, config.vocabulary) != (theirs.config.hidden, theirs.config.vocabulary):
         raise CheckpointError(
             f"{folder} is a head for targets of width {config.target_hidden} with {config.vocabulary} "
@@ -47,7 +51,7 @@ def head_sizes(
     *,
     device: str,
     dtype: str,
-    features: tuple[int, ...] | None = None,
+    features: Sequence[int] | None = None,
     allow_pickle: bool = False,
 ) -> ModelSizes:
     """Sizes of such a head."""

@@ -67,9 +67,9 @@ def _cluster_key(value: str) -> str:
 
 
 def _layers(value: str) -> str:
-    if not re.fullmatch(r"\d+(,\d+)*|final", value.replace(" ", "")):
+    if not re.fullmatch(r"(\d+|final)(,(\d+|final))*", value.replace(" ", "")):
         raise PydanticCustomError(
-            "layers", "must be numbers with commas between, such as 1,15,28, or final for EAGLE-1"
+            "layers", "must be numbers with commas between, such as 1,15,28, and final for EAGLE-1"
         )
     return value.replace(" ", "")
 

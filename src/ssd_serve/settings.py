@@ -231,7 +231,7 @@ class Settings(BaseSettings):
     eagle_layers: Layers | None = Field(
         default=None,
         description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28, "
-        "or final, what EAGLE-1 reads; empty: those that the head names, or that follow from the target",
+        "and final, what EAGLE-1 reads; empty: those that the head names, or that follow from the target",
     )
     features_mb: int = Field(
         default=1024,
@@ -356,9 +356,9 @@ class Settings(BaseSettings):
     def eagle_features(self) -> tuple[int, ...] | None:
         """The layers that are named."""
         layers = self.eagle_layers
-        if layers == "final":
-            return (FINAL,)
-        return None if layers is None else tuple(map(int, layers.split(",")))
+        if layers is None:
+            return None
+        return tuple(FINAL if each == "final" else int(each) for each in layers.split(","))
 
     @property
     def draft_model(self) -> str | None:

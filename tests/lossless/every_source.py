@@ -12,7 +12,7 @@ from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.seeds import mix
 from ssd_serve.settings import Settings
 from ssd_serve.verifier.engine import Engine
-from tests.end_to_end.tiny_pair import write_head, write_pair
+from tests.end_to_end.tiny_pair import write_first_head, write_head, write_pair
 
 MakeDrafter = Callable[[RigDraft, Engine], MemoryDrafter]
 LAYERS = 3
@@ -33,6 +33,7 @@ DRAFTS = {
     "model": "{draft}",
     "self": "self:2",
     "head": "{head}",
+    "first head": "{first}",
     "ngram": "ngram",
     "suffix": "suffix",
     "shared texts": "suffix",
@@ -40,7 +41,8 @@ DRAFTS = {
     "model and lookup": "{draft},ngram",
     "head and lookup": "{head},suffix",
     "self and lookup": "self:1,ngram",
-    "all": "{draft},{head},self:1,prompt-lookup,ngram,suffix",
+    "both heads": "{head},{first}",
+    "all": "{draft},{head},{first},self:1,prompt-lookup,ngram,suffix",
 }
 
 
@@ -61,6 +63,7 @@ class EverySource:
     def __init__(self, folder: Path) -> None:
         self._target, self._draft = write_pair(folder, layers=LAYERS)
         self._head = write_head(folder / "head", self._target, range(60, 80))
+        self._first = write_first_head(folder / "first", self._target)
         self._loaded: dict[str, LoadedTarget] = {}
         self.requests = requests()
         self.plain = run_case(self.of("ngram"), Case("ar", 1), self.requests)
@@ -70,7 +73,7 @@ class EverySource:
         if name not in self._loaded:
             settings = Settings(
                 target=str(self._target),
-                draft=DRAFTS[name].format(draft=self._draft, head=self._head),
+                draft=DRAFTS[name].format(draft=self._draft, head=self._head, first=self._first),
                 dtype="fp32",
                 eagle_layers="0,1,2",
                 suffix_shared=4096 if name == "shared texts" else 0,

@@ -1,6 +1,7 @@
 """What the target has computed of committed tokens reaches drafters that read it, in order and before the
 outcome, whatever the rounds were like."""
 
+import re
 from dataclasses import replace as changed
 
 import numpy as np
@@ -73,10 +74,10 @@ def make(
 class Reader:
     """A drafter that notes what it is told."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, layers: tuple[int, ...] = LAYERS) -> None:
         mine, self.its = memory_pair()
         engine.drafters.connect(mine)
-        self.its.send(READS)
+        self.its.send(replace(READS, features=layers, name=str(layers), source=str(layers)))
         engine.drain()
         self.told: list[Message] = []
 
@@ -243,14 +244,30 @@ def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> 
         assert store.part(one, 0, 1).item() == last[slot]
 
 
+def test_each_drafter_reads_the_layers_that_it_names_in_its_order() -> None:
+    engine = make()
+    readers = {layers: Reader(engine, layers) for layers in ((FINAL,), (2, 0), LAYERS)}
+    submitted(engine, most=4)
+    while engine.busy:
+        engine.step()
+        for reader in readers.values():
+            reader.hear()
+    for layers, reader in readers.items():
+        rows = reader.rows()
+        assert len(rows) >= len(PROMPT)
+        for position, token in enumerate(PROMPT):
+            told = (value for layer in layers for value in (token, position, layer, layer))
+            assert rows[position] == [float(value) for value in told]
+
+
 def test_drafters_of_other_layers_are_refused_and_those_of_none_hear_nothing() -> None:
     admission = Admission(HELLO, lambda: 0.0)
     admission.offer(LAYERS)
     admission.check(READS, stranger=False, sources=())
-    with pytest.raises(
-        PairMismatchError, match=r"reads outputs of layers \[1, final\], this server gives \["
-    ):
-        admission.check(replace(READS, features=(1, FINAL)), stranger=False, sources=())
+    for layers, wanted in (((1, FINAL), "[1, final]"), ((2, 2), "[2, 2]")):
+        message = re.escape(f"reads outputs of layers {wanted}, this server gives [0, 2, final]:")
+        with pytest.raises(PairMismatchError, match=message):
+            admission.check(replace(READS, features=layers), stranger=False, sources=())
     engine = make()
     mine, its = memory_pair()
     engine.drafters.connect(mine)

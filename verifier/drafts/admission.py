@@ -124,7 +124,7 @@ class Admission:
         if not is_label(theirs.name) or not is_label(theirs.source):
             raise ProtocolError(f"names and draft models are at most {LONGEST_LABEL} printable bytes")
         check_step(theirs.step_ms)
-        if theirs.features and theirs.features != self._features:
+        if not set(theirs.features) <= set(self._features) or len({*theirs.features}) < len(theirs.features):
             given = listed(self._features) if self._features else "none"
             raise PairMismatchError(
                 f"the draft reads outputs of layers {listed(theirs.features)}, this server gives "

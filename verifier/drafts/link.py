@@ -258,7 +258,7 @@ class Link:
         start = max(told.featured, table.first(told.featured))
         most = max(1, _FEATURE_BYTES // max(1, table.row_bytes))
         for _ in range(_PORTIONS):
-            rows = table.part(start, min(most, table.end - start))
+            rows = table.part(start, min(most, table.end - start), self.features)
             message = Features(told.request.number, told.request.epoch, start, rows.shape[1], as_bytes(rows))
             if not len(rows) or not self.channel.post(message):
                 break
