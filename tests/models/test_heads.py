@@ -263,3 +263,16 @@ def test_heads_in_fp8(make: type[AnyOracle], form: str, tmp_path: Path) -> None:
     expected, own = oracle(tokens, vectors)
     same(oracle, found.logits, expected)
     torch.testing.assert_close(found.features[OWN], own, atol=1e-4, rtol=0)
+
+
+def test_a_head_in_a_bin_file_is_read_where_that_is_allowed(tmp_path: Path) -> None:
+    """As the first ones were published."""
+    theirs = target(tmp_path / "target")
+    head = FirstOracle().save(tmp_path / "head", FLAT)
+    torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")
+    (head / "model.safetensors").unlink()
+    sizes = head_sizes(head, theirs, device="cpu", dtype="fp32", allow_pickle=True)
+    wish = ModelWish(device="cpu", dtype="fp32", slots=8, context=None)
+    with pytest.raises(CheckpointError, match="is not safetensors"):
+        load_head(head, wish, sizes)
+    assert load_head(head, replace(wish, allow_pickle=True), sizes).width == HIDDEN
