@@ -17,10 +17,11 @@ from ssd_serve.messages import FINAL
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
-from ssd_serve.models.heads.load import head_config, head_sizes, load_head
+from ssd_serve.models.heads.load import head_config, head_sizes, load_head, target_head
 from ssd_serve.models.load import ModelWish
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, Form, change_config, change_tensors, is_quantised, quantise
+from tests.models.fp8_checkpoints import write as write_fp8
 from tests.models.heads import FLAT, HIDDEN, LAYERS, NESTED, VOCABULARY, FirstOracle, Oracle, write
 from tests.models.test_decoder import chunk
 
@@ -276,3 +277,24 @@ def test_a_head_in_a_bin_file_is_read_where_that_is_allowed(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="is not safetensors"):
         load_head(head, wish, sizes)
     assert load_head(head, replace(wish, allow_pickle=True), sizes).width == HIDDEN
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_target_s_head_is_stored_as_the_head_s_matrices_are(dtype: str, tmp_path: Path) -> None:
+    theirs, oracle = target(tmp_path / "target"), FirstOracle()
+    folder = oracle.save(tmp_path / "head", FLAT)
+    oracle.adopt(load_file(theirs / "model.safetensors"))
+    sizes = head_sizes(folder, theirs, device="cpu", dtype=dtype)
+    head = load_head(folder, ModelWish(device="cpu", dtype=dtype, slots=128, context=None), sizes)
+    tokens, vectors = random_rows(8, 4)
+    found = head.forward(replace(build_batch([chunk(tokens.tolist(), 0, 8, range(8))]), vectors=vectors))
+    expected, _ = oracle(tokens, vectors)
+    similar = torch.nn.functional.cosine_similarity(found.logits, expected)
+    assert float(similar.min()) > 0.99
+
+
+@pytest.mark.parametrize("form", ["compressed-channel-dynamic", "quark-tensor-static"])
+def test_the_head_of_a_target_in_fp8(form: str, tmp_path: Path) -> None:
+    model = write_fp8(FORMS[form], tmp_path / "target")
+    weight = model.lm_head.weight
+    torch.testing.assert_close(target_head(tmp_path / "target", *weight.shape), weight.data)
