@@ -10,7 +10,7 @@ from ssd_serve.bench.provenance import ENGINE
 from ssd_serve.cli.flags import Commands
 from ssd_serve.devices import this_machine
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import EMBEDDED
+from ssd_serve.settings import EMBEDDED, Settings
 
 
 def add_lossless(commands: Commands) -> None:
@@ -20,9 +20,11 @@ def add_lossless(commands: Commands) -> None:
     parser.add_argument("--target", help="with --draft: the target that it drafts for (the embedded one)")
     parser.add_argument(
         "--draft",
+        action="append",
+        default=[],
         help="what drafts instead of the built-in pairs' models, as SSD_DRAFT names it: a folder, a hub id, "
         "an EAGLE-3 head, self:N, ngram, suffix, an installed source, or several with commas; where the "
-        "target is",
+        "target is; may be given again",
     )
     add_device_flags(parser)
     add_experiment(parser, _run_lossless, ("bench/lossless", *ENGINE))
@@ -32,11 +34,13 @@ def _run_lossless(args: argparse.Namespace) -> Report:
     """0: lossless; 1: a text differed beyond near-ties, or nothing was speculated where it should be."""
     if args.target and not args.draft:
         raise SettingsError("--target needs --draft: what shall draft for it?")
+    if idle := [each for each in args.draft if not Settings(draft=each).drafts]:
+        raise SettingsError(f"nothing drafts with --draft {idle[0]}")
     devices = chosen_devices(args.device, args.draft_device, this_machine(), Devices())
     from ssd_serve.bench.lossless.proof import QUICK, ProofPlan, run_lossless
 
     plan = QUICK if args.quick else ProofPlan()
     if args.draft:
-        plan = replace(plan, pairs=(args.target or EMBEDDED,), draft=args.draft)
+        plan = replace(plan, pairs=(args.target or EMBEDDED,), drafts=tuple(args.draft))
     result = run_lossless(plan, say, devices)
     return Report(result, code=0 if result["lossless"] else 1)

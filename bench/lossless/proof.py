@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -51,13 +52,8 @@ class ProofPlan:
     sets: int = 5
     """Different sets of requests, which the cases take in turn."""
     max_tokens: int = 48
-    draft: str | None = None
-    """What drafts for the only one of `pairs`, which is then a target, as `SSD_DRAFT` names it."""
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """The kinds of drafters: what is looked up in this process cannot be killed."""
-        return DRAFTERS if self.draft is None or Settings(draft=self.draft).draft_models else DRAFTERS[:2]
+    drafts: tuple[str, ...] = ()
+    """What drafts for `pairs`, which are then targets, each as `SSD_DRAFT` names it; nothing: their own."""
 
 
 QUICK = ProofPlan((EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), sets=1, max_tokens=24)
@@ -77,13 +73,14 @@ class _Difference:
         return self.gap < NEAR_TIE
 
 
-def cases(plan: ProofPlan) -> Iterator[Case]:
-    """The full product."""
+def cases(plan: ProofPlan, draft: str = "") -> Iterator[Case]:
+    """The full product; with a draft that is looked up in this process there is no drafter to be killed."""
+    drafters = DRAFTERS if not draft or Settings(draft=draft).draft_models else DRAFTERS[:2]
     for batch in plan.batches:
         yield Case("ar", batch)
         for budget in plan.budgets:
             yield Case("sd", batch, budget)
-            for drafter in plan.drafters:
+            for drafter in drafters:
                 yield Case("ssd", batch, budget, drafter)
 
 
@@ -167,14 +164,15 @@ def run_lossless(plan: ProofPlan, say: Callable[[str], None], devices: Devices =
     totals = _no_totals()
     distinct: set[tuple[object, ...]] = set()
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
-        for name in plan.pairs:
+        for name, draft in product(plan.pairs, plan.drafts or ("",)):
             started = time.monotonic()
-            found = list(_run_pair(_load(plan, name, Path(folder) / name, devices), plan))
+            pair = _load(name, draft, Path(folder) / name, devices)
+            found = list(_run_pair(pair, plan, draft))
             for row, near_ties in found:
                 rows.append(row)
                 distinct |= near_ties
                 add(totals, row)
-            say(f"{name}: {len(found)} cases in {time.monotonic() - started:.0f} s; so far {totals}")
+            say(f"{name} {draft}: {len(found)} cases in {time.monotonic() - started:.0f} s; so far {totals}")
     lossless = (
         totals["divergences"] == totals["near_ties"]
         and len(distinct) <= MAX_NEAR_TIES * max(totals["tokens"], 1 / MAX_NEAR_TIES)
@@ -188,17 +186,17 @@ def run_lossless(plan: ProofPlan, say: Callable[[str], None], devices: Devices =
         "near_tie_gap": NEAR_TIE,
         "bf16": bf16,
         "results": rows,
-        **({"draft": plan.draft} if plan.draft is not None else {}),
         "devices": devices.names(),
     }
 
 
 def _load(
-    plan: ProofPlan, name: str, folder: Path, devices: Devices, dtype: Literal["fp32", "bf16"] = "fp32"
+    name: str, draft: str, folder: Path, devices: Devices, dtype: Literal["fp32", "bf16"] = "fp32"
 ) -> LoadedTarget:
+    """A pair of this name, or this target with a draft that is named."""
     settings = Settings()
-    if plan.draft is not None:
-        settings = Settings(target=name, draft=plan.draft, dtype=dtype)
+    if draft:
+        settings = Settings(target=name, draft=draft, dtype=dtype)
         return load_named(settings, devices, native_library(settings))
     native = native_library(settings)
     if name == EMBEDDED:
@@ -209,13 +207,13 @@ def _load(
 
 
 def _run_pair(
-    pair: LoadedTarget, plan: ProofPlan
+    pair: LoadedTarget, plan: ProofPlan, draft: str
 ) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
     """The result of each case, and which near-ties it met."""
     sets = [requests(pair.vocabulary, plan.max_tokens, number) for number in range(plan.sets)]
     plains = [run_case(pair, _BASELINE, submits) for submits in sets]
     judge = Judge(pair)
-    for index, case in enumerate(cases(plan)):
+    for index, case in enumerate(cases(plan, draft)):
         number = index % plan.sets
         submits, plain = sets[number], plains[number]
         started = time.monotonic()
@@ -224,6 +222,7 @@ def _run_pair(
         near_ties = [each for each in differences if each.near_tie]
         row: dict[str, object] = {
             "pair": pair.name,
+            "draft": draft,
             **asdict(case),
             "requests": number,
             "tokens": compared(submits, plain, differences),
@@ -257,10 +256,11 @@ def _bf16(plan: ProofPlan, devices: Devices) -> dict[str, object]:
 
     Kernels whose results for a row do not depend on its batch never let them; others may.
     """
+    draft = next(iter(plan.drafts), "")
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
-        pair = _load(plan, plan.pairs[0], Path(folder), devices, "bf16")
+        pair = _load(plan.pairs[0], draft, Path(folder), devices, "bf16")
     totals = _no_totals()
-    for row, _ in _run_pair(pair, plan):
+    for row, _ in _run_pair(pair, plan, draft):
         add(totals, row)
     rate = round(1e3 * totals["divergences"] / max(1, totals["tokens"]), 3)
     return {
