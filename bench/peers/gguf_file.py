@@ -31,10 +31,10 @@ def write_gguf(checkpoint: Path, destination: Path, weights: str = "bf16") -> No
         raise UserError(f"{checkpoint} is no plain Llama checkpoint; only those are converted to GGUF.")
     writer = gguf.GGUFWriter(destination, "llama")
     writer.add_file_type(_FILE_TYPES[weights])
-    _describe_model(writer, config)
+    describe_model(writer, config)
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    _describe_tokenizer(writer, tokenizer, config)
-    heads = {"q_proj": int(config["num_attention_heads"]), "k_proj": _kv_heads(config)}
+    describe_tokenizer(writer, tokenizer, config)
+    heads = {"q_proj": int(config["num_attention_heads"]), "k_proj": kv_heads(config)}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, int(config["num_hidden_layers"]))
     for name, weight in found.weights.items():
         rotated = next((count for part, count in heads.items() if part in name), None)
@@ -68,11 +68,13 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def _kv_heads(config: Mapping[str, Any]) -> int:
+def kv_heads(config: Mapping[str, Any]) -> int:
+    """How many heads keys and values have."""
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
-def _describe_model(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def describe_model(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Sizes and constants, from its `config.json`."""
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or config["hidden_size"] // heads)
     rope = cast(Mapping[str, Any], config.get("rope_parameters") or {})
@@ -83,7 +85,7 @@ def _describe_model(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_block_count(int(config["num_hidden_layers"]))
     writer.add_feed_forward_length(int(config["intermediate_size"]))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(_kv_heads(config))
+    writer.add_head_count_kv(kv_heads(config))
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
@@ -91,7 +93,7 @@ def _describe_model(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)))
 
 
-def _describe_tokenizer(
+def describe_tokenizer(
     writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
     """A byte-level BPE tokenizer, from its `tokenizer.json`."""
