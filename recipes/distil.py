@@ -28,6 +28,7 @@ from ssd_serve.recipes.decoder import Decoder
 from ssd_serve.recipes.head_export import write_history
 from ssd_serve.recipes.optimiser import Rates
 from ssd_serve.recipes.own_draft import read_own_draft, weights_of
+from ssd_serve.recipes.processes import ALONE, TrainingProcess
 from ssd_serve.recipes.teacher import Teacher
 from ssd_serve.recipes.training import Phase, Recipe, Training, distillation, run
 from ssd_serve.recipes.workspace import Workspace
@@ -100,13 +101,14 @@ def distil(
     say: Callable[[str], None],
     device: str = "cpu",
     native: NativeLibrary | None = None,
+    process: TrainingProcess = ALONE,
 ) -> Distilled:
     """Train to the last token, from the checkpoint where there is one."""
     source = read_checkpoint(draft)
     student = read_own_draft(source, draft).to(device)
     if recipe.length > student.shape.context:
         raise UserError(f"the draft knows texts of {student.shape.context} tokens, not of {recipe.length}")
-    teacher = Teacher(target, recipe.rows * recipe.length, (), device, native=native)
+    teacher = Teacher(target, max(1, recipe.rows // process.count) * recipe.length, (), device, native=native)
     windows = torch.from_numpy(evaluation_windows(workspace.held_out(), recipe.length, _WINDOWS)).to(device)
     of_logits = torch.compile(draft_loss, dynamic=False) if recipe.compiled else draft_loss
 
@@ -114,11 +116,11 @@ def distil(
         return of_logits(model, inputs, teacher.read(inputs).logits)
 
     def figures(model: Decoder) -> dict[str, float]:
-        return held_out_figures(model, teacher, windows)
+        return held_out_figures(model, teacher, windows) if process.first else {}
 
     before = figures(student)
     plan = recipe.of_draft(student)
-    training = Training(plan, student, workspace.stream(), workspace.checkpoint("distilled"), loss)
+    training = Training(plan, student, workspace.stream(), workspace.checkpoint("distilled"), loss, process)
     training.history.append({"step": 0, "tokens": 0, **before})
     if training.checkpoint.exists():
         training.load()
@@ -159,7 +161,7 @@ def held_out_figures(model: Decoder, teacher: Teacher, windows: Tensor) -> dict[
 
 def said(figures: Mapping[str, float]) -> str:
     """Figures in words."""
-    return f"held-out loss {figures['held_out_loss']:.3f}, agreement {figures['agreement']:.3f}"
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
 
 
 def export_distilled(

@@ -34,10 +34,12 @@ def add_eagle3(commands: Commands) -> None:
     parser.add_argument("--proposed", type=positive, default=2048, help="of the most frequent tokens (2048)")
     parser.add_argument("--steps", type=positive, default=4, help="in which it reads its own words (4)")
     parser.add_argument("--tokens", type=positive, default=12_000_000, help="that it sees in all")
+    parser.add_argument("--length", type=positive, default=384, help="tokens of a text that it sees (384)")
+    parser.add_argument("--rows", type=positive, default=16, help="texts in one step (16)")
     parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
     parser.add_argument("--device", default="cpu", help="where target and head are: cpu (default), cuda:0")
     parser.add_argument("--figures", type=Path, help="JSON object of figures by name, for the model card")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    add_speed(parser)
     parser.set_defaults(run=run_eagle3)
 
 
@@ -60,39 +62,61 @@ def add_distil(commands: Commands) -> None:
     parser.add_argument("--rows", type=positive, default=8, help="texts in one step (8)")
     parser.add_argument("--rate", type=above_zero, default=1.0, help="times the usual learning rates (1)")
     parser.add_argument("--device", default="cpu", help="where both models are: cpu (default), cuda:0")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    add_speed(parser)
     parser.set_defaults(run=run_distil)
+
+
+def add_speed(parser: argparse.ArgumentParser) -> None:
+    """What changes how long a training takes, and nothing else."""
+    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compile a step first, which takes a minute or more (default: yes)",
+    )
 
 
 def run_eagle3(args: argparse.Namespace) -> int:
     """Train and export."""
-    import torch
-
     from ssd_serve.kernels.native.library import native_library
     from ssd_serve.models.config import model_name
     from ssd_serve.recipes.corpus import standard_library
     from ssd_serve.recipes.head_export import HeadStory, export_head
     from ssd_serve.recipes.head_training import HeadRecipe, train_head
+    from ssd_serve.recipes.processes import joined_processes
     from ssd_serve.recipes.tokenizer import load_tokenizer
     from ssd_serve.recipes.workspace import Workspace
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    _set_threads(args.threads)
     workspace, tokenizer = Workspace(args.work), load_tokenizer(args.target)
-    recipe = HeadRecipe(tuple(args.layers), args.proposed, args.steps, args.tokens)
-    if args.text:
-        workspace.prepare_texts(args.text, tokenizer, recipe.least)
-    else:
-        entries = tokenizer.get_vocab_size()
-        workspace.prepare(args.library or standard_library(), entries, _CONTEXT, (), tokenizer)
-    training = train_head(
-        recipe,
-        workspace,
-        args.target,
-        say=lambda line: print(line, flush=True),
-        device=args.device,
-        native=native_library(Settings()),
+    recipe = HeadRecipe(
+        tuple(args.layers),
+        args.proposed,
+        args.steps,
+        args.tokens,
+        args.rows,
+        args.length,
+        compiled=args.compile,
     )
+    with joined_processes(args.device) as (process, device):
+        with process.first_of_all():
+            if args.text:
+                workspace.prepare_texts(args.text, tokenizer, recipe.least)
+            else:
+                entries = tokenizer.get_vocab_size()
+                workspace.prepare(args.library or standard_library(), entries, _CONTEXT, (), tokenizer)
+        training = train_head(
+            recipe,
+            workspace,
+            args.target,
+            say=_say if process.first else _say_nothing,
+            device=device,
+            native=native_library(Settings()),
+            process=process,
+        )
+    if not process.first:
+        return 0
     story = HeadStory(
         target=model_name(args.target),
         summary=workspace.summary(),
@@ -110,32 +134,49 @@ def run_eagle3(args: argparse.Namespace) -> int:
 
 def run_distil(args: argparse.Namespace) -> int:
     """Train and export."""
-    import torch
-
     from ssd_serve.kernels.native.library import native_library
     from ssd_serve.models.config import model_name
     from ssd_serve.recipes.distil import DistilRecipe, check_tokenizers, distil, export_distilled
+    from ssd_serve.recipes.processes import joined_processes
     from ssd_serve.recipes.tokenizer import load_tokenizer
     from ssd_serve.recipes.workspace import Workspace
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    _set_threads(args.threads)
     if args.out.resolve() in (args.target.resolve(), args.draft.resolve()):
         raise UserError(f"{args.out} is read: choose another folder for --out.")
-    recipe = DistilRecipe(args.tokens, args.rows, args.length, args.rate)
+    recipe = DistilRecipe(args.tokens, args.rows, args.length, args.rate, compiled=args.compile)
     check_tokenizers(args.target, args.draft)
     workspace = Workspace(args.work)
-    workspace.prepare_texts(args.texts, load_tokenizer(args.draft), recipe.least)
-    distilled = distil(
-        recipe,
-        workspace,
-        args.target,
-        args.draft,
-        say=lambda line: print(line, flush=True),
-        device=args.device,
-        native=native_library(Settings()),
-    )
-    texts = [path.name for path in args.texts]
-    export_distilled(distilled, model_name(args.target), args.draft, texts, args.out)
-    print(f"exported {args.out}")
+    with joined_processes(args.device) as (process, device):
+        with process.first_of_all():
+            workspace.prepare_texts(args.texts, load_tokenizer(args.draft), recipe.least)
+        distilled = distil(
+            recipe,
+            workspace,
+            args.target,
+            args.draft,
+            say=_say if process.first else _say_nothing,
+            device=device,
+            native=native_library(Settings()),
+            process=process,
+        )
+    if process.first:
+        texts = [path.name for path in args.texts]
+        export_distilled(distilled, model_name(args.target), args.draft, texts, args.out)
+        print(f"exported {args.out}")
     return 0
+
+
+def _set_threads(count: int | None) -> None:
+    import torch
+
+    if count:
+        torch.set_num_threads(count)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_nothing(_line: str) -> None:
+    """What the other processes of a training say."""

@@ -18,6 +18,7 @@ from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.recipes.data import evaluation_windows
 from ssd_serve.recipes.decoder import Shape
 from ssd_serve.recipes.eagle3 import TrainedHead, agreement_by_step, head_loss
+from ssd_serve.recipes.processes import ALONE, TrainingProcess
 from ssd_serve.recipes.teacher import Teacher, embedding_of, head_shape
 from ssd_serve.recipes.training import Phase, Recipe, Training, run
 from ssd_serve.recipes.workspace import Workspace
@@ -67,21 +68,22 @@ def train_head(
     say: Callable[[str], None],
     device: str = "cpu",
     native: NativeLibrary | None = None,
+    process: TrainingProcess = ALONE,
 ) -> Training[TrainedHead]:
     """Train to the last token, from the checkpoint where there is one; returns where it ended."""
     plan = recipe.of_shape(head_shape(target))
     _check(recipe, plan.shape, len(load_description(target).sizes(Parallel()).kv))
     longest = min(_LENGTH, plan.shape.context)
-    places = max(recipe.rows * recipe.length, longest)
+    places = max(-(-recipe.rows // process.count) * recipe.length, longest)
     teacher = Teacher(target, places, recipe.layers, device, native=native)
     embedding = embedding_of(target, plan.shape, teacher.device)
     torch.manual_seed(recipe.seed)
     ids = frequent_tokens(workspace, recipe.proposed, plan.shape.vocabulary)
     head = TrainedHead(plan.shape, ids, len(recipe.layers)).to(teacher.device)
-    of_reading = torch.compile(head_loss, dynamic=False) if recipe.compiled else head_loss
+    of_lesson = torch.compile(head_loss, dynamic=False) if recipe.compiled else head_loss
 
     def loss(model: TrainedHead, inputs: Tensor, _wanted: Tensor) -> Tensor:
-        return of_reading(model, embedding, inputs, teacher.read(inputs), recipe.steps)
+        return of_lesson(model, embedding, inputs, teacher.read(inputs), recipe.steps)
 
     windows = torch.from_numpy(evaluation_windows(workspace.held_out(), longest, _WINDOWS))
     windows = windows.to(teacher.device)
@@ -94,7 +96,7 @@ def train_head(
         mean = np.mean(shares, axis=0)
         return {f"agreement_{step}": float(share) for step, share in enumerate(mean)}
 
-    training = Training(plan, head, workspace.stream(), workspace.checkpoint("head"), loss)
+    training = Training(plan, head, workspace.stream(), workspace.checkpoint("head"), loss, process)
     if training.checkpoint.exists():
         training.load()
     say(f"head: {training.tokens:,} of {plan.tokens:,} tokens")

@@ -22,6 +22,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.recipes.data import Ids, Sampler, Stream
 from ssd_serve.recipes.decoder import Decoder, Shape
 from ssd_serve.recipes.optimiser import Optimiser, Rates, Schedule
+from ssd_serve.recipes.processes import ALONE, TrainingProcess
 
 ARGMAX_WEIGHT = 0.3
 """Weight of the target's first choice beside its distribution: a draft is judged by its first guess."""
@@ -64,8 +65,19 @@ Loss: TypeAlias = Callable[[M, Tensor, Tensor], Tensor]
 class Training(Generic[M]):
     """The state of one model's training: weights, optimiser, counters and the place in the data."""
 
-    def __init__(self, recipe: Recipe, model: M, stream: Stream, checkpoint: Path, loss: Loss[M]) -> None:
-        """The model has the weights that it begins with."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: M,
+        stream: Stream,
+        checkpoint: Path,
+        loss: Loss[M],
+        process: TrainingProcess = ALONE,
+    ) -> None:
+        """The model has the weights that it begins with, the same ones in each process."""
+        for phase in recipe.phases:
+            process.check(phase.rows)
+        self.process = process
         self.recipe = recipe
         self.checkpoint = checkpoint
         self.schedule = Schedule(recipe.tokens)
@@ -86,14 +98,16 @@ class Training(Generic[M]):
     def train_step(self) -> float:
         """One step; returns the loss."""
         phase = self.phase()
-        windows = torch.from_numpy(self.sampler.batch(phase.rows, phase.length)).to(device_of(self.model))
-        inputs, wanted = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # [rows, length]
+        batch = torch.from_numpy(self.sampler.batch(phase.rows, phase.length))
+        windows = self.process.rows(batch).to(device_of(self.model))
+        inputs, wanted = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # [own rows, length]
         loss = self._loss(self.model, inputs, wanted)
         torch.autograd.backward([loss])
+        loss = self.process.mean(self.model, loss)
         momentum = 0.85 + 0.10 * min(1.0, self.step / 200)
         self.optimiser.step(self.schedule.rate(self.tokens), momentum)
         self.step += 1
-        self.tokens += inputs.numel()
+        self.tokens += phase.rows * phase.length
         return float(loss.detach())
 
     def save(self) -> None:
@@ -189,8 +203,9 @@ def run(
     clock: Callable[[], float] = time.time,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Train to the last token, with a report and a checkpoint every few minutes and at the end."""
-    recipe = training.recipe
+    """Train to the last token, with a report and a checkpoint every few minutes and at the end, of the first
+    process."""
+    recipe, first = training.recipe, training.process.first
     reported = saved = clock()
     since = training.tokens
     losses: list[float] = []
@@ -199,6 +214,8 @@ def run(
         losses.append(training.train_step())
         now = clock()
         training.worked += now - began
+        if not first:
+            continue
         if training.step in (1, 10, 50, 100) or now - reported >= recipe.report_seconds:
             record = {
                 "step": training.step,
@@ -215,6 +232,8 @@ def run(
         if now - saved >= recipe.checkpoint_seconds:
             training.save()
             saved = now
+    if not first:
+        return
     training.history.append({"step": training.step, "tokens": training.tokens, **figures(training.model)})
     training.save()
     say("done " + json.dumps(training.history[-1]))
