@@ -83,8 +83,7 @@ class Replica:
             parent = known.get(above)
             if parent is None:
                 parent = known[above] = known[parents[above]].children[tokens[above]]
-            proposed = parent.proposed
-            found.append(proposed if isinstance(proposed, int) else proposed[token])
+            found.append(parent.proposers(token))
         return found
 
     def advance(self, tokens: tuple[int, ...]) -> Advance:

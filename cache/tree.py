@@ -18,6 +18,11 @@ from typing import NamedTuple, Protocol
 
 from ssd_serve.seeds import mix
 
+_ALL_OTHERS = -1
+"""Stands for the candidates of which nothing else is said."""
+_FEW = 16
+"""Candidates that are faster looked for in a list than in a set that must be made first."""
+
 
 class Unread(Protocol):
     """An expansion whose candidates can be read later. `name` is its node's; `parent` and `step` lead to it,
@@ -50,7 +55,7 @@ class Node:
     `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node
     below any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates
     that may follow, best first, with their own `cumulatives`; `children` are those that were looked at.
-    `proposed` is who named the candidates: sources as bits, by token where not all were named by the same.
+    `proposed` is who named the candidates: sources as bits, by token where some were named by others too.
     """
 
     __slots__ = (
@@ -80,6 +85,11 @@ class Node:
     def expanded(self) -> bool:
         """Whether its candidates are known."""
         return bool(self.tokens)
+
+    def proposers(self, token: int) -> int:
+        """Who has named this candidate, as bits."""
+        proposed = self.proposed
+        return proposed if isinstance(proposed, int) else proposed.get(token, proposed[_ALL_OTHERS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +360,14 @@ def _proposed(node: Node, tokens: Sequence[int], source: int) -> int | dict[int,
     before = node.proposed
     if before == source or not node.tokens:
         return source
-    by_token = dict.fromkeys(node.tokens, before) if isinstance(before, int) else before
+    by_token = {_ALL_OTHERS: before} if isinstance(before, int) else before
+    others = by_token[_ALL_OTHERS]
+    there = node.tokens if len(tokens) <= _FEW else set(node.tokens)
     for token in tokens:
-        by_token[token] = by_token.get(token, 0) | source
+        known = by_token.get(token)
+        if known is None:
+            known = others if token in there else 0
+        by_token[token] = known | source
     return by_token
 
 
