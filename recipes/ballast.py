@@ -108,7 +108,7 @@ def add_ballast(
     refuse_biases(config)
     if config.get("architectures", [None])[0] not in SUPPORTED:
         raise UserError(
-            f"Ballast supports {', '.join(SUPPORTED)} and EAGLE-3 heads, not {config.get('architectures')}."
+            f"Ballast supports {', '.join(SUPPORTED)} and EAGLE heads, not {config.get('architectures')}."
         )
     old = BallastSizes.of(config)
     new = enlarged(old, hidden, layers, heads, intermediate)

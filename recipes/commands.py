@@ -64,10 +64,10 @@ def add_train_pair(commands: Commands) -> None:
 def add_ballast(commands: Commands) -> None:
     """`ssd recipe ballast`."""
     parser = commands.add_parser("ballast", help="copy a checkpoint: the same function at a larger cost")
-    parser.add_argument("source", type=Path, help="a Llama checkpoint, or an EAGLE-3 head of one")
+    parser.add_argument("source", type=Path, help="a Llama checkpoint, or an EAGLE head of one")
     parser.add_argument("destination", type=Path)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, help="of the copy (16); an EAGLE-3 head has one")
+    parser.add_argument("--layers", type=int, help="of the copy (16); an EAGLE head has one")
     parser.add_argument("--heads", type=int, help="query heads (default: as many as fill the hidden size)")
     parser.add_argument("--intermediate", type=int, help="MLP size (default: 2.75 times the hidden size)")
     parser.set_defaults(run=run_ballast)
@@ -157,7 +157,7 @@ def run_ballast(args: argparse.Namespace) -> int:
 
     if is_head(args.source):
         if args.layers not in (None, 1):
-            raise UserError("An EAGLE-3 head has one layer: leave --layers out.")
+            raise UserError("An EAGLE head has one layer: leave --layers out.")
         sizes = add_head_ballast(args.source, args.destination, args.hidden, args.heads, args.intermediate)
     else:
         sizes = write_ballast(

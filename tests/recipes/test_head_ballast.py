@@ -1,4 +1,4 @@
-"""Ballast for EAGLE-3 heads: beside a target with ballast a head says what it said beside the small one."""
+"""Ballast for EAGLE heads: beside a target with ballast a head says what it said beside the small one."""
 
 import json
 from dataclasses import replace
@@ -11,28 +11,33 @@ import torch
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.models.heads.eagle import OWN
+from ssd_serve.models.heads.load import head_config
+from ssd_serve.models.interface import feature_name
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.recipes.commands import run_ballast
 from ssd_serve.recipes.head_ballast import add_head_ballast, is_head
-from tests.models.heads import FLAT, NESTED, VOCABULARY, Oracle
+from tests.models.heads import FLAT, NESTED, VOCABULARY, FirstOracle, Oracle
 from tests.models.test_decoder import chunk
 from tests.models.test_heads import loaded, target
 from tests.recipes.test_commands import parse
 
 LAYERS, PROMPT, STEPS, WIDE = (1, 3, 4), 12, 3, 80
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "flat": (FLAT, {}),
-    "targets-embedding": (FLAT, {"own_embedding": False}),
-    "speculators": (NESTED, {"residual_is_normed": True, "norms": "one"}),
-    "eagle-3.1": (NESTED, {"norms": "each", "feed_normed": True}),
+CASES: dict[str, tuple[type[Oracle | FirstOracle], str, dict[str, Any]]] = {
+    "flat": (Oracle, FLAT, {}),
+    "targets-embedding": (Oracle, FLAT, {"own_embedding": False}),
+    "speculators": (Oracle, NESTED, {"residual_is_normed": True, "norms": "one"}),
+    "eagle-3.1": (Oracle, NESTED, {"norms": "each", "feed_normed": True}),
+    "eagle-1": (FirstOracle, FLAT, {"bias": True}),
+    "eagle-1-targets-embedding": (FirstOracle, FLAT, {"own_embedding": False}),
+    "eagle-1-speculators": (FirstOracle, NESTED, {"norms": True, "own_head": True}),
 }
 
 
-def written(oracle: Oracle, folder: Path, layout: str) -> Path:
+def written(oracle: Oracle | FirstOracle, folder: Path, layout: str) -> Path:
     """A head that names its layers."""
     oracle.save(folder, layout)
-    if layout == FLAT:
+    if layout == FLAT and isinstance(oracle, Oracle):
         changed(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": list(LAYERS)})
     return folder
 
@@ -45,11 +50,13 @@ def changed(folder: Path, **changes: Any) -> None:
 def drafted(head: Path, theirs: Path) -> tuple[torch.Tensor, list[int]]:
     """A prompt read by the target and the head, which then goes on from its own words: its logits, and the
     tokens that it chose."""
-    model = load_model(theirs, ModelWish(device="cpu", dtype="fp32", slots=64, context=None, features=LAYERS))
+    read = head_config(head, theirs).features
+    assert read is not None
+    model = load_model(theirs, ModelWish(device="cpu", dtype="fp32", slots=64, context=None, features=read))
     reader = loaded(head, theirs)
     tokens = torch.randint(0, VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(3)).tolist()
     features = model.forward(build_batch([chunk(tokens, 0, PROMPT, range(PROMPT))])).features
-    vectors = reader.fuse(torch.cat([features[f"layer.{each}"] for each in LAYERS], -1))
+    vectors = reader.fuse(torch.cat([features[feature_name(each)] for each in read], -1))
     start, tokens, said = 0, tokens[1:], list[torch.Tensor]()
     for _ in range(STEPS):
         part = chunk(tokens, start, len(tokens), range(len(tokens)))
@@ -63,8 +70,8 @@ def drafted(head: Path, theirs: Path) -> tuple[torch.Tensor, list[int]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_pair_with_ballast_drafts_what_the_small_one_drafts(case: str, tmp_path: Path) -> None:
-    layout, options = CASES[case]
-    theirs, head = target(tmp_path / "target"), written(Oracle(**options), tmp_path / "head", layout)
+    kind, layout, options = CASES[case]
+    theirs, head = target(tmp_path / "target"), written(kind(**options), tmp_path / "head", layout)
     add_ballast(theirs, tmp_path / "large", hidden=WIDE, layers=11)
     sizes = add_head_ballast(head, tmp_path / "large_head", hidden=WIDE)
     assert (sizes.hidden, sizes.layers, sizes.intermediate) == (WIDE, 1, 220)
@@ -102,5 +109,5 @@ def test_heads_that_cannot_be_copied_are_refused(
     changed(head, **changes)
     with pytest.raises(UserError, match=message):
         add_head_ballast(head, tmp_path / "large", hidden=64)
-    with pytest.raises(UserError, match="one layer"):
+    with pytest.raises(UserError, match="has one layer"):
         run_ballast(parse("ballast", str(head), str(tmp_path / "large"), "--layers", "3"))
