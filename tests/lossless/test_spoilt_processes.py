@@ -78,7 +78,9 @@ def load(order):
     return loaded
 '''
 DRAFTING = {"no_numbers": False, "anything": True, "deaf": False, "elsewhere": True, "of_any_width": True}
-"""Whether anything is drafted that can be verified."""
+"""Whether any guesses come."""
+MOST_TIMES = 20
+"""A busy machine may be over with the texts before any guess comes."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,12 @@ def test_the_text_is_the_plain_one(
 ) -> None:
     monkeypatch.syspath_prepend(str(spoilt))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(spoilt), os.environ.get("PYTHONPATH", "")]))
+    guessed = 0
     with LLM(**settings, draft=name, mode="ssd") as llm:
-        found = [each for _ in range(2) for each in llm.generate(PROMPTS, PARAMS)]
-    assert [tuple(each.token_ids) for each in found] == plain * 2
-    assert (sum(each.figures.drafted for each in found) > 0) == DRAFTING[name]
+        for _ in range(MOST_TIMES if DRAFTING[name] else 2):
+            found = llm.generate(PROMPTS, PARAMS)
+            assert [tuple(each.token_ids) for each in found] == plain
+            guessed += sum(each.figures.drafted + each.figures.ready_nodes for each in found)
+            if guessed:
+                break
+    assert (guessed > 0) == DRAFTING[name]
