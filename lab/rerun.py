@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/channels.json": _of_lab("channels"),
     "lab/results/bodies.json": _of_lab("bodies"),
     "lab/results/invariance.json": _of_lab("invariance"),
-    "lab/results/lookup.json": _of_lab("lookup"),
+    "lab/results/drafts.json": _of_lab("drafts"),
     "lab/results/ablate.json": _of_lab("ablate"),
     "lab/results/calibration.json": _of_lab("calibration"),
     "lab/results/drafters.json": _of_lab("drafters", "--real", "1", "2", "4"),

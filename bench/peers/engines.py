@@ -38,6 +38,8 @@ _WHOLE_DISTRIBUTION: dict[str, object] = {"cache_prompt": False, "top_k": 0, "to
 """llama.cpp truncates the distribution unless told otherwise."""
 
 Answer = TypeVar("Answer")
+Words = Callable[[Way, Place, int], list[str]]
+"""What starts a way, at a port."""
 
 
 class Engine(Protocol):
@@ -50,6 +52,10 @@ class Engine(Protocol):
 
     def ask(self, way: Way, ask: Ask, /) -> Sample:
         """One request in this way, alone on the engine."""
+        ...
+
+    def page(self) -> str:
+        """Its page of metrics; empty where it has none."""
         ...
 
 
@@ -67,6 +73,9 @@ class Served:
         self._port = port
         self._extra = extra
         self._counters = counters
+
+    def page(self) -> str:
+        return get(self._port, "/metrics")[1]
 
     def ask(self, _way: Way, ask: Ask) -> Sample:
         """Stream one completion. A server has one way."""
@@ -98,6 +107,9 @@ class Scripted:
         self._cores = cores
         hello = _decoded(_line(process), _Hello)
         self.version = f"{hello.version}, torch {hello.torch}"
+
+    def page(self) -> str:
+        return ""
 
     def ask(self, way: Way, ask: Ask) -> Sample:
         """Send one line, read one line."""
@@ -135,13 +147,14 @@ def read_steps(line: bytes, ask: Ask) -> Sample:
 
 
 @contextlib.contextmanager
-def launched(way: Way, place: Place) -> Generator[Engine]:
-    """Start the engine, wait until it answers, and end it. A `PeerError` below tells the end of its log."""
+def launched(way: Way, place: Place, words: Words = command) -> Generator[Engine]:
+    """Start the engine with the words of its command, wait until it answers, and end it. A `PeerError` below
+    tells the end of its log."""
     log = log_of(way, place)
     port = _free_port()
     talks = way.engine == TRANSFORMERS
     environment = worker_environment() | variables(way, place)
-    with _process(command(way, place, port), environment, log, talks) as process:
+    with _process(words(way, place, port), environment, log, talks) as process:
         try:
             if talks:
                 yield Scripted(process, len(place.cores))

@@ -83,6 +83,10 @@ class Fleet:
             running.stack.__exit__(PeerError, error, error.__traceback__)
             raise
 
+    def page(self, way: Way) -> str:
+        """The metrics of a running engine."""
+        return self._running[way.server].engine.page()
+
     def end(self, way: Way) -> None:
         """Stop the process."""
         self._running.pop(way.server).stack.close()

@@ -81,5 +81,8 @@ class _Fake:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
+    def page(self) -> str:
+        return ""
+
     def ask(self, way: Way, ask: Ask) -> Sample:
         return self._machine.answer(way, ask)

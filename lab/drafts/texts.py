@@ -1,4 +1,4 @@
-"""Texts for lookup: files that are copied, files that are changed a little, structured data, and plain text.
+"""Texts for drafts: files that are copied, files that are changed a little, structured data, and plain text.
 
 Made from files that the embedded pair has not seen. Whether a model really copies is its own affair. Knows
 text, no tokens.
@@ -7,8 +7,9 @@ text, no tokens.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-KINDS = ("copying", "editing", "data", "plain")
+KINDS = ("code", "prose", "copying", "editing", "data")
 _LINES, _BEGUN = 24, 3
 _SHORTEST = 400
 
@@ -21,12 +22,22 @@ def prompt_of(kind: str, text: str) -> str | None:
     if len("".join(part)) < _SHORTEST:
         return None
     whole = "".join(part)
-    if kind == "plain":
+    if kind == "code":
         return whole
+    if kind == "prose":
+        return _comment(lines)
     if kind == "data":
         return _records(whole)
     again = part if kind == "copying" else _renamed(part)
     return f"{whole}\n\n" + "".join(again[:_BEGUN]) if again is not None else None
+
+
+def _comment(lines: Sequence[str]) -> str | None:
+    """The longest run of comment lines, without its second half."""
+    runs = [list(run) for comments, run in groupby(lines, lambda line: line.startswith("#")) if comments]
+    longest = max(runs, key=len, default=[])
+    text = "".join(longest[: (len(longest) + 1) // 2])
+    return text if len(text) >= _SHORTEST // 2 else None
 
 
 def _renamed(lines: Sequence[str]) -> list[str] | None:
