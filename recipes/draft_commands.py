@@ -89,6 +89,7 @@ def run_eagle3(args: argparse.Namespace) -> int:
     from ssd_serve.recipes.workspace import Workspace
 
     _set_threads(args.threads)
+    _refuse_to_replace(args.head, "--head", args.target)
     workspace, tokenizer = Workspace(args.work), load_tokenizer(args.target)
     recipe = HeadRecipe(
         tuple(args.layers),
@@ -142,8 +143,7 @@ def run_distil(args: argparse.Namespace) -> int:
     from ssd_serve.recipes.workspace import Workspace
 
     _set_threads(args.threads)
-    if args.out.resolve() in (args.target.resolve(), args.draft.resolve()):
-        raise UserError(f"{args.out} is read: choose another folder for --out.")
+    _refuse_to_replace(args.out, "--out", args.target, args.draft)
     recipe = DistilRecipe(args.tokens, args.rows, args.length, args.rate, compiled=args.compile)
     check_tokenizers(args.target, args.draft)
     workspace = Workspace(args.work)
@@ -165,6 +165,11 @@ def run_distil(args: argparse.Namespace) -> int:
         export_distilled(distilled, model_name(args.target), args.draft, texts, args.out)
         print(f"exported {args.out}")
     return 0
+
+
+def _refuse_to_replace(written: Path, option: str, *read: Path) -> None:
+    if written.resolve() in [each.resolve() for each in read]:
+        raise UserError(f"{written} is read: choose another folder for {option}.")
 
 
 def _set_threads(count: int | None) -> None:

@@ -173,6 +173,11 @@ def test_the_command_writes_over_no_model_that_it_reads(
         args = parse("distil", *map(str, (*pair, text)), "--out", str(written), "--work", str(tmp_path / "w"))
         with pytest.raises(UserError, match="choose another folder for --out"):
             args.run(args)
+    head = parse(
+        "eagle3", str(pair[0]), "--layers", "0", "--head", str(pair[0]), "--work", str(tmp_path / "w")
+    )
+    with pytest.raises(UserError, match="choose another folder for --head"):
+        head.run(head)
     assert not (tmp_path / "w").exists()
 
 
