@@ -1,5 +1,6 @@
 """Texts become tokens in parts, and training sees every one of them."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from tokenizers import processors
 from ssd_serve.recipes.corpus import SourceFile
 from ssd_serve.recipes.data import Document, encode, encode_in_parts, parts, save_stream
 from ssd_serve.recipes.tokenizer import train_tokenizer
+from ssd_serve.recipes.workspace import Workspace
 
 FILE = SourceFile("a.py", "def one():\n    return 1\n\n\ndef two(text):\n    return text\n" * 60)
 
@@ -44,3 +46,12 @@ def test_ids_of_large_vocabularies_are_kept(tmp_path: Path) -> None:
         found = np.load(tmp_path / "ids.npy")
         assert found.tolist() == [1, largest]
         assert found.dtype == kept
+
+
+def test_held_out_documents_are_also_found_where_their_lengths_are_not_told(workspace: Workspace) -> None:
+    documents = [document.ids.tolist() for document in workspace.held_out()]
+    assert len(documents) > 1
+    summary = workspace.summary()
+    del summary["held_out_lengths"]
+    workspace.summary_file.write_text(json.dumps(summary))
+    assert [document.ids.tolist() for document in workspace.held_out()] == documents
