@@ -164,6 +164,19 @@ def lossless(result: Result, torch: Result, invariant: Result) -> str:
     return markdown_table(head, lines)
 
 
+def lossless_drafts(result: Result) -> str:
+    """What each draft gave, alone or with others, in fp32."""
+    head = ("what drafts", "cases", "tokens", "accepted nodes", "first differences", "of them near-ties")
+    figures = ("tokens", "accepted", "divergences", "near_ties")
+    totals: dict[str, dict[str, int]] = {}
+    for row in result["results"]:
+        found = totals.setdefault(row["draft"], dict.fromkeys(("cases", *figures), 0))
+        found["cases"] += 1
+        for each in figures:
+            found[each] += row[each]
+    return markdown_table(head, [_lossless_row(f"`{draft}`", found) for draft, found in totals.items()])
+
+
 def governor(result: Result) -> str:
     """What finding out costs under each load."""
     head = ("simulated load", "time lost", "in the worst run", "rounds in another layout than the best")

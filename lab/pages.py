@@ -59,6 +59,12 @@ _BLOCKS = (
     Block("docs/faults.md", "faults", ("lab/results/faults.json",), page_blocks.faults),
     Block("docs/lossless.md", "invariance", ("lab/results/invariance.json",), page_blocks.invariance),
     Block("docs/lossless.md", "lossless", _LOSSLESS, page_blocks.lossless),
+    Block(
+        "docs/lossless.md",
+        "lossless-drafts",
+        ("bench/results/lossless-drafts.json",),
+        page_blocks.lossless_drafts,
+    ),
     Block("docs/benchmarks.md", "soak", ("lab/results/soak.json",), page_blocks.soak),
     Block("docs/speculation.md", "governor", ("lab/results/governor.json",), page_blocks.governor),
 )

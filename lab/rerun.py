@@ -26,6 +26,7 @@ def _of_bench(name: str, *words: str) -> tuple[str, ...]:
     return ("-m", "ssd_serve", "bench", name, *words)
 
 
+_DRAFTS = ("ngram", "suffix", "self:2", "embedded,ngram", "self:2,suffix", "embedded,self:2,ngram")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "bench/results/modes.json": _of_bench("modes"),
     "bench/results/pair.json": _of_lab("pair"),
@@ -33,6 +34,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench/results/lossless.json": _of_bench("lossless"),
     "bench/results/lossless-torch.json": _of_bench("lossless", "--quick"),
     "bench/results/lossless-batch-invariant.json": _of_bench("lossless", "--quick"),
+    "bench/results/lossless-drafts.json": _of_bench(
+        "lossless", "--quick", *(word for draft in _DRAFTS for word in ("--draft", draft))
+    ),
     "bench/results/kernels.json": _of_bench("kernels"),
     "lab/results/packed.json": _of_lab("packed"),
     "lab/results/host-drafter.json": _of_lab("host", "--drafter-only"),
