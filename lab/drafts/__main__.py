@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> Report:
     need("python -m lab.drafts", "gguf", "scipy")
     os.environ.update(worker_environment())  # torch is not imported yet
-    from lab.drafts.experiment import Plan, run_drafts
+    from lab.drafts.experiment import DraftsPlan, run_drafts
     from lab.drafts.report import table
 
-    plan = Plan(
+    plan = DraftsPlan(
         prompts=args.num_prompts,
         tokens=args.tokens,
         temperatures=tuple(args.temperatures),

@@ -39,7 +39,7 @@ Asks = Mapping[tuple[str, float], Sequence[Ask]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DraftsPlan:
     """What is measured: texts of each kind, their new tokens, and the table of emulated devices."""
 
     prompts: int
@@ -50,7 +50,7 @@ class Plan:
 
 
 def run_drafts(
-    plan: Plan, head: Path | None, llama_server: Path | None, say: Callable[[str], None]
+    plan: DraftsPlan, head: Path | None, llama_server: Path | None, say: Callable[[str], None]
 ) -> dict[str, object]:
     """Rows by device, kind of text, temperature and way."""
     embedded = Pair(embedded_folder("target"), embedded_folder("draft"))
@@ -69,7 +69,7 @@ def run_drafts(
     return {"benchmark": "drafts", "tokens": plan.tokens, "results": rows}
 
 
-def _asks(plan: Plan, target: Path) -> tuple[Asks, Sequence[Ask]]:
+def _asks(plan: DraftsPlan, target: Path) -> tuple[Asks, Sequence[Ask]]:
     """Those that count, and one of each kind on which llama.cpp's shapes are chosen."""
     texts = [file.text for file in held_out_files(target, standard_library()).files]
     encode = Tokenizer(target).encode
