@@ -148,7 +148,7 @@ class BadlyTold(Witnessed):
 
 
 @given(fates)
-@settings(max_examples=examples(24), deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 def test_features_that_come_as_they_like(sources: EverySource, fates: list[int]) -> None:
     sources.check("head", BESIDE, lambda *args: BadlyTold(fates, *args), REQUESTS)
 

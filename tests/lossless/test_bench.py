@@ -41,8 +41,6 @@ def test_drafts_that_are_named_are_lossless_each(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--draft", "none"], "nothing drafts with --draft none"),
-        (["--draft", "self:9"], "self:9 leaves nothing out"),
-        (["--draft", "nothing-like-it"], "neither a folder nor a hub id"),
         (["--target", EMBEDDED], "--target needs --draft"),
     ],
 )

@@ -23,8 +23,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EverySource]:
 
 
 ROOMY, SHORT = Case("sd", 4, 12), Case("ssd", 4, 12, slots=80)
-INLINE = {"model", "head", "both heads", "shared texts", "self and lookup"}
-BESIDE = {"first head", "self", "ngram", "model and lookup", "head and lookup"}
+INLINE = {"head", "shared texts", "self and lookup"}
+BESIDE = {"first head", "ngram", "model and lookup", "head and lookup"}
 
 
 def names(quick: set[str]) -> list[object]:
