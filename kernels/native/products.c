@@ -155,44 +155,48 @@ static void tiles_of_panels(const bf16 *x, long rows, long inputs, const bf16 *w
   STORE_TILE(3, rows, bias ? bias + 48 : bias, out + 48, count - 48);
 }
 
-/* A panel for one row, for which tiles are slower, added up as tiles do: even and odd inputs of a tile apart. */
-static void row_of_panel(const bf16 *x, long inputs, const bf16 *weights, const float *bias, bf16 *out, long count) {
+/* Two panels for one row, for which tiles are slower, added up as tiles do: even and odd inputs of a tile apart. */
+static void row_of_panels(const bf16 *x, long inputs, const bf16 *weights, long panel, const float *bias, bf16 *out,
+                          long count) {
   const __m512i upper = _mm512_set1_epi32(0xffff0000);
-  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  __m512 sums[4];
+  _Pragma("GCC unroll 4") for (int part = 0; part < 4; part++) sums[part] = _mm512_setzero_ps();
   for (long i = 0; i < inputs; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
-    __m512 even[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, odd[2] = {even[0], even[0]};
+    __m512 even[4], odd[4];
+    _Pragma("GCC unroll 4") for (int part = 0; part < 4; part++) even[part] = odd[part] = _mm512_setzero_ps();
     long pairs = inputs - i < TILE_INPUTS ? (inputs - i) / 2 : TILE_INPUTS / 2;
     const bf16 *here = weights;
     for (long pair = 0; pair < pairs; pair++, here += 2 * PANEL) {
-      _mm_prefetch((const char *)here + AHEAD, _MM_HINT_T0);
-      _mm_prefetch((const char *)here + AHEAD + 64, _MM_HINT_T0);
       uint32_t two;
       memcpy(&two, x + i + 2 * pair, sizeof two);
       __m512 first = (__m512)_mm512_set1_epi32(two << 16), second = (__m512)_mm512_set1_epi32(two & 0xffff0000);
-      _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
-        __m512i both = _mm512_loadu_si512(here + half * PANEL);
-        even[half] = _mm512_fmadd_ps(first, (__m512)_mm512_slli_epi32(both, 16), even[half]);
-        odd[half] = _mm512_fmadd_ps(second, (__m512)_mm512_and_si512(both, upper), odd[half]);
+      _Pragma("GCC unroll 4") for (int part = 0; part < 4; part++) {
+        const bf16 *half = here + (part >> 1) * panel + (part & 1) * PANEL;
+        _mm_prefetch((const char *)half + AHEAD, _MM_HINT_T0);
+        __m512i both = _mm512_loadu_si512(half);
+        even[part] = _mm512_fmadd_ps(first, (__m512)_mm512_slli_epi32(both, 16), even[part]);
+        odd[part] = _mm512_fmadd_ps(second, (__m512)_mm512_and_si512(both, upper), odd[part]);
       }
     }
-    sums[0] = _mm512_add_ps(sums[0], _mm512_add_ps(even[0], odd[0]));
-    sums[1] = _mm512_add_ps(sums[1], _mm512_add_ps(even[1], odd[1]));
+    _Pragma("GCC unroll 4") for (int part = 0; part < 4; part++)
+      sums[part] = _mm512_add_ps(sums[part], _mm512_add_ps(even[part], odd[part]));
   }
-  store(sums[0], bias, out, count);
-  store(sums[1], bias ? bias + 16 : bias, out + 16, count - 16);
+  _Pragma("GCC unroll 4") for (int part = 0; part < 4; part++)
+    store(sums[part], bias ? bias + 16 * part : bias, out + 16 * part, count - 16 * part);
 }
 
 static void multiply_row(const bf16 *x, long inputs, const bf16 *weights, const float *bias, bf16 *out, long outputs,
                          int threads) {
-  long panels = (outputs + PANEL - 1) / PANEL, size = PANEL * ((inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS);
+  long pairs = (outputs + 2 * PANEL - 1) / (2 * PANEL);
+  long panel = PANEL * ((inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     unsigned before = _mm_getcsr();
     _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x0040 /* denormals are zero */); /* as tiles do */
 #pragma omp for schedule(static) nowait
-    for (long panel = 0; panel < panels; panel++)
-      row_of_panel(x, inputs, weights + panel * size, bias ? bias + panel * PANEL : bias, out + panel * PANEL,
-                   outputs - panel * PANEL);
+    for (long pair = 0; pair < pairs; pair++)
+      row_of_panels(x, inputs, weights + 2 * pair * panel, panel, bias ? bias + 2 * pair * PANEL : bias,
+                    out + 2 * pair * PANEL, outputs - 2 * pair * PANEL);
     _mm_setcsr(before);
   }
 }
