@@ -6,6 +6,8 @@ round awaits a fixed number of draft steps, and the cost model is a fixed curve.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -48,6 +50,8 @@ _SLOTS = 4096
 GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
 _STEPS = 3
 _FEATURE_BYTES = 64 << 20
+_TICK_S = 1e-3
+"""What passes between two looks at the engine's clock."""
 _PREFILL_CHUNK = 48
 _MIN_STEPS = 8
 """A drafter that is to die lives at least as many rounds, and until a node of it was accepted."""
@@ -139,6 +143,7 @@ class LoadedTarget:
                 policy=FixedSteps(_STEPS) if budget else Never(),
                 noise=self.noise,
                 native=self.native,
+                clock=partial(next, count(0.0, _TICK_S)),
                 features=FeatureStore(self.features, _FEATURE_BYTES) if self.features and not plain else None,
             )
         )
