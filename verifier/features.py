@@ -109,7 +109,7 @@ class FeatureStore:
 
 
 class RequestFeatures:
-    """The rows of one request's committed tokens, by position."""
+    """`TokenFeatures` of one request."""
 
     def __init__(self, store: FeatureStore, request: Request) -> None:
         self._store = store
@@ -117,18 +117,14 @@ class RequestFeatures:
 
     @property
     def row_bytes(self) -> int:
-        """What one token takes."""
         return self._store.row_bytes
 
     @property
     def end(self) -> int:
-        """The position behind the last one that was computed."""
         return len(self._request.slots)
 
     def first(self, start: int) -> int:
-        """The first position from `start` on from which all are there."""
         return self._store.first(self._request.slots, start)
 
     def part(self, start: int, count: int, layers: Sequence[int]) -> torch.Tensor:
-        """Of positions that are there, of these layers: bfloat16 [count, layers * hidden]."""
         return self._store.only(layers, self._store.part(self._request.slots, start, count))

@@ -3,8 +3,9 @@
 Knows no scheduling and no text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
@@ -18,7 +19,29 @@ from ssd_serve.verifier.acceptance import Acceptance
 from ssd_serve.verifier.text import RequestText
 
 if TYPE_CHECKING:
-    from ssd_serve.verifier.features import RequestFeatures
+    import torch
+
+
+class TokenFeatures(Protocol):
+    """What the target has computed of a request's committed tokens, by position."""
+
+    @property
+    def row_bytes(self) -> int:
+        """What one token takes."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one that was computed."""
+        ...
+
+    def first(self, start: int) -> int:
+        """The first position from `start` on from which all are there."""
+        ...
+
+    def part(self, start: int, count: int, layers: Sequence[int]) -> "torch.Tensor":
+        """Of positions that are there, of these layers: bfloat16 [count, layers * hidden]."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +75,7 @@ class Request:
     acceptance: Acceptance = field(default_factory=Acceptance)
     scored: int = 0
     """Tokens of the prompt, from the second on, whose log-probabilities were told."""
-    features: "RequestFeatures | None" = None
+    features: TokenFeatures | None = None
     """What the target has computed of its tokens, where a drafter reads it."""
     _common: dict[int, int] = field(default_factory=dict[int, int])
     """How much of the texts of others, by number, is known to be that of this one."""
