@@ -28,15 +28,14 @@ def follow(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / f"{Path(path).name}.py").write_text(source, encoding="utf-8")
     package = import_module(_module(str(Path(path).parent)))
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
-    monkeypatch.setitem(sys.modules, _module(path), package)  # what is imported is forgotten with the test
-    del sys.modules[_module(path)]
+    _forget(_module(path), monkeypatch)
     (entry,) = ast.literal_eval("{" + line + "}").items()
     monkeypatch.setitem(getattr(import_module(_module(place)), table), *entry)
 
 
-def install(heading: str, folder: Path) -> None:
-    """Write the section's file to a folder as an installed package with the page's entry point, found once
-    the folder is on the path."""
+def install(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the section's file to a folder as an installed package with the page's entry point, found for
+    the length of a test."""
     ((path, source),) = _FILE.findall(section(heading))
     (points,) = _POINTS.findall(section(heading))
     name = Path(path).name
@@ -49,6 +48,15 @@ def install(heading: str, folder: Path) -> None:
         ("entry_points.txt", f"[{group}]\n{key} = {value}\n"),
     ):
         (described / file).write_text(text, encoding="utf-8")
+
+    _forget(name, monkeypatch)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def _forget(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import it anew, and with the test forget what was imported."""
+    monkeypatch.setitem(sys.modules, module, sys)
+    del sys.modules[module]
 
 
 def _module(path: str) -> str:

@@ -52,8 +52,7 @@ def test_it_drafts_and_the_texts_are_those_of_plain_decoding(
 def test_installed_as_a_package_of_its_own_it_drafts_in_worker_processes(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("A draft source", tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install("A draft source", tmp_path, monkeypatch)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     params = SamplingParams(temperature=0.0, max_tokens=40)
     with LLM(**settings, mode="ar") as plain:
@@ -67,9 +66,8 @@ def test_installed_as_a_package_of_its_own_it_drafts_in_worker_processes(
 def test_a_package_whose_source_cannot_be_loaded_is_named(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("A draft source", tmp_path)
+    install("A draft source", tmp_path, monkeypatch)
     (tmp_path / "prompt_lookup.py").write_text("import nothing_like_it\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match=r"prompt-lookup \(prompt_lookup:load_.*nothing_like_it"):
         LLM(**settings, draft="prompt-lookup", mode="sd")
 

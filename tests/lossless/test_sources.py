@@ -16,9 +16,8 @@ from tests.lossless.every_source import DRAFTS, EverySource
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EverySource]:
     folder = tmp_path_factory.mktemp("sources")
-    install("A draft source", folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
+        install("A draft source", folder, patch)
         yield EverySource(folder)
 
 
