@@ -148,7 +148,7 @@ def assemble_verifier(
         native=native,
         clock=environment.clock,
         observer=environment.observer,
-        features=FeatureStore(features, settings.features_mb << 20) if features else None,
+        features=FeatureStore(features, settings.features_mb << 20, slots) if features else None,
     )
     engine = build_engine(_bounded(parts, settings))
     if environment.drafts_inline:

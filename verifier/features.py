@@ -21,13 +21,14 @@ _NOWHERE = -1
 
 
 class FeatureStore:
-    """Outputs of some `layers` of the target, or `FINAL`, at most `limit` bytes of them."""
+    """Outputs of some `layers` of the target, or `FINAL`, for so many KV `slots`: at most `limit` bytes of
+    them, but always those of a round, so that who listens misses nothing."""
 
-    def __init__(self, layers: Sequence[int], limit: int) -> None:
+    def __init__(self, layers: Sequence[int], limit: int, slots: int) -> None:
         self.layers = tuple(layers)
         self._limit = limit
         self._rows = torch.empty((0, 0))  # [places, layers * hidden]
-        self._places = np.zeros(0, dtype=np.int64)  # [slots], where a slot's row is
+        self._places = np.full(slots, _NOWHERE, dtype=np.int64)  # where a slot's row is
         self._owners = np.zeros(0, dtype=np.int64)  # [places], whose row it is
         self._next = 0
 
@@ -56,10 +57,7 @@ class FeatureStore:
     def first(self, slots: SlotTable, start: int) -> int:
         """The first position from `start` on from which the rows of all these slots are there; behind the
         last one where that one is not."""
-        wanted = slots.view()[start:]
-        there = wanted < len(self._places)
-        there[there] = self._are_there(wanted[there])
-        missing = np.flatnonzero(~there)
+        missing = np.flatnonzero(~self._are_there(slots.view()[start:]))
         return start + (int(missing[-1]) + 1 if len(missing) else 0)
 
     def part(self, slots: SlotTable, start: int, count: int) -> torch.Tensor:
@@ -75,37 +73,37 @@ class FeatureStore:
         count, width = rows.shape
         return rows.view(count, len(self.layers), width // len(self.layers))[:, places].flatten(1)
 
-    def _are_there(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        places = self._places[slots]
-        there: npt.NDArray[np.bool_] = (places != _NOWHERE) & (self._owners[places] == slots)
-        return there
-
     def keep(self, slots: npt.NDArray[np.int64], rows: torch.Tensor) -> None:
-        """Rows [tokens, width] of these slots; the last ones where they are more than there is room for."""
+        """Rows [tokens, width] of these slots."""
         if not len(slots):
             return
-        self._grow(int(slots.max()) + 1, rows)
-        most = len(self._owners)
-        slots, rows = slots[-most:], rows[-most:]
-        places = self._places[slots]
+        if len(slots) > len(self._owners):
+            self._make_room(rows)
+        count, places = len(self._owners), self._places[slots]
         # With room for all slots each keeps its place; with less the oldest rows are to go first.
-        new = np.flatnonzero(~self._are_there(slots)) if most >= len(self._places) else np.arange(len(slots))
-        places[new] = (self._next + np.arange(len(new))) % most
-        self._next = (self._next + len(new)) % most
+        whole = count == len(self._places)
+        new = np.flatnonzero(~self._are_there(slots)) if whole else np.arange(len(slots))
+        places[new] = (self._next + np.arange(len(new))) % count
+        self._next += len(new)
         self._owners[places] = slots
         self._places[slots] = places
         self._rows[torch.from_numpy(places)] = rows
 
-    def _grow(self, slots: int, rows: torch.Tensor) -> None:
-        """Know so many slots, and have room for rows like these."""
-        if not self.row_bytes:
-            # Memory that is not written yet takes none.
-            most = max(1, self._limit // (rows.shape[1] * rows.element_size()))
-            self._rows = rows.new_empty((most, rows.shape[1]))
-            self._owners = np.full(most, _NOWHERE, dtype=np.int64)
-        if slots > len(self._places):
-            more = np.full(2 * slots - len(self._places), _NOWHERE, dtype=np.int64)
-            self._places = np.concatenate((self._places, more))
+    def _are_there(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        if not len(self._owners):
+            return np.zeros(len(slots), dtype=np.bool_)
+        places = self._places[slots]
+        there: npt.NDArray[np.bool_] = (places != _NOWHERE) & (self._owners[places] == slots)
+        return there
+
+    def _make_room(self, rows: torch.Tensor) -> None:
+        """For rows like these, and at least for so many at once; what was kept is gone."""
+        most = max(len(rows), self._limit // (rows.shape[1] * rows.element_size()))
+        count = min(most, len(self._places))
+        self._rows = rows.new_empty((count, rows.shape[1]))  # memory that is not written yet takes none
+        self._owners = np.full(count, _NOWHERE, dtype=np.int64)
+        self._places.fill(_NOWHERE)
+        self._next = 0
 
 
 class RequestFeatures:

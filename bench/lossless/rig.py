@@ -144,7 +144,9 @@ class LoadedTarget:
                 noise=self.noise,
                 native=self.native,
                 clock=partial(next, count(0.0, _TICK_S)),
-                features=FeatureStore(self.features, _FEATURE_BYTES) if self.features and not plain else None,
+                features=FeatureStore(self.features, _FEATURE_BYTES, case.slots)
+                if self.features and not plain
+                else None,
             )
         )
 

@@ -55,9 +55,7 @@ class TellingModel(FakeModel):
         return changed(result, features=told)
 
 
-def make(
-    limit: int = 1 << 20, chunk: int = 16, slots: int = 512, store: FeatureStore | None = None
-) -> Engine:
+def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
     return build_engine(
         EngineParts(
             model=TellingModel(slots),
@@ -66,7 +64,7 @@ def make(
             slots=slots,
             limits=SchedulerLimits(8, 100, chunk),
             policy=FixedSteps(3),
-            features=store or FeatureStore(LAYERS, limit),
+            features=FeatureStore(LAYERS, limit, slots),
         )
     )
 
@@ -205,6 +203,21 @@ def test_what_the_prefix_cache_has_is_read_too(late: bool) -> None:
     assert {place: row for place, row in rows.items() if place < len(PROMPT)} == expected([*PROMPT])
 
 
+@pytest.mark.parametrize("limit", [0, 24, 200])
+def test_who_listens_misses_nothing_however_little_is_kept(limit: int) -> None:
+    engine = make(limit=limit, chunk=16)
+    reader = Reader(engine)
+    text = list(PROMPT)
+    submitted(engine)
+    while engine.busy:
+        text += [token for each in engine.step() if isinstance(each, Committed) for token in each.tokens]
+        reader.hear()
+    rows = reader.rows()
+    assert list(rows) == list(range(len(rows)))
+    assert len(rows) > len(PROMPT)
+    assert rows == {position: row for position, row in expected(text).items() if position < len(rows)}
+
+
 def test_slots_that_are_used_again_have_the_rows_of_whoever_has_them() -> None:
     engine = make(slots=128)
     reader = Reader(engine)
@@ -227,7 +240,7 @@ def test_slots_that_are_used_again_have_the_rows_of_whoever_has_them() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.lists(st.lists(st.integers(0, 30), unique=True, max_size=12), max_size=12))
 def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> None:
-    store, last = FeatureStore((0,), 2 * room), dict[int, int]()
+    store, last = FeatureStore((0,), 2 * room, 31), dict[int, int]()
     for number, slots in enumerate(rounds, 1):
         rows = torch.full((len(slots), 1), number, dtype=torch.bfloat16)
         store.keep(np.array(slots, dtype=np.int64), rows)
@@ -237,7 +250,7 @@ def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> 
     assert store.first(table, found) == found
     told = store.part(table, found, 31 - found)[:, 0].tolist() if found < 31 else []
     assert told == [last[slot] for slot in range(found, 31)]
-    newest = rounds[-1][-room:] if rounds else []
+    newest = rounds[-1] if rounds else []  # however little room there is
     for slot in newest:
         one = SlotTable([slot])
         assert store.first(one, 0) == 0
