@@ -2,8 +2,8 @@
  *
  * The scheme of `kernels/products/int8.py`: a row becomes 16-bit numbers with a scale of its own, in two planes of bytes
  * that are multiplied one by one. The matrix lies in panels of 32 outputs: [panels][inputs / 4][32][4], inputs
- * rounded up to whole tiles. A panel is read once for up to seven rows, or 16 by tiles, whose sums stay in registers. Sums are exact, hence a row's result does not
- * depend on its batch.
+ * rounded up to whole tiles. A panel is read once for up to seven rows, or 16 by tiles, whose sums stay in registers.
+ * Sums are exact, hence a row's result does not depend on its batch.
  */
 #include <limits.h>
 #include <stdint.h>
@@ -17,7 +17,6 @@
 #include <immintrin.h>
 
 #define PANEL 32
-#define AHEAD 4096 /* bytes; far enough to hide memory, near enough to stay in the first-level cache */
 #define MOST_ROWS 7
 #define LARGEST_ELEMENT 32639.0f
 #define ROUNDING 12615808.0f /* 3 * 2^22 + 128 + 256 * 128: the number's two bytes end up lowest */
@@ -146,8 +145,6 @@ static inline panel panel_at(panel all, long from, long inputs) {
                  all.ahead};
 }
 
-static inline long rounded_up(long count, long to) { return (count + to - 1) / to * to; }
-
 static void multiply_by_panels(const bf16 *x, long rows, long inputs, panel all, bf16 *out, long outputs,
                                uint8_t *bytes, float *row_scales, int threads) {
   static const kernel kernels[MOST_ROWS + 1] = {0,       panel_1, panel_2, panel_3,
@@ -195,8 +192,7 @@ static void tiles_of_panel(const uint8_t *bytes, long plane, long rows, const fl
   int32_t sums[4][TILE_ROWS][16];
   ZERO_TILES();
   for (long i = 0; i < plane; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
-    if (!near)
-      for (int line = 0; line < PANEL; line++) _mm_prefetch((const char *)weights + AHEAD + 64 * line, _MM_HINT_T0);
+    if (!near) fetch_tiles(weights);
     _tile_loadd(4, bytes + i, 2 * plane);
     _tile_loadd(5, bytes + plane + i, 2 * plane);
     _tile_loadd(6, weights, 4 * PANEL);

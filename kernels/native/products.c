@@ -16,7 +16,6 @@
 
 #define PANEL 32
 #define TILE_INPUTS 32
-#define AHEAD 4096 /* bytes; far enough to hide memory, near enough to stay in the first-level cache */
 #define MOST_ROWS 14
 
 typedef uint16_t bf16;
@@ -63,7 +62,7 @@ static void multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16
   static const kernel kernels[MOST_ROWS + 1] = {0,       panel_1, panel_2,  panel_3,  panel_4,
                                                 panel_5, panel_6, panel_7,  panel_8,  panel_9,
                                                 panel_10, panel_11, panel_12, panel_13, panel_14};
-  long panels = (outputs + PANEL - 1) / PANEL, padded = (inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+  long panels = (outputs + PANEL - 1) / PANEL, padded = rounded_up(inputs, TILE_INPUTS);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (long panel = 0; panel < panels; panel++)
     for (long row = 0; row < rows;) {
@@ -92,11 +91,6 @@ static inline place inputs_at(const bf16 *x, long rows, long inputs, long i, bf1
   return (place){rest[0], TILE_INPUTS};
 }
 
-static inline void fetch(const bf16 *weights) {
-  for (int line = 0; line < PANEL; line++) _mm_prefetch((const char *)weights + AHEAD + 64 * line, _MM_HINT_T0);
-}
-
-/* Macros, because the number of a tile is part of its instructions. */
 #define WEIGHTS(number, half) _tile_loadd(number, half, 4 * PANEL)
 #define STORE_TILE(number, rows, bias, out, count)                                                         \
   do {                                                                                                     \
@@ -112,7 +106,7 @@ static void tiles_of_rows(const bf16 *x, long first, long second, long inputs, c
   ZERO_TILES();
   for (long i = 0; i < inputs; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
     place at = inputs_at(x, first + second, inputs, i, rest);
-    if (!near) fetch(weights);
+    if (!near) fetch_tiles(weights);
     _tile_loadd(4, at.first, 2 * at.stride);
     _tile_loadd(5, at.first + first * at.stride, 2 * at.stride);
     WEIGHTS(6, weights);
@@ -137,8 +131,8 @@ static void tiles_of_panels(const bf16 *x, long rows, long inputs, const bf16 *w
   ZERO_TILES();
   for (long i = 0; i < inputs; i += TILE_INPUTS, weights += TILE_INPUTS * PANEL) {
     place at = inputs_at(x, rows, inputs, i, rest);
-    fetch(weights);
-    fetch(weights + panel);
+    fetch_tiles(weights);
+    fetch_tiles(weights + panel);
     _tile_loadd(4, at.first, 2 * at.stride);
     WEIGHTS(6, weights);
     WEIGHTS(7, weights + PANEL);
@@ -188,7 +182,7 @@ static void row_of_panels(const bf16 *x, long inputs, const bf16 *weights, long 
 static void multiply_row(const bf16 *x, long inputs, const bf16 *weights, const float *bias, bf16 *out, long outputs,
                          int threads) {
   long pairs = (outputs + 2 * PANEL - 1) / (2 * PANEL);
-  long panel = PANEL * ((inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS);
+  long panel = PANEL * rounded_up(inputs, TILE_INPUTS);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     unsigned before = _mm_getcsr();
@@ -208,7 +202,7 @@ static void multiply_by_tiles(const bf16 *x, long rows, long inputs, const bf16 
     return;
   }
   long pairs = (outputs + 2 * PANEL - 1) / (2 * PANEL);
-  long panel = PANEL * ((inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS);
+  long panel = PANEL * rounded_up(inputs, TILE_INPUTS);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     tile_shape shape = {0, 0};

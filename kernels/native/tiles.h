@@ -1,10 +1,14 @@
 /* Matrix tiles (AMX): a thread's eight registers of up to 16 rows of 64 bytes each.
  *
  * Everywhere here tiles 0 to 3 are sums, 0 and 1 of a first group of rows, 2 and 3 of a second one; 4 and 5 are the
- * groups' inputs, 6 and 7 weights of 16 outputs each.
+ * groups' inputs, 6 and 7 weights of 16 outputs each. Also what products by vectors share with those by tiles.
  */
 #ifndef SSD_TILES_H
 #define SSD_TILES_H
+
+#define AHEAD 4096 /* bytes; far enough to hide memory, near enough to stay in the first-level cache */
+
+static inline long rounded_up(long count, long to) { return (count + to - 1) / to * to; }
 
 #if defined(__AMX_TILE__) && defined(__linux__)
 #include <immintrin.h>
@@ -48,7 +52,13 @@ static inline void shape_tiles(tile_shape *shape, long first, long second) {
   _tile_loadconfig(&all);
 }
 
-/* A macro, because the number of a tile is part of the instruction. */
+/* Begin to read the two tiles of weights that are AHEAD of these. */
+static inline void fetch_tiles(const void *weights) {
+  for (int at = 0; at < 2 * TILE_ROWS * TILE_BYTES; at += 64)
+    _mm_prefetch((const char *)weights + AHEAD + at, _MM_HINT_T0);
+}
+
+/* Macros, because the number of a tile is part of its instructions. */
 #define ZERO_TILES() \
   do {               \
     _tile_zero(0);   \

@@ -17,7 +17,7 @@ INLINE, BESIDE = "inline", "beside"
 _DRAFTS = (MODEL, HEAD, LAYERS)
 _OWN_LAYERS = "self:2"
 _LENGTHS = (1, 2, 4, 8)
-_MATCH, _LOOKED_UP = 3, 8
+_MATCHES, _LOOKED_UP = (2, 3), (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def llama_ways(drafts: Drafts, cores: int) -> dict[str, list[Way]]:
             found[what] = [replace(whole, mode=what, length=each, draft_cores=cores) for each in _LENGTHS]
     found[LOOKUP] = [
         replace(whole, mode=LOOKUP, length=each, match=match)
-        for each in (4, _LOOKED_UP)
-        for match in (2, _MATCH)
+        for each in _LOOKED_UP
+        for match in _MATCHES
     ]
     return found
 
