@@ -4,11 +4,9 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ssd_serve.errors import UserError
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 
 
 def positive(text: str) -> int:

@@ -8,8 +8,9 @@ import argparse
 import json
 from pathlib import Path
 
+from ssd_serve.cli.flags import Commands
 from ssd_serve.errors import UserError
-from ssd_serve.recipes.arguments import Commands, above_zero, positive, read_figures
+from ssd_serve.recipes.arguments import above_zero, positive, read_figures
 from ssd_serve.recipes.draft_commands import add_distil, add_eagle3
 
 

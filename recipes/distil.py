@@ -30,7 +30,7 @@ from ssd_serve.recipes.optimiser import Rates
 from ssd_serve.recipes.own_draft import read_own_draft, weights_of
 from ssd_serve.recipes.processes import ALONE, TrainingProcess
 from ssd_serve.recipes.teacher import Teacher
-from ssd_serve.recipes.training import Phase, Recipe, Training, distillation, run
+from ssd_serve.recipes.training import TaughtRecipe, Training, distillation, run
 from ssd_serve.recipes.workspace import Workspace
 
 RATES = Rates(matrix=5e-4, embedding=5e-5, head=5e-5, norm=5e-5, matrix_decay=0.0)
@@ -39,38 +39,21 @@ _WINDOWS = 24
 """Of held-out text, for the figures."""
 
 
-@dataclass(frozen=True)
-class DistilRecipe:
-    """How a draft goes on learning: for how many tokens, on steps of `rows` windows of `length` tokens, with
-    learning rates times `rate`."""
+@dataclass(frozen=True, kw_only=True)
+class DistilRecipe(TaughtRecipe):
+    """How a draft goes on learning; learning rates are times `rate`."""
 
     tokens: int = 2_000_000
     rows: int = 8
     length: int = 512
     rate: float = 1.0
     seed: int = 3
-    compiled: bool = True
-    report_seconds: float = 300.0
-    checkpoint_seconds: float = 240.0
 
     @property
-    def least(self) -> int:
-        """Tokens of text that it needs."""
-        return 4 * self.length
-
-    def of_draft(self, draft: Decoder) -> Recipe:
-        """The training of this draft; what is compiled is a part of the loss."""
+    def rates(self) -> Rates:
+        """The learning rates."""
         names = ("matrix", "embedding", "head", "norm")
-        return Recipe(
-            draft.shape,
-            tokens=self.tokens,
-            phases=(Phase(0.0, self.rows, self.length),),
-            rates=replace(RATES, **{name: self.rate * getattr(RATES, name) for name in names}),
-            seed=self.seed,
-            compiled=False,
-            report_seconds=self.report_seconds,
-            checkpoint_seconds=self.checkpoint_seconds,
-        )
+        return replace(RATES, **{name: self.rate * getattr(RATES, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -119,7 +102,7 @@ def distil(
         return held_out_figures(model, teacher, windows) if process.first else {}
 
     before = figures(student)
-    plan = recipe.of_draft(student)
+    plan = recipe.of_shape(student.shape, recipe.rates)
     training = Training(plan, student, workspace.stream(), workspace.checkpoint("distilled"), loss, process)
     training.history.append({"step": 0, "tokens": 0, **before})
     if training.checkpoint.exists():

@@ -6,8 +6,9 @@ Parses arguments and prints; everything heavy is imported when a command runs.
 import argparse
 from pathlib import Path
 
+from ssd_serve.cli.flags import Commands
 from ssd_serve.errors import UserError
-from ssd_serve.recipes.arguments import Commands, above_zero, positive, read_figures
+from ssd_serve.recipes.arguments import above_zero, positive, read_figures
 from ssd_serve.settings import Settings
 
 _CONTEXT = 2048
@@ -92,12 +93,12 @@ def run_eagle3(args: argparse.Namespace) -> int:
     _refuse_to_replace(args.head, "--head", args.target)
     workspace, tokenizer = Workspace(args.work), load_tokenizer(args.target)
     recipe = HeadRecipe(
-        tuple(args.layers),
-        args.proposed,
-        args.steps,
-        args.tokens,
-        args.rows,
-        args.length,
+        layers=tuple(args.layers),
+        proposed=args.proposed,
+        steps=args.steps,
+        tokens=args.tokens,
+        rows=args.rows,
+        length=args.length,
         compiled=args.compile,
     )
     with joined_processes(args.device) as (process, device):
@@ -144,7 +145,9 @@ def run_distil(args: argparse.Namespace) -> int:
 
     _set_threads(args.threads)
     _refuse_to_replace(args.out, "--out", args.target, args.draft)
-    recipe = DistilRecipe(args.tokens, args.rows, args.length, args.rate, compiled=args.compile)
+    recipe = DistilRecipe(
+        tokens=args.tokens, rows=args.rows, length=args.length, rate=args.rate, compiled=args.compile
+    )
     check_tokenizers(args.target, args.draft)
     workspace = Workspace(args.work)
     with joined_processes(args.device) as (process, device):

@@ -125,6 +125,11 @@ INTRODUCTIONS = {
     "`ssd recipe train-pair`, so as to guess the target's choices. It is not meant to be used alone.",
 }
 
+STEPPING = (
+    "- Muon for the matrices, AdamW for the rest, bf16 autocast; the learning rate is constant, then "
+    "falls linearly to zero at the last token."
+)
+
 LIMITS = (
     "It is not an assistant, knows no facts and cannot follow instructions. It continues text that looks "
     "like Python source: plausible names, lines that mostly make sense, "
@@ -195,19 +200,22 @@ def text_lines(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def state_of(tokens: int, of_tokens: int) -> str:
+    """Whether a training came to its end."""
+    return "finished" if tokens >= of_tokens else f"not finished: {tokens / of_tokens:.0%} of its tokens"
+
+
 def training_lines(role: str, trained: Trained) -> list[str]:
     """Steps, tokens and time."""
-    done = trained.tokens >= trained.of_tokens
-    state = "finished" if done else f"not finished: {trained.tokens / trained.of_tokens:.0%} of its tokens"
     lesson = {
         "target": "It learned from the text alone.",
         "draft": "It learned from the finished target's distribution, with extra weight on its first choice.",
     }
     return [
         f"- {trained.step:,} steps, {trained.tokens:,} tokens, {trained.worked_seconds / 60:.0f} minutes "
-        f"on a CPU in the background of other work ({state}). {lesson[role]}",
-        "- Muon for the matrices, AdamW for the rest, bf16 autocast; the learning rate is constant, then "
-        "falls linearly to zero at the last token. Windows of 512, then of 1,024 tokens.",
+        f"on a CPU in the background of other work ({state_of(trained.tokens, trained.of_tokens)}). "
+        f"{lesson[role]}",
+        f"{STEPPING} Windows of 512, then of 1,024 tokens.",
         "- Text further from the beginning than the longest window is read worse: loss rises from about "
         "1,500 tokens of context on.",
     ]

@@ -13,7 +13,7 @@ import torch
 
 from ssd_serve.recipes.checkpoint import llama_config, replaced_folder, write_json, write_weights
 from ssd_serve.recipes.eagle3 import TrainedHead
-from ssd_serve.recipes.export import data_lines
+from ssd_serve.recipes.export import STEPPING, data_lines, state_of
 from ssd_serve.recipes.head_training import HeadRecipe
 
 PICTURE = "training.svg"
@@ -115,15 +115,12 @@ def head_card(head: TrainedHead, recipe: HeadRecipe, story: HeadStory, drawn: bo
 
 
 def _training_lines(recipe: HeadRecipe, story: HeadStory) -> list[str]:
-    done = story.tokens >= story.of_tokens
-    state = "finished" if done else f"not finished: {story.tokens / story.of_tokens:.0%} of its tokens"
     return [
         f"- {story.step:,} steps of {recipe.rows} texts of {recipe.length} tokens, {story.tokens:,} tokens, "
-        f"{story.worked_seconds / 60:.0f} minutes ({state}).",
+        f"{story.worked_seconds / 60:.0f} minutes ({state_of(story.tokens, story.of_tokens)}).",
         f"- Training-time test of {recipe.steps} steps: the first reads the target's outputs, the others "
         "what the head itself has said; each learns the target's distribution over the proposed tokens.",
-        "- Muon for the matrices, AdamW for the rest, bf16 autocast; the learning rate is constant, then "
-        "falls linearly to zero at the last token.",
+        STEPPING,
     ]
 
 

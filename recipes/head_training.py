@@ -18,17 +18,18 @@ from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.recipes.data import evaluation_windows
 from ssd_serve.recipes.decoder import Shape
 from ssd_serve.recipes.eagle3 import TrainedHead, agreement_by_step, head_loss
+from ssd_serve.recipes.optimiser import Rates
 from ssd_serve.recipes.processes import ALONE, TrainingProcess
 from ssd_serve.recipes.teacher import Teacher, embedding_of, head_shape
-from ssd_serve.recipes.training import Phase, Recipe, Training, run
+from ssd_serve.recipes.training import TaughtRecipe, Training, run
 from ssd_serve.recipes.workspace import Workspace
 
 _WINDOWS, _LENGTH = 12, 512
 """Of held-out text, for the figures in the log."""
 
 
-@dataclass(frozen=True)
-class HeadRecipe:
+@dataclass(frozen=True, kw_only=True)
+class HeadRecipe(TaughtRecipe):
     """How a head is trained: the outputs of which of the target's layers it reads, how many of the most
     frequent tokens it proposes, and how many steps it goes on from its own words."""
 
@@ -39,26 +40,6 @@ class HeadRecipe:
     rows: int = 16
     length: int = 384
     seed: int = 2
-    compiled: bool = True
-    report_seconds: float = 300.0
-    checkpoint_seconds: float = 240.0
-
-    @property
-    def least(self) -> int:
-        """Tokens of text that it needs."""
-        return 4 * self.length
-
-    def of_shape(self, shape: Shape) -> Recipe:
-        """The training of a head of these sizes; what is compiled is a part of the loss."""
-        return Recipe(
-            shape,
-            tokens=self.tokens,
-            phases=(Phase(0.0, self.rows, self.length),),
-            seed=self.seed,
-            compiled=False,
-            report_seconds=self.report_seconds,
-            checkpoint_seconds=self.checkpoint_seconds,
-        )
 
 
 def train_head(
@@ -71,7 +52,7 @@ def train_head(
     process: TrainingProcess = ALONE,
 ) -> Training[TrainedHead]:
     """Train to the last token, from the checkpoint where there is one; returns where it ended."""
-    plan = recipe.of_shape(head_shape(target))
+    plan = recipe.of_shape(head_shape(target), Rates())
     _check(recipe, plan.shape, len(load_description(target).sizes(Parallel()).kv))
     longest = min(_LENGTH, plan.shape.context)
     places = max(-(-recipe.rows // process.count) * recipe.length, longest)

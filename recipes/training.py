@@ -57,6 +57,39 @@ DRAFT = Recipe(
 )
 """The embedded pair."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class TaughtRecipe:
+    """How a model is trained whose teacher is the engine's own: on steps of `rows` windows of `length`
+    tokens. What is compiled is a part of the loss."""
+
+    tokens: int
+    rows: int
+    length: int
+    seed: int
+    compiled: bool = True
+    report_seconds: float = 300.0
+    checkpoint_seconds: float = 240.0
+
+    @property
+    def least(self) -> int:
+        """Tokens of text that it needs."""
+        return 4 * self.length
+
+    def of_shape(self, shape: Shape, rates: Rates) -> Recipe:
+        """The training of a model of these sizes."""
+        return Recipe(
+            shape,
+            tokens=self.tokens,
+            phases=(Phase(0.0, self.rows, self.length),),
+            rates=rates,
+            seed=self.seed,
+            compiled=False,
+            report_seconds=self.report_seconds,
+            checkpoint_seconds=self.checkpoint_seconds,
+        )
+
+
 M = TypeVar("M", bound=nn.Module)
 Loss: TypeAlias = Callable[[M, Tensor, Tensor], Tensor]
 """Of a model on inputs and the tokens that follow them, int64 [rows, length] each: nats a token, a scalar."""

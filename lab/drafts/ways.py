@@ -53,9 +53,7 @@ def llama_ways(drafts: Drafts, cores: int) -> dict[str, list[Way]]:
         if drafts.there(what):
             found[what] = [replace(whole, mode=what, length=each, draft_cores=cores) for each in _LENGTHS]
     found[LOOKUP] = [
-        replace(whole, mode=LOOKUP, length=each, match=match)
-        for each in _LOOKED_UP
-        for match in _MATCHES
+        replace(whole, mode=LOOKUP, length=each, match=match) for each in _LOOKED_UP for match in _MATCHES
     ]
     return found
 

@@ -43,7 +43,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     shape = dataclasses.replace(shape_of(read_checkpoint(embedded_folder("target")).config), layers=1)
     folder = tmp_path_factory.mktemp("head") / "head"
-    export_head(TrainedHead(shape, torch.arange(0, 4096, 64)), HeadRecipe((0, 2, 4)), folder)
+    export_head(TrainedHead(shape, torch.arange(0, 4096, 64)), HeadRecipe(layers=(0, 2, 4)), folder)
     return folder
 
 

@@ -29,7 +29,14 @@ from tests.recipes.test_training import PAIR
 
 SHAPE = Shape(300, 32, layers=3, heads=4, kv_heads=2, head=8, intermediate=48, context=256)
 RECIPE = HeadRecipe(
-    (0, 1), proposed=120, steps=2, tokens=20_000, rows=4, length=48, compiled=False, checkpoint_seconds=2.0
+    layers=(0, 1),
+    proposed=120,
+    steps=2,
+    tokens=20_000,
+    rows=4,
+    length=48,
+    compiled=False,
+    checkpoint_seconds=2.0,
 )
 
 

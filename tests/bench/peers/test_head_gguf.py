@@ -26,7 +26,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     """A head of a tiny target, and that target."""
     target, _ = write_pair(tmp_path)
     torch.manual_seed(0)
-    export_head(TrainedHead(SHAPE, IDS), HeadRecipe((0, 2, 3), len(IDS), 4, 1000), tmp_path / "head")
+    export_head(TrainedHead(SHAPE, IDS), HeadRecipe(layers=(0, 2, 3), proposed=len(IDS)), tmp_path / "head")
     return tmp_path / "head", target
 
 
