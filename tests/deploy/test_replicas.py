@@ -142,9 +142,7 @@ class Fleet:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     # The names of Ray's sockets would be too long there.
-    with tempfile.TemporaryDirectory(prefix="ray") as ray, (folder / "log").open("wb") as log:
-        command, ports = node("ray-head-cpu", "6379")
-        command += ["--num-cpus=8", f"--temp-dir={ray}"]
+    with tempfile.TemporaryDirectory(prefix="ray") as ray:
         given = environment(services()["ray-head-cpu"])
         variables = {
             **os.environ,
@@ -153,16 +151,35 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
             "PYTHONPATH": str(ROOT / "src"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
-        url = f"http://127.0.0.1:{free_port()}"
-        started = Fleet(process, variables, ports, url, folder / "serve.yaml")
-        try:
-            until(started.healthy)
+        options = ["--num-cpus=8", f"--temp-dir={ray}"]
+        with running_node("ray-head-cpu", "6379", options, variables, folder / "log") as (process, ports):
+            url = f"http://127.0.0.1:{free_port()}"
+            started = Fleet(process, variables, ports, url, folder / "serve.yaml")
             started.tell(mode="ssd")
             await_health(url, 150.0)
             yield started
+
+
+@contextmanager
+def running_node(
+    name: str, head_port: str, options: list[str], variables: dict[str, str], log: Path
+) -> "Generator[tuple[subprocess.Popen[bytes], dict[str, str]]]":
+    """A healthy Ray node with its ports. One that ends early is started again with other ports: another
+    process may have taken one of them before Ray listened there."""
+    for _ in range(3):
+        command, ports = node(name, head_port)
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, *options], env=variables, stdout=file, stderr=file, start_new_session=True
+            )
+        try:
+            until(lambda: process.poll() is not None or healthy(name, ports, variables))  # noqa: B023
+            if process.poll() is None:
+                yield process, ports
+                return
         finally:
             kill(process)
+    raise AssertionError(f"{name} ended:\n{log.read_text(encoding='utf-8')}")
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
@@ -314,13 +331,10 @@ def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet, long_text: st
     assert fleet.drafters() == [1.0, 1.0]
 
 
-def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet) -> None:
-    command, ports = node("ray-worker-cpu", fleet.ports["--port"])
-    command += ["--num-cpus=1"]
-    assert not healthy("ray-worker-cpu", ports, fleet.environment), "nobody is there"
-    worker = subprocess.Popen(command, env=fleet.environment, start_new_session=True)
-    try:
-        until(lambda: healthy("ray-worker-cpu", ports, fleet.environment))
+def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet, tmp_path: Path) -> None:
+    name, head_port = "ray-worker-cpu", fleet.ports["--port"]
+    assert not healthy(name, node(name, head_port)[1], fleet.environment), "nobody is there"
+    with running_node(name, head_port, ["--num-cpus=1"], fleet.environment, tmp_path / "log") as (worker, _):
         until(lambda: fleet.nodes() == 2)
         everything = psutil.Process(worker.pid).children(recursive=True)
         worker.send_signal(signal.SIGTERM)
@@ -328,8 +342,6 @@ def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet) -> None:
         assert psutil.wait_procs(everything, timeout=30)[1] == []
         until(lambda: fleet.nodes() == 1)
         assert fleet.healthy()
-    finally:
-        kill(worker)
 
 
 def test_a_head_that_has_forgotten_everything_is_told_again(fleet: Fleet, generated: str) -> None:
