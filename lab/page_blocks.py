@@ -43,6 +43,24 @@ def calibration(result: Result) -> str:
     return markdown_table(head, lines)
 
 
+def rereading(result: Result) -> str:
+    """A line for each place of a head and temperature: what keeping gives, and what is gained by others."""
+    rows = result["results"]
+    rules = list(rows[0]["against_kept"])
+    head = ("head", "T", "texts", "kept, tokens/s", *(f"{rule}, times as fast" for rule in rules))
+    lines = [
+        (
+            f"{row['layout']} the target" if row["layout"] == "beside" else row["layout"],
+            f"{row['temperature']:g}",
+            row["texts"],
+            _number(row["tokens_per_s"]["kept"]),
+            *(_ratio(row["against_kept"][rule]) for rule in rules),
+        )
+        for row in rows
+    ]
+    return markdown_table(head, lines)
+
+
 def quality(result: Result) -> str:
     """A line for each dtype, of which the first is the reference."""
     reference = result["results"][0]["dtype"]
@@ -191,6 +209,10 @@ def governor(result: Result) -> str:
 def _lossless_row(name: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
     figures = ("cases", "tokens", "accepted", "divergences", "near_ties")
     return (name, *(f"{totals[each]:,}" for each in figures))
+
+
+def _ratio(found: Mapping[str, Any] | None) -> str:
+    return "" if found is None else f"{found['mean']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def _number(value: float | None) -> str:

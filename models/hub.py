@@ -105,8 +105,8 @@ def model_here(name: str, role: Role) -> Path | None:
     return resolve_model(name, role) if here else None
 
 
-def embedded_folder(role: Role) -> Path:
-    """The folder of the embedded pair's target or draft."""
+def embedded_folder(role: Role | Literal["head"]) -> Path:
+    """The folder of the embedded pair's target or draft, or of the target's head."""
     folder = Path(__file__).resolve().parent / "embedded" / role
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"this installation has no embedded {role} model ({folder} is empty)")

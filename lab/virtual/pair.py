@@ -15,12 +15,13 @@ from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.settings import EMBEDDED, Settings
 
 
-def embedded_pair(table: str) -> tuple[TimedPair, list[Prompt]]:
-    """Load both models. One thread: results are then the same whatever else the machine does."""
+def embedded_pair(table: str, features: tuple[int, ...] = ()) -> tuple[TimedPair, list[Prompt]]:
+    """Load both models; `features` are layers of the target that a draft reads. One thread: results are then
+    the same whatever else the machine does."""
     torch.set_num_threads(1)
     timed = device_table(table)
     target, draft = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
-    pair = TimedPair(_load(target, SLOTS), _load(draft, DRAFT_SLOTS), timed)
+    pair = TimedPair(_load(target, SLOTS, features), _load(draft, DRAFT_SLOTS), timed)
     return pair, held_out_prompts(target, Tokenizer(target))
 
 
@@ -29,6 +30,7 @@ def embedded_draft() -> Model:
     return _load(resolve_model(EMBEDDED, "draft"), DRAFT_SLOTS)
 
 
-def _load(path: Path, slots: int) -> Model:
+def _load(path: Path, slots: int, features: tuple[int, ...] = ()) -> Model:
     native = native_library(Settings())
-    return load_model(path, ModelWish(device="cpu", dtype="auto", slots=slots, context=None, native=native))
+    wish = ModelWish(device="cpu", dtype="auto", slots=slots, context=None, native=native, features=features)
+    return load_model(path, wish)

@@ -35,6 +35,7 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.growth import GrowPolicy
@@ -155,8 +156,10 @@ class TimedPair:
         rounds: Rounds | None = None,
         drafters: Drafters | None = None,
         together: int = 1,
+        features: FeatureStore | None = None,
     ) -> tuple[Engine, ObservedPlanner]:
-        """A fresh engine for `together` requests at a time, without its drafters."""
+        """A fresh engine for `together` requests at a time, without its drafters. `features`: what these may
+        read of the target."""
         facts = self.target.facts
         engine = build_engine(
             EngineParts(
@@ -177,6 +180,7 @@ class TimedPair:
                     self.target, self.noise(), facts.eos_token_ids, clock, self.table.target.seconds
                 ),
                 planner_kind=ObservedPlanner,
+                features=features,
             )
         )
         return engine, cast(ObservedPlanner, engine.planner)

@@ -13,6 +13,7 @@ from ssd_serve.drafter.inline import ChannelWithin
 from ssd_serve.messages import (
     Close,
     DrafterMessage,
+    Features,
     Growth,
     Hello,
     Message,
@@ -158,7 +159,7 @@ class VirtualChannel(ChannelWithin):
 
     def send(self, message: Message) -> bool:
         """It arrives a little later, when the drafter has finished its step."""
-        if isinstance(message, Open | Outcome | Close | Resync | Pause):
+        if isinstance(message, Open | Outcome | Features | Close | Resync | Pause):
             self._to_drafter.append((self._clock.now + self.message_s, message))
             self.messages += 1
         return not self.closed
