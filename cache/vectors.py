@@ -48,7 +48,7 @@ class VectorTable:
 def as_bytes(vectors: torch.Tensor) -> bytes:
     """Vectors as they travel: rows one after the other, bfloat16, little-endian."""
     numbers = vectors.to("cpu", torch.bfloat16).contiguous().view(torch.int16)
-    raw: bytes = numbers.numpy().astype("<i2").tobytes()
+    raw: bytes = numbers.numpy().astype("<i2", copy=False).tobytes()
     return raw
 
 

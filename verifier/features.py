@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ssd_serve.cache.table import SlotTable
+from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.models.interface import feature_name
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import InFlight, Walk
@@ -32,10 +33,9 @@ class FeatureStore:
         self._owners = np.zeros(0, dtype=np.int64)  # [places], whose row it is
         self._next = 0
 
-    @property
-    def row_bytes(self) -> int:
-        """What one token takes; 0 while nothing was computed."""
-        return self._rows.shape[1] * self._rows.element_size()
+    def width(self, layers: Sequence[int]) -> int:
+        """Numbers of one token, of these layers; 0 while nothing was computed."""
+        return self._rows.shape[1] // len(self.layers) * len(layers)
 
     def take(self, flight: InFlight, walks: Sequence[Walk]) -> None:
         """Keep the rows of a round's committed tokens."""
@@ -114,15 +114,14 @@ class RequestFeatures:
         self._request = request
 
     @property
-    def row_bytes(self) -> int:
-        return self._store.row_bytes
-
-    @property
     def end(self) -> int:
         return len(self._request.slots)
 
     def first(self, start: int) -> int:
         return self._store.first(self._request.slots, start)
 
-    def part(self, start: int, count: int, layers: Sequence[int]) -> torch.Tensor:
-        return self._store.only(layers, self._store.part(self._request.slots, start, count))
+    def width(self, layers: Sequence[int]) -> int:
+        return self._store.width(layers)
+
+    def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
+        return as_bytes(self._store.only(layers, self._store.part(self._request.slots, start, count)))

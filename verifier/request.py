@@ -5,7 +5,7 @@ Knows no scheduling and no text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
@@ -18,17 +18,9 @@ from ssd_serve.seeds import root_name
 from ssd_serve.verifier.acceptance import Acceptance
 from ssd_serve.verifier.text import RequestText
 
-if TYPE_CHECKING:
-    import torch
-
 
 class TokenFeatures(Protocol):
     """What the target has computed of a request's committed tokens, by position."""
-
-    @property
-    def row_bytes(self) -> int:
-        """What one token takes."""
-        ...
 
     @property
     def end(self) -> int:
@@ -39,8 +31,12 @@ class TokenFeatures(Protocol):
         """The first position from `start` on from which all are there."""
         ...
 
-    def part(self, start: int, count: int, layers: Sequence[int]) -> "torch.Tensor":
-        """Of positions that are there, of these layers: bfloat16 [count, layers * hidden]."""
+    def width(self, layers: Sequence[int]) -> int:
+        """Numbers of one token, of these layers."""
+        ...
+
+    def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
+        """Of positions that are there, of these layers: rows as they travel."""
         ...
 
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.cluster.channels.channel import Channel
-from ssd_serve.messages import Close, DrafterMessage, Features, Hello, Message, Outcome, Pause
+from ssd_serve.messages import Close, DrafterMessage, Hello, Message, Outcome, Pause
+from ssd_serve.verifier.drafts.feature_sender import FeatureSender
 from ssd_serve.verifier.drafts.liveness import Liveness
 from ssd_serve.verifier.drafts.source_bits import OTHERS_BIT
 from ssd_serve.verifier.drafts.teams import Team
@@ -34,8 +34,6 @@ from ssd_serve.verifier.request import Request
 
 _RESYNCS, _RESYNC_S = 8, 8.0
 """A drafter may be told so often in so many seconds where one request stands."""
-_FEATURE_BYTES, _PORTIONS = 4 << 20, 8
-"""Of a message, about; and how many such messages of a request are sent at once."""
 _HELD_TOKENS = 64
 """Tokens of a request that a paused drafter hears together: one cheap chunk. What begins while it pauses and
 ends sooner costs it nothing."""
@@ -96,8 +94,7 @@ class Link:
         self.instance = 0
         self.source = ""
         self.source_bit = OTHERS_BIT
-        self.features: tuple[int, ...] = ()
-        """Layers of the target whose outputs it reads."""
+        self._features = FeatureSender(channel)
         self.joined = False
         self.team: Team | None = None
         self.paused = False
@@ -144,7 +141,7 @@ class Link:
     def join(self, mine: Hello, theirs: Hello) -> None:
         """Its `Hello` was found to agree: answer."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
-        self.features = theirs.features
+        self._features.layers = theirs.features
         self.joined, self.liveness.step_s = True, theirs.step_ms / 1e3
         self.since = self.liveness.heard_at
         self.channel.send(mine)
@@ -213,14 +210,18 @@ class Link:
         self._sync(told)
 
     def catch_up(self) -> None:
-        """Say what did not fit, once the queue is empty."""
-        if not self._full or not self.channel.flush():
-            return
-        self._full = False
-        self._say_paused()
-        for told in list(self._told.values()):
-            if told.state in (Knows.LOST, Knows.CLOSING) and not self._full:
-                self._sync(told)
+        """Say what did not fit, once there is room."""
+        if self._full and self.channel.flush():
+            self._full = False
+            self._say_paused()
+            for told in list(self._told.values()):
+                if told.state in (Knows.LOST, Knows.CLOSING) and not self._full:
+                    self._sync(told)
+        if self._features.behind and not self.paused and self._features.has_room:
+            self._features.behind = False
+            for told in self._told.values():
+                if told.state is Knows.FOLLOWS:
+                    self._feature(told)
 
     def _sync(self, told: _Told) -> None:
         """Send what the state owes."""
@@ -251,19 +252,8 @@ class Link:
         told.length = len(request.tokens)
 
     def _feature(self, told: _Told) -> None:
-        """Send what the drafter may read and has not got, in pieces; the rest comes with the next ones."""
-        table = told.request.features
-        if not self.features or table is None:
-            return
-        start = max(told.featured, table.first(told.featured))
-        most = max(1, _FEATURE_BYTES // max(1, table.row_bytes))
-        for _ in range(_PORTIONS):
-            rows = table.part(start, min(most, table.end - start), self.features)
-            message = Features(told.request.number, told.request.epoch, start, rows.shape[1], as_bytes(rows))
-            if not len(rows) or not self.channel.post(message):
-                break
-            start += len(rows)
-        told.featured = start
+        """Send what the drafter may read and has not got; the rest comes with `catch_up`."""
+        told.featured = self._features.send(told.request, told.featured)
 
     def _say_paused(self) -> None:
         """Unless it knows."""
