@@ -6,9 +6,10 @@ message at once, and reads the candidates of a node when it wants them. What is 
 much more than the candidates that are kept. Knows messages and buffers, not trees.
 """
 
-import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, repeat
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -49,8 +50,9 @@ class Packed(NamedTuple):
 
     def read(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The candidates, best first, and their conditional log-probabilities."""
-        tokens = struct.unpack_from(f"<{self.size}i", self.tokens, 4 * self.start)
-        return tokens, struct.unpack_from(f"<{self.size}f", self.log_probabilities, 4 * self.start)
+        tokens, log_probabilities = _candidates(self.size)
+        at = 4 * self.start
+        return tokens.unpack_from(self.tokens, at), log_probabilities.unpack_from(self.log_probabilities, at)
 
     def alone(self) -> "Packed":
         """The same, without the rest of its message."""
@@ -128,7 +130,8 @@ def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
         raise ProtocolError("the candidates of a growth message do not fit each other")
     if max(count, edges) > MAX_CANDIDATES:
         raise ProtocolError(f"a growth message brings more than {MAX_CANDIDATES} candidates")
-    counts = struct.unpack(f"<{count}H", growth.counts)
+    as_parents, as_steps, as_counts = _places(count)
+    counts = as_counts.unpack(growth.counts)
     if sum(counts) != edges or 0 in counts:
         raise ProtocolError("a growth message expands nodes without candidates")
     if not np.logical_and.reduce(np.isfinite(np.frombuffer(growth.log_probabilities, _FLOATS))):
@@ -136,8 +139,7 @@ def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
     # As unsigned numbers, negative tokens are too large.
     if edges and np.maximum.reduce(np.frombuffer(growth.tokens, _UNSIGNED)) >= vocabulary:
         return None
-    parents = struct.unpack(f"<{count}Q", growth.parents)
-    steps = struct.unpack(f"<{count}i", growth.steps)
+    parents, steps = as_parents.unpack(growth.parents), as_steps.unpack(growth.steps)
     names = [
         parent if step == ROOT_STEP else mix(parent, step)
         for parent, step in zip(parents, steps, strict=True)
@@ -146,3 +148,15 @@ def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
     buffers = repeat(growth.tokens), repeat(growth.log_probabilities)
     found = list(map(Packed._make, zip(names, parents, steps, counts, starts, *buffers, strict=False)))
     return found if len(growth.tokens) <= _SHARED_BYTES else [each.alone() for each in found]
+
+
+@lru_cache(256)
+def _candidates(count: int) -> tuple[Struct, Struct]:
+    """Tokens and log-probabilities of so many candidates. A layout takes longer to name than to use."""
+    return Struct(f"<{count}i"), Struct(f"<{count}f")
+
+
+@lru_cache(256)
+def _places(count: int) -> tuple[Struct, Struct, Struct]:
+    """Parents, steps and numbers of candidates of so many expansions."""
+    return Struct(f"<{count}Q"), Struct(f"<{count}i"), Struct(f"<{count}H")

@@ -12,7 +12,6 @@ import heapq
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -92,8 +91,7 @@ class Node:
         return proposed if isinstance(proposed, int) else proposed.get(token, proposed[_ALL_OTHERS])
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(NamedTuple):
     """What moving the root along committed tokens met."""
 
     path: tuple[Node, ...]
@@ -114,6 +112,8 @@ class SpeculationTree:
         self._known: dict[int, Node] = {root_name: self.root}
         self._unread: dict[int, _Hanging] = {}
         """By the name of their node, each after its parent's; none of these nodes has been looked at."""
+        self._named: dict[tuple[int, int], int] = {}
+        """Those names by parent and step: that is found sooner than a name is mixed."""
         self._size = 0
         self._deepest = 0
         """Depth of the deepest candidate, counted as the nodes' own."""
@@ -151,7 +151,7 @@ class SpeculationTree:
         """The child of `node` of this rank, if its own candidates are known."""
         token = node.tokens[rank]
         child = node.children.get(token)
-        if child is None and self._unread and mix(node.name, token) in self._unread:
+        if child is None and (node.name, token) in self._named:
             child = self._look(node, rank)
         return child if child is not None and child.tokens else None
 
@@ -175,6 +175,7 @@ class SpeculationTree:
         size = expansion.size
         if size and self._size + size <= self.limit:
             self._unread[name] = _Hanging(expansion, depth, source)
+            self._named[expansion.parent, expansion.step] = name
             self._size += size
             if depth >= self._deepest:
                 self._deepest = depth + 1
@@ -303,11 +304,13 @@ class SpeculationTree:
                 waiting.extend(node.children.values())
         unread: dict[int, _Hanging] = {}
         for name, hanging in self._unread.items():
-            above = known.get(hanging.expansion.parent)
-            if hanging.expansion.parent in unread or (above and hanging.expansion.step in above.tokens):
+            expansion = hanging.expansion
+            above = known.get(expansion.parent)
+            if expansion.parent in unread or (above and expansion.step in above.tokens):
                 unread[name] = hanging
-                size += hanging.expansion.size
+                size += expansion.size
                 deepest = max(deepest, hanging.depth + 1)
+        self._named = {(each.expansion.parent, each.expansion.step): name for name, each in unread.items()}
         for name, node in self._known.items():
             if name not in known:
                 node.parent = None  # else it and its parent would keep each other from being freed
@@ -315,18 +318,23 @@ class SpeculationTree:
 
     def _look(self, node: Node, rank: int) -> Node:
         token = node.tokens[rank]
-        child = Node(mix(node.name, token), token, node, node.cumulatives[rank])
-        node.children[token] = child
-        self._known[child.name] = child
-        self._read(child)
+        name = self._named.get((node.name, token))
+        unread = name is not None
+        if name is None:
+            name = mix(node.name, token)
+        child = node.children[token] = self._known[name] = Node(name, token, node, node.cumulatives[rank])
+        if unread:
+            self._read(child)
         return child
 
     def _read(self, node: Node) -> None:
         """Give a node, looked at now for the first time, the candidates that came packed."""
         hanging = self._unread.pop(node.name, None)
         if hanging is not None:
-            self._size -= hanging.expansion.size
-            self.expand(node, *hanging.expansion.read(), hanging.source)
+            expansion = hanging.expansion
+            del self._named[expansion.parent, expansion.step]
+            self._size -= expansion.size
+            self.expand(node, *expansion.read(), hanging.source)
 
     def _merge(
         self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float], source: int

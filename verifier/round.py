@@ -7,6 +7,7 @@ tokens; who is scheduled, and what happens to slots and drafters afterwards, is 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
@@ -102,8 +103,7 @@ class InFlight:
         return self.result.completion.wait() - self.started
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """What a round decided for one request."""
 
     work: RequestStep
@@ -124,8 +124,8 @@ class Walk:
     @property
     def rejected(self) -> list[int]:
         """Slots of the other nodes."""
-        slots = self.work.node_slots
-        return [slot for index, slot in enumerate(slots) if index not in self.accepted]
+        accepted = self.accepted
+        return [slot for index, slot in enumerate(self.work.node_slots) if index not in accepted]
 
 
 class Rounds:
@@ -247,8 +247,8 @@ def _walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
         return Walk(work, (), (), "", (), told)
     tree, choices = work.tree, sampled.choices
     rows, accepted = [start], []
-    here, token = -1, choices[start]
-    ended = request.ended(token, request.left - 1)
+    here, token, left = -1, choices[start], request.left
+    ended = request.ended(token, left - 1)
     for index, parent in enumerate(tree.parents):  # parents come first: one pass meets the whole path
         if parent != here or ended or tree.tokens[index] != token:
             continue
@@ -256,7 +256,7 @@ def _walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
         accepted.append(index)
         rows.append(start + 1 + index)
         token = choices[start + 1 + index]
-        ended = request.ended(token, request.left - len(rows))
+        ended = request.ended(token, left - len(rows))
     tokens = tuple([choices[row] for row in rows])
     logprobs = tuple([found for row in rows if (found := sampled.logprobs[row]) is not None])
     return Walk(work, tuple(accepted), tokens, ended, logprobs, told)

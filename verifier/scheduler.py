@@ -12,6 +12,7 @@ looked at again: work in a round does not grow with the length of prompts.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
@@ -35,8 +36,7 @@ class SchedulerLimits:
     slots, nor waited for while an older request reads them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """One request's pending tokens in a round: the next `len(slots)` of them, written to `slots`."""
 
     request: Request

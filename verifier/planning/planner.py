@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ _AS_CHEAP = 1.03
 _CANDIDATES, _CANDIDATES_EACH = 64, 8
 """Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
 chooses among them."""
+_NEXT = 8
+"""What one more node adds to a round is the mean of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,15 @@ class Round:
     forward_s: float
     host_s: float
     total_s: float
+
+
+class _Pending(NamedTuple):
+    """What a round computes without nodes: `rows` rows, of `requests` decoding requests and of prompts."""
+
+    parts: Sequence[ScheduledChunk]
+    requests: int
+    rows: int
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +130,15 @@ class RoundPlanner:
         self, parts: Sequence[ScheduledChunk], drain: Callable[[], object]
     ) -> tuple[list[RankedNode], Decision]:
         """The nodes of a round, best first, and why they are these; `drain` takes what came."""
-        requests = sum(part.request.decoding for part in parts)
-        rows = sum(len(part.slots) for part in parts)
-        self.placing.place(len(parts), requests > 0, rows, _reading(parts))
+        requests = sum([part.request.decoding for part in parts])
+        pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
+        self.placing.place(len(parts), requests > 0, pending.rows, pending.reading)
         if self.placing.reading:
             return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
         if not self._drafters.working or self._bounds.budget == 0:
             return [], self._undrafted(requests)
         waited_s, answers = 0.0, True
-        prospect = self._prospect(parts, requests, 0)
+        prospect = self._prospect(pending, 0)
         while (
             requests
             and (answers := self._drafters.worth_waiting())
@@ -137,7 +149,7 @@ class RoundPlanner:
             drain()
             spent_s = self._clock() - started
             waited_s += spent_s
-            prospect = self._prospect(parts, requests, outlook.steps + 1)
+            prospect = self._prospect(pending, outlook.steps + 1)
             self.placing.policy.learn(outlook, prospect.outlook, spent_s)
         nodes = prospect.ranking.nodes[: prospect.outlook.choice.nodes]
         return nodes, self._drafted(prospect, waited_s, answers)
@@ -235,32 +247,29 @@ class RoundPlanner:
         other = prospect.without_nodes if choice.nodes else prospect.with_one_node
         return Decision(self._drafters.layout, why, choice.nodes, waited_s, chosen, other)
 
-    def _prospect(self, parts: Sequence[ScheduledChunk], requests: int, steps: int) -> _Prospect:
+    def _prospect(self, pending: _Pending, steps: int) -> _Prospect:
         """The round as it would be now, after so many awaited draft steps."""
-        bounds, rate = self._bounds, self._rate.value(requests)
+        bounds, requests = self._bounds, pending.requests
+        rate = self._rate.value(requests)
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
-        ranking = rank(parts, most, bounds.context, bounds.width, least)
+        ranking = rank(pending.parts, most, bounds.context, bounds.width, least)
         reaches = np.array([item[0] for item in ranking.nodes])
-        seconds = self._round_seconds(parts, len(reaches))
+        seconds = self._round_seconds(pending, max(len(reaches), _NEXT))
+        few = seconds[: _NEXT + 1]
+        row_s = float(few[-1] - few[0]) / max(1, len(few) - 1)
+        seconds = seconds[: len(reaches) + 1]
         choice = choose(reaches, requests, seconds, rate, bounds.max_tpot_s)
         # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
-        leaves = np.maximum(ranking.leaves - rate * self._row_seconds(parts), 0.0)
-        step_s = self._drafters.step_s
-        outlook = Outlook(choice, leaves, rate, step_s, steps, ranking.missed)
+        leaves = np.maximum(ranking.leaves - rate * row_s, 0.0)
+        outlook = Outlook(choice, leaves, rate, self._drafters.step_s, steps, ranking.missed)
         return _Prospect(requests, outlook, ranking, seconds)
 
-    def _row_seconds(self, parts: Sequence[ScheduledChunk]) -> float:
-        """What one more node adds to a round, as the mean of the next eight."""
-        seconds = self._round_seconds(parts, 8)
-        return float(seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
-
-    def _round_seconds(self, parts: Sequence[ScheduledChunk], most: int) -> npt.NDArray[np.float64]:
+    def _round_seconds(self, pending: _Pending, most: int) -> npt.NDArray[np.float64]:
         """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
-        rows = sum(len(part.slots) for part in parts)
+        _, _, rows, reading = pending
         most = max(0, min(most, MAX_ROWS - rows))
-        reading = _reading(parts)
-        forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(parts)))
+        forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(pending.parts)))
         return forward_s + self.host.node_s * np.arange(most + 1)
 
 

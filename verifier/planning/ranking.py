@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd_serve.cache.tree import Node, SpeculationTree
-from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
 RankedNode = tuple[float, int, int, int]
@@ -20,6 +19,9 @@ RankedNode = tuple[float, int, int, int]
 root."""
 _Entry = tuple[float, int, int, Node, int, int]
 """Negative log reach, order of arrival, index of the part, parent, its place, which of its children."""
+
+_Tree = tuple[SpeculationTree, int, float, frozenset[int]]
+"""A tree, its deepest level, the log reach of its root, and what ends its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def rank(parts: Sequence[ScheduledChunk], most: int, context: int, width: int, l
     missed = len(leaves)
     # One entry for each node that was looked at: its best child that is not taken yet.
     heap: list[_Entry] = []
-    for index, (tree, deepest, base) in trees.items():
+    for index, (tree, deepest, base, _) in trees.items():
         if tree.root.tokens and tree.root.depth < deepest:
             heap.append((base - tree.root.cumulatives[0], len(heap), index, tree.root, -1, 0))
     heapq.heapify(heap)
@@ -55,43 +57,37 @@ def rank(parts: Sequence[ScheduledChunk], most: int, context: int, width: int, l
         reach = math.exp(-cost)
         if reach < least:
             break
-        tree, deepest, base = trees[index]
-        token, place = parent.tokens[rank], counts[index]
+        tree, deepest, base, ends = trees[index]
+        tokens, place, deeper = parent.tokens, counts[index], parent.depth + 1 < deepest
+        token = tokens[rank]
         ranked.append((reach, index, token, above))
         counts[index] = place + 1
         order += 2
-        node = tree.expanded_child(parent, rank) if parent.depth + 1 < deepest else None
+        node = tree.expanded_child(parent, rank) if deeper else None
         rank += 1
-        if rank < len(parent.tokens):
+        if rank < len(tokens):
             heapq.heapreplace(heap, (base - parent.cumulatives[rank], order, index, parent, above, rank))
         else:
             heapq.heappop(heap)
-        if parent.depth + 1 >= deepest:
-            continue
         if node is not None:
             heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, place, 0))
-        elif token not in parts[index].request.ends:
+        elif deeper and token not in ends:
             leaves.append(reach)
     return Ranking(ranked, np.array(leaves[:width]), missed, len(trees))
 
 
-def _trees(
-    parts: Sequence[ScheduledChunk], context: int
-) -> tuple[dict[int, tuple[SpeculationTree, int, float]], list[float]]:
-    """By part: its tree, its deepest level and the log reach of its root; and the reach of roots without
-    growth."""
-    trees: dict[int, tuple[SpeculationTree, int, float]] = {}
+def _trees(parts: Sequence[ScheduledChunk], context: int) -> tuple[dict[int, _Tree], list[float]]:
+    """The trees by part, and the reach of roots without growth."""
+    trees: dict[int, _Tree] = {}
     missed: list[float] = []
     for index, part in enumerate(parts):
-        request = part.request
-        deepest = _deepest(request, context)
-        if part.request.decoding and request.replica is not None and deepest > 0:
-            tree = request.replica.tree
-            trees[index] = (tree, tree.root.depth + deepest, tree.root.cumulative)
-            if not tree.root.expanded:
+        request, replica = part.request, part.request.replica
+        if replica is None or not request.decoding:
+            continue
+        deepest = min(request.left - 1, context - len(request.tokens))
+        if deepest > 0:
+            tree = replica.tree
+            trees[index] = (tree, tree.root.depth + deepest, tree.root.cumulative, request.ends)
+            if not tree.root.tokens:
                 missed.append(1.0)
     return trees, missed
-
-
-def _deepest(request: Request, context: int) -> int:
-    return min(request.left - 1, context - len(request.tokens))
