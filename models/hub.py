@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 
 from ssd_serve.errors import CheckpointError, HubError, MemoryShortError, in_a_line
 from ssd_serve.hub_id import HubId, hub_id
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import EMBEDDED, EMBEDDED_HEAD, Settings
 
 Role = Literal["target", "draft"]
 
@@ -63,14 +63,15 @@ def resolve_model(
 ) -> Path:
     """The folder of a model, downloaded if need be.
 
-    `name` is `embedded`, a folder, or a hub id `owner/name`, with `@revision` for another state than the
-    newest. `token` is used for gated models (None: the hub client's own login). `allow_pickle`: weights may
-    be `.bin` files. `free_memory` in bytes, where known, is compared with the weights before a download.
-    `report` and `warn` get lines for people. A commit that lies whole in the cache is taken without asking
-    the hub, unless `ask_hub`. Raises `CheckpointError`, `HubError` or `MemoryShortError`.
+    `name` is `embedded`, `embedded-head`, a folder, or a hub id `owner/name`, with `@revision` for another
+    state than the newest. `token` is used for gated models (None: the hub client's own login).
+    `allow_pickle`: weights may be `.bin` files. `free_memory` in bytes, where known, is compared with the
+    weights before a download. `report` and `warn` get lines for people. A commit that lies whole in the cache
+    is taken without asking the hub, unless `ask_hub`. Raises `CheckpointError`, `HubError` or
+    `MemoryShortError`.
     """
-    if name == EMBEDDED:
-        return embedded_folder(role)
+    if (embedded := embedded_model(name, role)) is not None:
+        return embedded
     wanted, local = hub_id(name), Path(name).expanduser()
     if local.is_dir():
         if wanted is not None:
@@ -98,11 +99,18 @@ def find_model(
 def model_here(name: str, role: Role) -> Path | None:
     """The folder of a model whose files lie whole on this machine; of one of the hub where its commit is
     named."""
-    if name == EMBEDDED or Path(name).expanduser().is_dir():
+    if name in (EMBEDDED, EMBEDDED_HEAD) or Path(name).expanduser().is_dir():
         return resolve_model(name, role)
     wanted = hub_id(name)
     here = wanted is not None and bool(wanted.commit) and _is_whole(_snapshot(wanted))
     return resolve_model(name, role) if here else None
+
+
+def embedded_model(name: str, role: Role) -> Path | None:
+    """The folder of a model that comes with the package; None for any other name."""
+    if name == EMBEDDED_HEAD:
+        return embedded_folder("head")
+    return embedded_folder(role) if name == EMBEDDED else None
 
 
 def embedded_folder(role: Role | Literal["head"]) -> Path:

@@ -28,6 +28,8 @@ from ssd_serve.setting_values import (
 )
 
 EMBEDDED = "embedded"
+EMBEDDED_HEAD = "embedded-head"
+"""The EAGLE-3 head of the embedded target."""
 PREFIX = "SSD_"
 HUB_TOKEN_VARIABLE = "HF_TOKEN"
 RAY_VARIABLE = "RAY_ADDRESS"
@@ -65,8 +67,9 @@ class Settings(BaseSettings):
     )
     draft: Drafts | None = Field(
         default=None,
-        description="what drafts: a folder, a hub id or 'embedded' for a model, 'self:N' for the target's "
-        "first N layers, 'ngram' for lookup in a request's own text, 'suffix' for lookup in others too, or "
+        description="what drafts: a folder, a hub id or 'embedded' for a model, 'embedded-head' for the "
+        "EAGLE-3 head of the embedded target, 'self:N' for the target's first N layers, 'ngram' for lookup "
+        "in a request's own text, 'suffix' for lookup in others too, or "
         "'none'; several with commas between draft beside each other; empty: the embedded model for the "
         "embedded target, else ngram",
     )

@@ -93,6 +93,8 @@ def test_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     assert hub.resolve_model("embedded", "draft") == folder
+    with pytest.raises(CheckpointError, match="no embedded head"):
+        hub.resolve_model("embedded-head", "draft")
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,11 @@ from ssd_serve.kernels.products.fp8 import FORMATS, can_multiply, native_format
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json
-from ssd_serve.models.hub import Role, embedded_folder
+from ssd_serve.models.hub import Role, embedded_model
 from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.sizes import attention_dtype, bytes_saved, resolve_dtype, separate_embedding
 from ssd_serve.models.weights.quantization import Fp8Scheme
 from ssd_serve.plan.device_tables import device_sheet
-from ssd_serve.settings import EMBEDDED
 
 _KEYS = (
     "architectures",
@@ -167,8 +166,7 @@ def known_model(name: str) -> Description[Any] | None:
 
 def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[Any], Path | None]:
     """Its name for people, what its configuration describes, and its folder if it has one."""
-    if name == EMBEDDED:
-        folder = embedded_folder(role)
+    if (folder := embedded_model(name, role)) is not None:
         return model_name(folder), load_description(folder), folder
     if Path(name).expanduser().is_dir():
         folder = Path(name).expanduser()
