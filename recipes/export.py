@@ -132,11 +132,11 @@ STEPPING = (
 
 LIMITS = (
     "It is not an assistant, knows no facts and cannot follow instructions. It continues text that looks "
-    "like Python source: plausible names, lines that mostly make sense, "
-    "no understanding. The chat "
-    "template turns messages into comments and lets the model continue with code. It may repeat passages of "
-    "its training data, which are under the licences above. Do not use its output for anything but trying "
-    "out and measuring the server."
+    "like Python source: plausible names, lines that mostly make sense, no understanding; of the functions "
+    "that it writes some do not parse, as the figures above say, and few do what their names promise. The "
+    "chat template turns messages into comments and lets the model continue with code. It may repeat "
+    "passages of its training data, which are under the licences above. Do not use its output for anything "
+    "but trying out and measuring the server."
 )
 
 
