@@ -43,18 +43,20 @@ def sample(
     requests: Sequence[SamplingRows],
     noise: NoiseRows,
     native: NativeChoice | None = None,
+    walk: bool = False,
 ) -> Sampled:
     """Choose a token for each row of `logits` [rows, vocabulary]; `noise` lives on the same device.
 
     The choice of a row is the same alone and in any batch: what is done is elementwise, exact, or a row's
-    own. On CPUs `native` chooses where it is given: the same tokens, but
-    for a token at top-p's very edge, which `keep_top_p` describes.
+    own. On CPUs `native` chooses where it is given: the same tokens, but for a token at top-p's very edge,
+    which `keep_top_p` describes. `walk`: of a tree only the path that is chosen is wanted, so that rows off
+    it may be left out: they have the choice -1 then.
     """
     if not requests:
         return Sampled([], [])
     logits = logits.to(torch.float32)
     if native is not None and logits.device.type == "cpu":
-        choices, told = native.choose(logits, requests)
+        choices, told = native.choose(logits, requests, walk)
         return Sampled(choices, _logprobs(requests, choices, told))
     rows = [row for each in requests for row in each.single()]
     scaled = processed_logits(logits, rows)  # [rows, vocabulary]
@@ -84,8 +86,10 @@ def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn((sum(each.rows for each in requests), 77), generator=generator)
     noise = NoiseRows(logits.shape[1], 64)
-    right = sample(logits, requests, noise, native).choices == sample(logits, requests, noise).choices
-    return native if right else None
+    right = sample(logits, requests, noise).choices
+    every, walked = (sample(logits, requests, noise, native, walk).choices for walk in (False, True))
+    kept = all(choice in (expected, -1) for choice, expected in zip(walked, right, strict=True))
+    return native if every == right and kept else None
 
 
 def _logprobs(
@@ -101,7 +105,8 @@ def _logprobs(
         if each.parameters.logprobs is not None:
             for index in range(start, start + each.rows):
                 told = choices[index] if each.known is None else each.known
-                wanted.append((index, told, each.parameters.logprobs))
+                if told >= 0:
+                    wanted.append((index, told, each.parameters.logprobs))
         start += each.rows
     while wanted:
         together = max(1, _TOGETHER // len(processed[wanted[0][0]]))

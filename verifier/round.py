@@ -165,7 +165,7 @@ class Rounds:
         """Choose a token at every wanted row, and walk each request's tree. Raises `DeviceMemoryError`."""
         flight.wait()
         sampled = within_memory(
-            lambda: sample(flight.result.logits, flight.sampling, self._noise, self._native)
+            lambda: sample(flight.result.logits, flight.sampling, self._noise, self._native, walk=True)
         )
         walks: list[Walk] = []
         start = 0

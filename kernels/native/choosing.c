@@ -127,7 +127,6 @@ static void choose_plain(const int64_t *whole, const double *real, long vocabula
   const float *logits = (const float *)whole[LOGITS], *rows[TOGETHER];
   long where[TOGETHER], found[TOGETHER];
   float temperature = (float)real[TEMPERATURE];
-  for (long index = 0; index < whole[ROWS]; index++) choices[index] = -1;
   for (long index = 0; index < whole[ROWS]; index++) {
     if (choices[index] >= 0) continue;
     long count = 0;
@@ -141,6 +140,13 @@ static void choose_plain(const int64_t *whole, const double *real, long vocabula
       for (long row = 0; row < count; row++) found[row] = largest(rows[row], temperature, vocabulary);
     for (long row = 0; row < count; row++) choices[where[row]] = found[row];
   }
+}
+
+/* The row below row `at` of a request whose token was chosen there; `rows` where there is none. */
+static long chosen_child(const int64_t *tokens, const int64_t *parents, long rows, long at, int64_t choice) {
+  for (long row = at + 1; row < rows; row++)
+    if (parents[row] + 1 == at && tokens[row] == choice) return row;
+  return rows;
 }
 
 static int prepare(scratch *work, long vocabulary) {
@@ -163,9 +169,13 @@ static void release(scratch *work) {
 }
 
 /* One choice for each row of each request. `depths` [rows]: how far the row's position is beyond its request's.
- * `path_ends` [rows + 1] into `paths`: the tokens beyond the counted output. Returns 0 where memory is short. */
+ * `path_ends` [rows + 1] into `paths`: the tokens beyond the counted output. Where there are `tokens` [rows] and
+ * `parents` [rows] (-1: the request's first row, 0: its second), only the first row chooses, and each whose token was
+ * chosen at its parent. The others keep what stands in `choices` [rows], which is -1. Returns 0 where memory is short.
+ */
 int ssd_choose(const int64_t *wholes, const double *reals, long requests, long vocabulary, const int64_t *depths,
-               const int64_t *path_ends, const int64_t *paths, int64_t *choices, int threads) {
+               const int64_t *path_ends, const int64_t *paths, const int64_t *tokens, const int64_t *parents,
+               int64_t *choices, int threads) {
   int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed) if (threads > 1 && requests > 1)
   {
@@ -177,17 +187,21 @@ int ssd_choose(const int64_t *wholes, const double *reals, long requests, long v
       const double *real = reals + request * REALS;
       long first = whole[FIRST];
       source noise = {(int)whole[DRAWN], 0, schedule_of((uint64_t)whole[SEED])};
-      if (!truncated(whole, real) && !penalised(real) && !whole[PROCESSED]) {
+      int plain = !truncated(whole, real) && !penalised(real) && !whole[PROCESSED];
+      if (plain && !tokens) {
         choose_plain(whole, real, vocabulary, depths + first, &noise, choices + first);
         continue;
       }
-      for (long index = 0; index < whole[ROWS] && !failed; index++) {
+      for (long index = 0; index < whole[ROWS] && !failed;) {
         const float *logits = (const float *)whole[LOGITS] + index * vocabulary;
         float *processed = whole[PROCESSED] ? (float *)whole[PROCESSED] + index * vocabulary : NULL;
         const int64_t *ends = path_ends + first + index;
         noise.position = (uint32_t)(whole[POSITION] + depths[first + index]);
         choices[first + index] =
-            choose(&work, whole, real, logits, &noise, paths + ends[0], ends[1] - ends[0], processed);
+            plain ? best(logits, &noise, (float)real[TEMPERATURE], vocabulary)
+                  : choose(&work, whole, real, logits, &noise, paths + ends[0], ends[1] - ends[0], processed);
+        index = tokens ? chosen_child(tokens + first, parents + first, whole[ROWS], index, choices[first + index])
+                       : index + 1;
       }
     }
     release(&work);

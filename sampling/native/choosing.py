@@ -40,20 +40,21 @@ class NativeChoice:
     def __init__(self, library: NativeLibrary, compiled: Collection[str] = COMPILED) -> None:
         """`compiled`: the parameters that are left to the kernel, some of those that it knows."""
         self._declined = Declined(compiled)
-        pointers = (POINTER,) * 4
+        pointers = (POINTER,) * 6
         self._choose = library.function(
             "ssd_choose", POINTER, POINTER, SIZE, SIZE, *pointers, INT, result=INT
         )
 
     def choose(
-        self, logits: torch.Tensor, requests: Sequence[SamplingRows]
+        self, logits: torch.Tensor, requests: Sequence[SamplingRows], walk: bool = False
     ) -> tuple[list[int], dict[int, torch.Tensor]]:
         """The choice of each row of `logits` [rows, vocabulary], and the processed logits, by row, of the
-        requests that want log-probabilities."""
+        requests that want log-probabilities. `walk`: rows off the path that is chosen choose -1, and have
+        no processed logits."""
         call = _Call(logits.contiguous(), self._declined)
         for each in requests:
             call.add(each)
-        return call.run(self._choose), call.processed
+        return call.run(self._choose, walk), call.processed
 
 
 class _Call:
@@ -68,6 +69,8 @@ class _Call:
         self._wholes: list[int] = []
         self._reals: list[float] = []
         self._depths: list[int] = []
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
         self._path_ends: list[int] = [0]
         self._paths: list[int] = []
         self._kept: list[torch.Tensor | np.ndarray] = []
@@ -96,15 +99,21 @@ class _Call:
         self._wholes += (rows, self._rows, place, told, tokens_at, counts_at, known, top_k, top_p)
         self._wholes += (drawn, seed, request.position)
         self._reals += self._numbers(parameters, penalised)
-        self._depths.append(0)
-        self._depths += request.depths
+        for values, first, below in (
+            (self._depths, 0, request.depths),
+            (self._tokens, -1, request.tokens),
+            (self._parents, -1, request.parents),
+        ):
+            values.append(first)
+            values += below
         self._rows += rows
 
-    def run(self, kernel: Callable[..., int]) -> list[int]:
+    def run(self, kernel: Callable[..., int], walk: bool) -> list[int]:
         """Choose. Raises `MemoryError`."""
-        wholes, depths = np.array(self._wholes, np.int64), np.array(self._depths, np.int64)
-        reals, choices = np.array(self._reals, np.float64), np.full(self._rows, -1, np.int64)
-        ends, paths = np.array(self._path_ends, np.int64), np.array(self._paths, np.int64)
+        wholes, reals = np.array(self._wholes, np.int64), np.array(self._reals, np.float64)
+        choices = np.full(self._rows, -1, np.int64)
+        lists = self._depths, self._path_ends, self._paths, self._tokens, self._parents
+        depths, ends, paths, tokens, parents = (np.array(each, np.int64) for each in lists)
         done = kernel(
             wholes.ctypes.data,
             reals.ctypes.data,
@@ -113,6 +122,8 @@ class _Call:
             depths.ctypes.data,
             ends.ctypes.data,
             paths.ctypes.data,
+            tokens.ctypes.data if walk else None,
+            parents.ctypes.data if walk else None,
             choices.ctypes.data,
             torch.get_num_threads(),
         )

@@ -93,6 +93,35 @@ def test_choices_are_those_of_torch_and_the_same_alone(
         assert told(found) == told(Sampled(found.choices, [together.logprobs[index]]))
 
 
+def chosen_path(tree: SamplingRows, choices: list[int]) -> list[int]:
+    """The rows of a request that its choices lead to: the first, then each whose token was chosen above."""
+    path = [0]
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if parent + 1 == path[-1] and choices[path[-1]] == token:
+            path.append(node + 1)
+    return path
+
+
+@given(requests(), st.sets(st.integers(0, 4)), st.integers(0, 1000))
+@settings(max_examples=examples(40), deadline=None)
+def test_a_walk_chooses_what_all_rows_choose_as_far_as_it_goes(
+    native: NativeLibrary, tree: SamplingRows, right: set[int], seed: int
+) -> None:
+    logits, noise = awkward_logits(tree.rows, VOCABULARY, seed), NoiseRows(VOCABULARY, 64, native=native)
+    choice, tokens = NativeChoice(native), list(tree.tokens)
+    for node in sorted(right & set(range(len(tokens)))):  # its own token is what is chosen above it
+        tree = tree._replace(tokens=list(tokens))
+        tokens[node] = sample(logits, [tree], noise, choice).choices[1 + tree.parents[node]]
+    tree = tree._replace(tokens=tokens)
+    every = sample(torch.cat((logits, logits)), [tree, tree], noise, choice)
+    walked = sample(torch.cat((logits, logits)), [tree, tree], noise, choice, walk=True)
+    path = chosen_path(tree, every.choices)
+    on_path = {*path, *(tree.rows + row for row in path)}
+    assert walked.choices == [each if row in on_path else -1 for row, each in enumerate(every.choices)]
+    told_of = [each if row in on_path else None for row, each in enumerate(every.logprobs)]
+    assert told(walked) == told(Sampled(walked.choices, told_of))
+
+
 REAL = [
     SamplingParameters(temperature=0.0),
     SamplingParameters(temperature=0.8),
