@@ -71,7 +71,7 @@ def pack(
     return _message(
         (request, epoch, sequence),
         [(each.parent, each.step) for each in expansions],
-        np.array([len(each.tokens) for each in expansions], dtype="<u2"),
+        [len(each.tokens) for each in expansions],
         (np.array(tokens, dtype=_SIGNED), np.array(values, dtype=_FLOATS)),
         (source, snapshot),
     )
@@ -88,27 +88,28 @@ def pack_together(
     """Write expansions that have equally many candidates: parents and steps, and tokens and log-probabilities
     [expansions, candidates]."""
     tokens, values = candidates
-    counts = np.full(len(places), tokens.shape[1], dtype="<u2")
+    counts = [tokens.shape[1]] * len(places)
     return _message((request, epoch, sequence), places, counts, (tokens, values), (source, False))
 
 
 def _message(
     number: tuple[int, int, int],
     places: Sequence[tuple[int, int]],
-    counts: npt.NDArray[np.uint16],
+    counts: Sequence[int],
     candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
     said: tuple[str, bool],
 ) -> Growth:
     request, epoch, sequence = number
     tokens, values = candidates
     source, snapshot = said
+    as_parents, as_steps, as_counts = _places(len(places))
     return Growth(
         request=request,
         epoch=epoch,
         sequence=sequence,
-        parents=np.array([parent for parent, _ in places], dtype="<u8").tobytes(),
-        steps=np.array([step for _, step in places], dtype="<i4").tobytes(),
-        counts=counts.tobytes(),
+        parents=as_parents.pack(*[parent for parent, _ in places]),
+        steps=as_steps.pack(*[step for _, step in places]),
+        counts=as_counts.pack(*counts),
         tokens=tokens.astype(_SIGNED, copy=False).tobytes(),
         log_probabilities=values.astype(_FLOATS, copy=False).tobytes(),
         source=source,

@@ -69,10 +69,12 @@ class _Drafted:
         self.guesses: dict[int, tuple[Sequence[Found], int, int]] = {}
         """The step in which each node was expanded, its place there, and how deep it stood below the root."""
 
-    def grew(self, node: Node, found: Sequence[Found], index: int) -> None:
-        """The tree has a node's candidates, those at `index` of what its step found."""
-        self.guesses[node.name] = found, index, node.depth - self.tree.root.depth
-        self.frontier.offer(node)
+    def grew(self, nodes: Sequence[tuple[int, Node]], found: Sequence[Found]) -> None:
+        """The tree has the candidates of some nodes, each with its place in what its step found."""
+        guesses, top = self.guesses, self.tree.root.depth
+        for index, node in nodes:
+            guesses[node.name] = found, index, node.depth - top
+        self.frontier.offer_all([node for _, node in nodes])
 
     def attach(self, top: Node, branches: Sequence[Branch]) -> list[Expansion]:
         """Give the nodes of a subtree their candidates, as far as they may and fit; which were given."""
@@ -212,7 +214,7 @@ class DrafterCore:
                 continue
             tokens, values = _numbered(candidates.tokens.tolist(), candidates.log_probabilities.tolist())
             if tokens and drafted.tree.expand(node, tokens, values):
-                drafted.grew(node, found, index)
+                drafted.grew([(index, node)], found)
                 grown.setdefault(request, []).append(_expanded(node, tokens, values))
         return [self._growth(request, new) for request, new in grown.items()]
 
@@ -221,22 +223,21 @@ class DrafterCore:
         tokens: list[list[int]] = found.tokens.tolist()
         above = np.array([node.cumulative for _, node in picked])[:, None]
         cumulatives: list[list[float]] = (np.minimum(found.log_probabilities, 0.0) + above).tolist()
-        grown: dict[int, list[int]] = {}
+        grown: dict[int, list[tuple[int, Node]]] = {}
         for index, (request, node) in enumerate(picked):
-            drafted = self._requests[request]
-            if drafted.tree.grow(node, tokens[index], cumulatives[index]):
-                drafted.grew(node, found, index)
-                grown.setdefault(request, []).append(index)
-        return [self._published(request, picked, found, rows) for request, rows in grown.items()]
+            if self._requests[request].tree.grow(node, tokens[index], cumulatives[index]):
+                grown.setdefault(request, []).append((index, node))
+        for request, nodes in grown.items():
+            self._requests[request].grew(nodes, found)
+        return [self._published(request, nodes, found) for request, nodes in grown.items()]
 
-    def _published(
-        self, request: int, picked: Sequence[NodeRequest], found: Guesses, rows: list[int]
-    ) -> Growth:
+    def _published(self, request: int, nodes: Sequence[tuple[int, Node]], found: Guesses) -> Growth:
         drafted = self._requests[request]
         tokens, values = found.tokens, found.log_probabilities
-        if len(rows) < len(picked):
+        if len(nodes) < len(found):
+            rows = [index for index, _ in nodes]
             tokens, values = tokens[rows], values[rows]
-        places = [_place(picked[row].at) for row in rows]
+        places = [_place(node) for _, node in nodes]
         growth = pack_together(request, drafted.epoch, drafted.sequence, places, (tokens, values), self._name)
         drafted.sequence += 1
         return growth

@@ -6,6 +6,7 @@ Knows the tree and its limits, not how expansion is done and not the other reque
 import heapq
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ssd_serve.cache.tree import Node, SpeculationTree
@@ -51,17 +52,25 @@ class Frontier:
         self._heap = []
         self._root_taken = False
         self._reach = None
-        for node in self._tree.expanded():
-            self.offer(node)
+        self.offer_all(self._tree.expanded())
 
     def may_grow(self, node: Node) -> bool:
         """Whether anything may grow below a node: it is not too deep, and does not end the text."""
-        return self._is_shallow(node.depth) and node.token not in self._ends
+        return node.depth < self._bottom and node.token not in self._ends
 
     def offer(self, node: Node) -> None:
         """Consider the candidates of a node that has been expanded."""
+        self.offer_all((node,))
+
+    def offer_all(self, nodes: Iterable[Node]) -> None:
+        """`offer` of several, in this order."""
         self._reach = None
-        self._push(node)
+        heap, order, bottom = self._heap, self._order, self._bottom
+        for node in nodes:
+            if node.tokens and node.depth + 1 < bottom:
+                order += 1
+                heapq.heappush(heap, (-node.cumulatives[0], order, node, 0))
+        self._order = order
 
     def reach(self) -> float:
         """Log reach of the next node to expand, or -inf when nothing is worth it. An unexpanded root: 0."""
@@ -130,11 +139,7 @@ class Frontier:
             heapq.heappop(heap)
         return token, parent.children.get(token)
 
-    def _push(self, node: Node) -> None:
-        if node.tokens and self._is_shallow(node.depth + 1):
-            self._order += 1
-            heapq.heappush(self._heap, (-node.cumulatives[0], self._order, node, 0))
-
-    def _is_shallow(self, depth: int) -> bool:
-        """Whether a node so deep, counted as `Node.depth`, may have candidates."""
-        return depth - self._tree.root.depth < self._limits.depth and depth < self._deepest
+    @property
+    def _bottom(self) -> int:
+        """The least depth, counted as `Node.depth`, at which a node has no candidates."""
+        return min(self._tree.root.depth + self._limits.depth, self._deepest)
