@@ -15,6 +15,7 @@ from ssd_serve.bench.peers.installation import installed
 from ssd_serve.bench.peers.ways import LLAMA
 from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.models.hub import embedded_folder
 
 MEASURES = ("lab/drafts", "bench/peers", *SERVER)
 
@@ -45,7 +46,10 @@ def _run(args: argparse.Namespace) -> Report:
         kinds=tuple(args.kinds),
         table=args.table,
     )
-    return Report(run_drafts(plan, args.head, args.llama_server or installed(LLAMA), say), table)
+    return Report(
+        run_drafts(plan, args.head or embedded_folder("head"), args.llama_server or installed(LLAMA), say),
+        table,
+    )
 
 
 if __name__ == "__main__":

@@ -65,6 +65,13 @@ def test_it_drafts_and_the_texts_are_those_of_plain_decoding(
     assert sum(each.figures.drafted for each in found) > 0
 
 
+def test_the_embedded_head_guesses_what_its_target_says(expected: list[tuple[int, ...]], cache: Path) -> None:
+    with LLM(draft="embedded-head", mode="sd", cache_dir=cache, **SETTINGS) as llm:
+        found = llm.generate(PROMPTS, PARAMS)
+    assert [tuple(each.token_ids) for each in found] == expected
+    assert sum(each.figures.accepted for each in found) > 16
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [(None, "of a target of 5 .*name them with SSD_EAGLE_LAYERS"), ("0,2,5", "the target has 5")],
