@@ -11,6 +11,9 @@ from ssd_serve.errors import ContextLengthError, RequestError
 from ssd_serve.messages import Ready, SamplingParameters
 from ssd_serve.sampling.parameters import PARAMETERS
 
+AS_MANY_AS_FIT = -1
+"""Of `max_tokens`."""
+
 Words = tuple[tuple[int, ...], ...]
 """Token sequences that an output must not hold."""
 
@@ -62,10 +65,11 @@ def check_prompt(ids: Sequence[int], ready: Ready, field: str) -> None:
 
 
 def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Ready, field: str) -> int:
-    """How many tokens may be generated: as asked, if that fits, else the default or what is left."""
+    """How many tokens may be generated: as asked, if that fits (-1: what is left), else the default or what
+    is left."""
     left = ready.context - prompt_tokens
-    if asked is None:
-        return min(default, left)
+    if asked is None or asked == AS_MANY_AS_FIT:
+        return left if asked else min(default, left)
     if asked > left:
         raise ContextLengthError(
             f"{field}: {asked} output tokens and {prompt_tokens} prompt tokens are {asked + prompt_tokens}; "

@@ -63,6 +63,8 @@ class Request:
     """What the parameters do to single tokens, where they do."""
     slots: SlotTable = field(default_factory=SlotTable)
     salt: bytes = b""
+    priority: int = 0
+    """Lower ones go first."""
     """Whose texts it may read in the prefix cache, and who may read its own."""
     handle: PrefixHandle | None = None
     epoch: int = 0
@@ -170,4 +172,5 @@ def accept(message: Submit, shared: Shared, limit: int, vocabulary: int) -> Requ
         edits=shared.edits,
         scored=message.scored,
         salt=message.salt,
+        priority=message.priority,
     )

@@ -52,7 +52,9 @@ class Scheduler:
         self.pool = pool
         self.prefix = prefix
         self.waiting: deque[Request] = deque()
+        """As they begin: the urgent ones, and of these the older ones first."""
         self.running: list[Request] = []
+        """In the same order: whoever stands last makes room for the others."""
         self.preemptions = 0
         self._limits = limits
         self._refused: Request | None = None
@@ -69,8 +71,8 @@ class Scheduler:
         return len(self.waiting) >= self._limits.max_waiting and len(self.running) >= self._limits.max_running
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
-        self.waiting.append(request)
+        """Queue a request, behind those that are as urgent."""
+        _line_up(request, self.waiting)
 
     def admit(self) -> list[Request]:
         """Move waiting requests to the running ones while memory for their whole text so far is at hand.
@@ -94,7 +96,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self._count(request, len(request.tokens), found)
-            self.running.append(request)
+            _line_up(request, self.running)
             admitted.append(request)
         return admitted
 
@@ -112,7 +114,7 @@ class Scheduler:
         return sum(request.decoding for request in self.running)
 
     def plan(self, prompt_rows: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:
-        """The parts of the next round, oldest request first, and the requests that had to be preempted.
+        """The parts of the next round, the first request's first, and the requests that had to be preempted.
 
         At most `prompt_rows` tokens of prompts are read, and never more than the limits allow.
         """
@@ -175,17 +177,21 @@ class Scheduler:
                 return slots
             if self.prefix is not None and self.prefix.evict(count - self.pool.available):
                 continue
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            preempted.append(youngest)
-            if youngest is request:
+            last = self.running[-1]
+            self._preempt(last)
+            preempted.append(last)
+            if last is request:
                 return None
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue; its text so far is read again later, so nothing is lost."""
+        """Back to the queue, before those that are as urgent; its text so far is read again later, so nothing
+        is lost."""
         self.running.remove(request)
         self._give_up(request)
-        self.waiting.appendleft(request)
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].priority < request.priority:
+            place += 1
+        self.waiting.insert(place, request)
         request.figures.preemptions += 1
         self.preemptions += 1
 
@@ -252,3 +258,11 @@ class Scheduler:
 
     def _reclaimable(self) -> int:
         return self.pool.available + (self.prefix.evictable if self.prefix is not None else 0)
+
+
+def _line_up(request: Request, others: "deque[Request] | list[Request]") -> None:
+    """Behind those that are as urgent."""
+    place = len(others)
+    while place and others[place - 1].priority > request.priority:
+        place -= 1
+    others.insert(place, request)

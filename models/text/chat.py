@@ -60,7 +60,7 @@ class ChatTemplate:
         self._variables = dict(variables)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **allowed: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool, **allowed: Any
     ) -> str:
         """The prompt of a conversation. What the template refuses, or fails at, is a `RequestError` on
         `messages`."""

@@ -80,7 +80,7 @@ class Tokenizer:
         return DetokenizeStream(lambda ids: self.decode(ids, skip_special_tokens), context[-_CONTEXT:])
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **allowed: Any
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **allowed: Any
     ) -> str:
         """The prompt text of a conversation; encode it with `add_special_tokens=False`."""
         if self._template is None:

@@ -5,6 +5,7 @@ a bound and coerces types.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -17,7 +18,10 @@ from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.http.streaming import while_connected
 from ssd_serve.server.limits import Limits
+from ssd_serve.server.openai.envelope import Envelope
 from ssd_serve.server.openai.fields import Strict
+
+logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=Strict)
 Result = TypeVar("Result")
@@ -26,8 +30,9 @@ Result = TypeVar("Result")
 class Bodies:
     """All bodies of one server."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, envelope: Envelope) -> None:
         self._limits = limits
+        self._envelope = envelope
         self._uploads = Uploads(limits.max_bodies_bytes, limits.inline_body_bytes, limits.body_grace_s)
         # One at once: a call of a parser stops the event loop for as long as it runs.
         self._parsing = OffLoop(limits.inline_body_bytes, at_once=1)
@@ -59,10 +64,15 @@ class Bodies:
             received = [await self._receive(request, upload)]
 
             async def parse_and_work() -> Result:
-                length = len(received[0])
-                return await work(
-                    await self._parsing.run(length, lambda: parse(received.pop(), model, tokens))
-                )
+                body = await self._parsing.run(len(received[0]), read)
+                if request.state.ignored:
+                    logger.warning("ignored fields of a request: %s", ", ".join(request.state.ignored))
+                return await work(body)
+
+            def read() -> Body:
+                body = parse(received.pop(), model, tokens)
+                request.state.ignored = self._envelope.ignored(body)
+                return body
 
             return await while_connected(request.receive, parse_and_work())
 

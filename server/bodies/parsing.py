@@ -8,7 +8,7 @@ Knows the form of bodies, not what they mean; runs on any thread.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -64,6 +64,8 @@ def parse(
     if count_names(raw, most, short) > most:
         raise _too_many(most)
     fields = parts_of_object(raw)
+    if "truncate_prompt_tokens" in fields:
+        tokens = replace(tokens, context=MAX_TOKEN_IDS)  # what is too long is cut
     lists: dict[str, object] = {}
     found: dict[str, object] = {}
     for name, least in model.long_lists.items():

@@ -183,10 +183,12 @@ class _Choice:
 class Run:
     """The choices of one HTTP request: `async with Run(...) as run: async for piece in run.pieces()`."""
 
-    def __init__(self, service: Service, plans: Sequence[ChoicePlan], salt: bytes = b"") -> None:
+    def __init__(
+        self, service: Service, plans: Sequence[ChoicePlan], salt: bytes = b"", priority: int = 0
+    ) -> None:
         self._service = service
         self._plans = plans
-        self._salt = salt
+        self._salt, self._priority = salt, priority
         self._choices: list[_Choice] = []
         self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
         self._unread = 0
@@ -231,7 +233,8 @@ class Run:
             for choice, plan in zip(choices, self._plans, strict=True)
             if not choice.stopped
         ]
-        numbers = self._service.engine.submit_all([wanted for _, wanted in asked], self._salt)
+        wanted = [each for _, each in asked]
+        numbers = self._service.engine.submit_all(wanted, self._salt, self._priority)
         for (choice, _), number in zip(asked, numbers, strict=True):
             choice.request = number
         for choice in choices:

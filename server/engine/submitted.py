@@ -118,7 +118,7 @@ def together(submits: Iterable[Submit]) -> list[Submit | SubmitChoices]:
 
 def _alike(one: Submit, other: Submit) -> bool:
     """Whether they are choices of one prompt."""
-    same = one.prompt is other.prompt and one.salt == other.salt
+    same = one.prompt is other.prompt and (one.salt, one.priority) == (other.salt, other.priority)
     return same and (one.parameters is other.parameters or one.parameters == other.parameters)
 
 
@@ -127,4 +127,4 @@ def _message(group: list[Submit]) -> Submit | SubmitChoices:
     if len(group) == 1:
         return first
     choices = tuple([Choice(each.request, each.seed, each.output, each.scored) for each in group])
-    return SubmitChoices(first.prompt, first.parameters, choices, first.salt)
+    return SubmitChoices(first.prompt, first.parameters, choices, first.salt, first.priority)

@@ -28,6 +28,8 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import ServerMetrics
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
+from ssd_serve.server.openai.envelope import HEADER as IGNORED
+from ssd_serve.server.openai.envelope import Envelope
 from ssd_serve.server.openai.openapi import Doors, describe
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
 from ssd_serve.server.service import OtherPages, Service, StopGate
@@ -65,7 +67,7 @@ def create_app(
         metrics=ServerMetrics(
             engine_client, lambda: service.trouble() is None, tenants, metrics_may_tell_cached(settings)
         ),
-        bodies=Bodies(limits),
+        bodies=Bodies(limits, Envelope(settings.strict_requests)),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
         rendering=OffLoop(-1, limits.tokenising_at_once),
         aside=OffLoop(-1, at_once=1),
@@ -107,7 +109,7 @@ def create_app(
             allow_origins=settings.cors_origins.split(","),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER, "Retry-After", *RATE_HEADERS],
+            expose_headers=[HEADER, IGNORED, "Retry-After", *RATE_HEADERS],
         )
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)

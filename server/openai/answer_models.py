@@ -211,12 +211,29 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
+class PromptLogprob(TypedDict):
+    """A token at a place of the prompt."""
+
+    logprob: float
+    rank: Annotated[
+        int | None, Field(description="among the most probable ones; null: not one of those told")
+    ]
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None],
+    Field(description="by token id, where they were asked for; the first token has none"),
+]
+
+
 class CompletionChoice(Ended):
     """A choice, or a piece of one."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
 
@@ -273,6 +290,7 @@ class ChatChoice(Ended):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
     token_ids: NotRequired[list[int]]
 
 

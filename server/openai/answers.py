@@ -16,6 +16,7 @@ from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, Choice
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import HEADER
 from ssd_serve.server.http.streaming import DONE, EventStream, event, obfuscated, while_connected
+from ssd_serve.server.openai.envelope import told_ignored
 from ssd_serve.server.openai.replies import ResponseHead, speculation, usage
 from ssd_serve.server.service import Service
 
@@ -73,6 +74,8 @@ class Job:
     told_usage: Literal["never", "last", "always"]
     """Which chunks of a stream tell the usage."""
     asked: Privacy = Privacy()
+    priority: int = 0
+    """Lower ones go first."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -97,7 +100,7 @@ class Visit:
 
     def run(self) -> Run:
         """The job's choices, to be entered."""
-        return Run(self.service, self.job.plans, self.salt)
+        return Run(self.service, self.job.plans, self.salt, self.job.priority)
 
     def usage(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
         """Usage so far. What was cached is told where only the client's own prompts can be."""
@@ -119,7 +122,7 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
     tenant = tenant_of(request)
     tenant.begin_prompt(job.charged_tokens)
     visit = Visit(service, job, tenant, service.tenants.salt(tenant, job.asked.cache_salt))
-    headers = {HEADER: job.head.name}
+    headers = {HEADER: job.head.name, **told_ignored(request)}
     if job.stream:
         return EventStream(_events(visit), headers, service.limits.ping_s)
     body = await while_connected(request.receive, _whole(visit))

@@ -12,11 +12,16 @@ from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, Choice
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.openai.answers import Job
-from ssd_serve.server.openai.completions import check_stream_options, privacy, usage_wanted
+from ssd_serve.server.openai.completions import (
+    check_prompt_logprobs,
+    check_stream_options,
+    privacy,
+    usage_wanted,
+)
 from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.openai.protocol import ChatRequest
-from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, written_in_steps
+from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, prompt_logprobs, written_in_steps
 from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
@@ -30,6 +35,7 @@ class ChatShape:
     prompt: TokenPrompt
     logprobs: bool
     token_ids: bool
+    prompt_logprobs: bool = False
     whole_kind: str = "chat.completion"
     chunk_kind: str = "chat.completion.chunk"
 
@@ -55,6 +61,9 @@ class ChatShape:
             "message": {"role": "assistant", "content": output.text, "refusal": None},
             **self._rest(details, output.ending),
         }
+        if self.prompt_logprobs:
+            told = yield from prompt_logprobs(self.texts, self.prompt.ids, output.prompt_logprobs)
+            entry["prompt_logprobs"] = told
         return {**entry, "token_ids": list(output.tokens)} if self.token_ids else entry
 
     def extra(self) -> dict[str, object]:
@@ -96,17 +105,11 @@ class ChatEndpoint:
         service.require_model(body.model)
         ready = service.require_ready()
         check_stream_options(body)
+        check_prompt_logprobs(body)
         choices = given(body.n, 1)
         service.require_room(choices)
-        prompt = await chat_prompt(
-            service,
-            ready,
-            body.messages,
-            body.chat_template_kwargs,
-            given(body.add_generation_prompt, True),
-            # Chat templates write the begin token themselves.
-            given(body.add_special_tokens, False),
-        )
+        # Chat templates write the begin token themselves.
+        prompt = await chat_prompt(service, ready, body, given(body.add_special_tokens, False))
         logprobs = requested_logprobs(body)
         rules = await text_rules(service, body)
         parameters = engine_parameters(
@@ -114,6 +117,7 @@ class ChatEndpoint:
             ready,
             max_tokens=chat_output_limit(body, len(prompt.ids), ready),
             logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             bad_words=await bad_word_tokens(service, body.bad_words),
             ending=rules.ending_tokens,
         )
@@ -124,9 +128,20 @@ class ChatEndpoint:
             ChoicePlan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
             for i in range(choices)
         ]
-        shape = ChatShape(service.texts, prompt, logprobs is not None, given(body.return_token_ids, False))
+        scored = body.prompt_logprobs is not None
+        tokens_told = given(body.return_token_ids, False)
+        shape = ChatShape(service.texts, prompt, logprobs is not None, tokens_told, scored)
         head = ResponseHead.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
-        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
+        return Job(
+            head,
+            plans,
+            choices,
+            shape,
+            given(body.stream, False),
+            usage_wanted(body),
+            privacy(body),
+            given(body.priority, 0),
+        )
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

@@ -17,7 +17,12 @@ from ssd_serve.server.openai.answers import Job, Privacy
 from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
 from ssd_serve.server.openai.protocol import CompletionRequest, GenerationRequest
-from ssd_serve.server.openai.replies import ResponseHead, completion_logprobs, written_in_steps
+from ssd_serve.server.openai.replies import (
+    ResponseHead,
+    completion_logprobs,
+    prompt_logprobs,
+    written_in_steps,
+)
 from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
@@ -46,6 +51,7 @@ class CompletionShape:
     """Of each prompt."""
     logprobs: bool
     token_ids: bool
+    prompt_logprobs: bool = False
     whole_kind: str = "text_completion"
     chunk_kind: str = "text_completion"
 
@@ -70,6 +76,9 @@ class CompletionShape:
         prompt = choice // self.choices
         details = (yield from self._all_logprobs(prompt, output)) if self.logprobs else None
         entry = self._entry(choice, self.echoes[prompt].text + output.text, details, output.ending)
+        if self.prompt_logprobs:
+            ids = self.prompts[prompt].ids
+            entry["prompt_logprobs"] = yield from prompt_logprobs(self.texts, ids, output.prompt_logprobs)
         return (
             {**entry, "token_ids": list(output.tokens), **self._prompt_ids(prompt)}
             if self.token_ids
@@ -131,6 +140,11 @@ class CompletionsEndpoint:
         scored = bool(body.echo) and body.logprobs is not None
         if scored and body.stream:
             raise bad_request("echo: with logprobs it cannot be streamed", "echo", "not_built")
+        if scored and body.prompt_logprobs is not None:
+            raise bad_request(
+                "prompt_logprobs: echo with logprobs tells them", "prompt_logprobs", "invalid_value"
+            )
+        check_prompt_logprobs(body)
         if body.echo and body.generated_token_ids:
             raise bad_request("echo: not where an answer goes on", "echo", "invalid_value")
         choices = given(body.n, 1)
@@ -139,7 +153,7 @@ class CompletionsEndpoint:
                 "best_of: only as many as n; choosing among more is not built", "best_of", "not_built"
             )
         service.require_room(prompt_count(body.prompt) * choices)
-        prompts = await completion_prompts(service, ready, body.prompt, given(body.add_special_tokens, True))
+        prompts = await completion_prompts(service, ready, body, given(body.add_special_tokens, True))
         skip_special = given(body.skip_special_tokens, True)
         seed = random_seed() if body.seed is None else body.seed
         rules = await text_rules(service, body)
@@ -153,7 +167,7 @@ class CompletionsEndpoint:
             ready,
             max_tokens=min(limits),
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if scored else None,
+            prompt_logprobs=body.logprobs if scored else body.prompt_logprobs,
             bad_words=banned,
             ending=rules.ending_tokens,
         )
@@ -175,9 +189,19 @@ class CompletionsEndpoint:
             else [Echo()] * len(prompts),
             logprobs=body.logprobs is not None,
             token_ids=given(body.return_token_ids, False),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
         head = ResponseHead.now("cmpl", name, service.model, service.fingerprint(ready), seed)
-        return Job(head, plans, choices, shape, given(body.stream, False), usage_wanted(body), privacy(body))
+        return Job(
+            head,
+            plans,
+            choices,
+            shape,
+            given(body.stream, False),
+            usage_wanted(body),
+            privacy(body),
+            given(body.priority, 0),
+        )
 
     async def _echoes(self, prompts: Sequence[TokenPrompt], skip_special: bool, scored: bool) -> list[Echo]:
         tokenizer = self.service.tokenizer
@@ -205,6 +229,12 @@ def check_stream_options(body: GenerationRequest) -> None:
     """400 for stream options of a request that does not stream."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only allowed with stream: true", "stream_options", "invalid_value")
+
+
+def check_prompt_logprobs(body: GenerationRequest) -> None:
+    """400 for figures of a prompt that a stream would have to tell."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs: cannot be streamed", "prompt_logprobs", "not_built")
 
 
 def privacy(body: GenerationRequest) -> Privacy:

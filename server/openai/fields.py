@@ -20,6 +20,7 @@ from pydantic import Strict as Strictness
 from pydantic_core import PydanticCustomError
 
 from ssd_serve.sampling.fields import within
+from ssd_serve.sampling.parameters import range_of
 from ssd_serve.server.http.request_ids import NAME
 from ssd_serve.server.limits import (
     MAX_ALLOWED_IDS,
@@ -46,6 +47,15 @@ class Strict(BaseModel):
 
     long_lists: ClassVar[Mapping[str, int]] = {}
     """Fields that may hold more token ids than pydantic should see, and how many each list has at least."""
+
+
+class Lenient(Strict):
+    """The same, but for fields that it does not know: they are kept, for `Envelope` to tell of."""
+
+    model_config = ConfigDict(extra="allow")
+
+    hands_on: ClassVar[bool] = False
+    """Whether what is not known here goes on to somebody who may know it."""
 
 
 def only_where(field: str, harmless: Sequence[object], needs: Mapping[str, object]) -> dict[str, Any]:
@@ -106,6 +116,43 @@ Labels = Annotated[
     Field(description="accepted; changes nothing"),
 ]
 """Labels as the OpenAI API bounds them."""
+
+
+def _tokens(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("max_tokens", "Input should be at least 1, or -1 for as many as fit")
+    return value
+
+
+Tokens = Annotated[
+    int,
+    Field(ge=-1, le=int(range_of("max_tokens").highest), json_schema_extra={"not": {"const": 0}}),
+    AfterValidator(_tokens),
+]
+"""How many may come; -1: as many as fit."""
+
+
+Truncation = Annotated[
+    int, Field(ge=-1, le=MAX_TOKEN_IDS, json_schema_extra={"not": {"const": 0}}), AfterValidator(_tokens)
+]
+"""How many of the last tokens stay; -1: as many as fit."""
+
+
+def _template_variables(value: dict[str, object]) -> dict[str, object]:
+    for name in sorted(_OWN_VARIABLES & value.keys()):
+        raise PydanticCustomError("template_variable", "{name} is not set here", {"name": name})
+    return value
+
+
+_OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+TemplateVariables = Annotated[
+    dict[str, object],
+    Field(
+        max_length=MAX_LABELS, json_schema_extra={"propertyNames": {"not": {"enum": sorted(_OWN_VARIABLES)}}}
+    ),
+    AfterValidator(_template_variables),
+]
+"""What a chat template reads besides the conversation; never the template itself."""
 
 
 def _one_or_list(value: object) -> str | None:
@@ -208,7 +255,7 @@ Prompt = Annotated[
 ]
 
 
-class TextPart(Strict):
+class TextPart(Lenient):
     """A text part of a chat message; images and sounds are not built."""
 
     type: Literal["text"]

@@ -19,6 +19,7 @@ from ssd_serve.server.access.tenants import RATE_HEADERS
 from ssd_serve.server.http.request_ids import HEADER
 from ssd_serve.server.openai import answer_models as answers
 from ssd_serve.server.openai import protocol
+from ssd_serve.server.openai.envelope import HEADER as IGNORED
 
 Schema = dict[str, Any]
 
@@ -34,7 +35,8 @@ _PROBLEMS = {
     "hold no lone surrogates; `min_tokens` is at most `max_tokens`; prompts x `n` are no more than one "
     "request may have; `best_of` is `n`; two names of one field do not differ; `bad_words` and `min_tokens` "
     "leave some of `allowed_token_ids`; `generated_token_ids` has one list for each choice; the model's chat "
-    "template takes the messages.",
+    "template takes the messages. A field that is not known is a 400 where its name nearly is a known one, "
+    "or where the server is strict.",
     401: "The key is missing or wrong.",
     403: "The figures tell of all keys: they are for the operator's.",
     404: "The model is not served here.",
@@ -62,6 +64,12 @@ _HEADERS: dict[int, Schema] = {
     401: {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
     429: {**_RETRY, **_LIMITS},
     503: _RETRY,
+}
+_IGNORED: Schema = {
+    IGNORED: {
+        "description": "fields of the request that are not known here and changed nothing, with commas",
+        "schema": {"type": "string"},
+    }
 }
 _NAME_HEADER: Schema = {
     "required": True,
@@ -239,7 +247,7 @@ def _operation(
         "responses": {
             "200": {
                 "description": "Success.",
-                "headers": {HEADER: _NAME_HEADER, **(_LIMITS if told.body else {})},
+                "headers": {HEADER: _NAME_HEADER, **({**_LIMITS, **_IGNORED} if told.body else {})},
                 "content": _content(told, references),
                 **({"links": told.links} if told.links and method != "head" else {}),
             },

@@ -1,14 +1,15 @@
 """From what people send to prompts of token ids that fit the model. Knows no sampling and no HTTP."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import Ready
-from ssd_serve.sampling.checks import check_prompt, encode, too_long
+from ssd_serve.sampling.checks import AS_MANY_AS_FIT, check_prompt, encode, too_long
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import OffLoop, Steps
-from ssd_serve.server.openai.protocol import ChatTemplateOptions, Message
+from ssd_serve.server.openai.conversation import Conversation
+from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TextTokenizer
 
@@ -36,8 +37,6 @@ CUT_TOKENS = 16
 TOKEN_UNITS = 8
 """Decoding a token takes about as long as tokenising so many characters."""
 
-_MESSAGE_UNITS = 32
-
 PromptField = str | list[str] | tuple[int, ...] | list[tuple[int, ...]]
 """The four forms of a prompt in the completions API."""
 
@@ -52,10 +51,18 @@ def prompt_count(prompt: PromptField) -> int:
     return len(prompt) if isinstance(prompt, list) else 1
 
 
+def tokens_kept(body: GenerationRequest, ready: Ready) -> int | None:
+    """How many of a prompt's last tokens the request keeps; None: all."""
+    if body.truncate_prompt_tokens != AS_MANY_AS_FIT:
+        return body.truncate_prompt_tokens
+    return max(1, ready.context - max(1, body.max_tokens or 1))
+
+
 async def completion_prompts(
-    service: Service, ready: Ready, prompt: PromptField, special: bool
+    service: Service, ready: Ready, body: CompletionRequest, special: bool
 ) -> list[TokenPrompt]:
     """The prompts of a completion request, in order; a single prompt gives one."""
+    prompt, most = body.prompt, tokens_kept(body, ready)
     items: list[str | tuple[int, ...]] = [*prompt] if isinstance(prompt, list) else [prompt]
     numbers: dict[int, int] = {}  # a tokenizer makes a new object for each token: they are shared
 
@@ -63,10 +70,10 @@ async def completion_prompts(
         found: list[TokenPrompt] = []
         for item in items:
             if isinstance(item, str):
-                ids = yield from text_ids(service.tokenizer, ready, item, special, "prompt")
+                ids = yield from text_ids(service.tokenizer, ready, item, special, "prompt", most)
                 found.append(TokenPrompt(tuple(map(numbers.setdefault, ids, ids)), item))
             else:
-                found.append(TokenPrompt(item, None))
+                found.append(TokenPrompt(item if most is None else item[-most:], None))
             check_prompt(found[-1].ids, ready, "prompt")
             yield
         return found
@@ -74,32 +81,31 @@ async def completion_prompts(
     return await service.off_loop.steps(sum(map(len, items)), work())
 
 
-async def chat_prompt(
-    service: Service,
-    ready: Ready,
-    messages: Sequence[Message],
-    options: ChatTemplateOptions | None,
-    add_generation_prompt: bool,
-    special: bool,
-) -> TokenPrompt:
+async def chat_prompt(service: Service, ready: Ready, body: ChatRequest, special: bool) -> TokenPrompt:
     """The prompt of a conversation."""
-    text = await chat_text(service.rendering, service.tokenizer, messages, options, add_generation_prompt)
+    text = await chat_text(service, service.rendering, Conversation.of(body, service.settings.system_prompt))
+    most = tokens_kept(body, ready)
     ids = await service.off_loop.steps(
-        len(text), text_ids(service.tokenizer, ready, text, special, "messages")
+        len(text), text_ids(service.tokenizer, ready, text, special, "messages", most)
     )
     check_prompt(ids, ready, "messages")
     return TokenPrompt(tuple(ids), text)
 
 
 def text_ids(
-    tokenizer: TextTokenizer, ready: Ready, text: str, special: bool, param: str
+    tokenizer: TextTokenizer, ready: Ready, text: str, special: bool, param: str, most: int | None = None
 ) -> Steps[list[int]]:
-    """Tokenise a text, but no more of a hopelessly long one than it takes to see that.
+    """Tokenise a text, but no more of a hopelessly long one than it takes to see that; keep the last `most`
+    of its tokens, behind the tokenizer's begin token.
 
     A tokenizer takes some hundred bytes for each character. So what may not fit is first counted in slices.
     """
     size = min(COUNTED_AT_ONCE, ready.context * PLENTY_CHARACTERS)
-    if len(text) > max(ready.context * FEW_CHARACTERS, size):
+    long = len(text) > max(ready.context * FEW_CHARACTERS, size)
+    if most is not None:
+        text = text[-PLENTY_CHARACTERS * (min(most, ready.context) + CUT_TOKENS) :] if long else text
+        return _last(encode(tokenizer, text, special, param), most, encode(tokenizer, "", special, param))
+    if long:
         least = 0
         for place in range(0, len(text), size):
             piece = text[place : place + size]
@@ -110,24 +116,16 @@ def text_ids(
     return encode(tokenizer, text, special, param)
 
 
-async def chat_text(
-    rendering: OffLoop,
-    tokenizer: TextTokenizer,
-    messages: Sequence[Message],
-    options: ChatTemplateOptions | None,
-    add_generation_prompt: bool,
-) -> str:
-    """Render the conversation with the model's chat template."""
-    entries = [message.template_entry() for message in messages]
-    variables: dict[str, object] = options.model_dump(exclude_none=True) if options else {}
+def _last(ids: list[int], most: int, begin: list[int]) -> list[int]:
+    """The last `most` ids, the first of them still those of a beginning where there is room for it."""
+    if len(ids) <= most or len(begin) >= most or ids[: len(begin)] != begin:
+        return ids[-most:]
+    return begin + ids[len(begin) - most :]
 
-    def render() -> str:
-        return tokenizer.apply_chat_template(
-            entries, add_generation_prompt=add_generation_prompt, **variables
-        )
 
-    units = sum(sum(map(len, entry.values())) + _MESSAGE_UNITS for entry in entries)
+async def chat_text(service: Service, rendering: OffLoop, conversation: Conversation) -> str:
+    """The conversation as the model's chat template writes it, rendered on these threads."""
     try:
-        return await rendering.run(units, render)
+        return await rendering.run(conversation.units, lambda: conversation.text(service.tokenizer))
     except RequestError as error:
         raise bad_request(str(error), error.field or "messages") from error

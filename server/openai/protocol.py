@@ -5,9 +5,9 @@ Unknown fields are errors. Ranges that need the model (vocabulary, context) are 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
 from ssd_serve.server.limits import MAX_MESSAGES
@@ -18,6 +18,7 @@ from ssd_serve.server.openai.fields import (
     Content,
     Label,
     Labels,
+    Lenient,
     LogitBias,
     NotBuilt,
     Prompt,
@@ -26,16 +27,18 @@ from ssd_serve.server.openai.fields import (
     Stop,
     StopTokenIds,
     Strict,
+    TemplateVariables,
     TokenIds,
+    Tokens,
+    Truncation,
     not_built,
     only_where,
 )
 
 TopLogprobs = Annotated[int, within("logprobs")]
-Tokens = Annotated[int, within("max_tokens")]
 
 
-class StreamOptions(Strict):
+class StreamOptions(Lenient):
     """What a stream carries besides the text."""
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
@@ -53,6 +56,11 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
+def _named(*names: str) -> Any:
+    """A field that others know by other names; the first is ours."""
+    return Field(None, validation_alias=AliasChoices(*names))
+
+
 _STREAMED = {"properties": {"stream": {"const": True}}, "required": ["stream"]}
 _SEEDED = {"properties": {"seed": {"type": "integer"}}, "required": ["seed"]}
 _FRESH: dict[str, object] = {"properties": {"generated_token_ids": {"enum": [None, []]}}}
@@ -68,8 +76,9 @@ _SCORED_OR_STREAMED = [
 
 
 @with_numbers
-class GenerationRequest(Strict):
-    """What completions and chat completions have in common. Null means the default."""
+class GenerationRequest(Lenient):
+    """What completions and chat completions have in common. Null means the default. Other names of a field
+    are llama.cpp's."""
 
     long_lists: ClassVar[Mapping[str, int]] = {"generated_token_ids": 0}
 
@@ -83,7 +92,9 @@ class GenerationRequest(Strict):
     top_k: Annotated[int, within("top_k")] | None = Field(None, description="0 or -1: off")
     top_p: Annotated[float, within("top_p")] | None = None
     min_p: Annotated[float, within("min_p")] | None = None
-    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = _named(
+        "repetition_penalty", "repeat_penalty"
+    )
     presence_penalty: Annotated[float, within("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
     logit_bias: LogitBias | None = None
@@ -91,7 +102,7 @@ class GenerationRequest(Strict):
     bad_words: BadWords | None = Field(None, description="texts that the output must not hold")
 
     min_tokens: Annotated[int, within("min_tokens")] | None = None
-    max_tokens: Tokens | None = None
+    max_tokens: Tokens | None = _named("max_tokens", "n_predict")
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -104,13 +115,23 @@ class GenerationRequest(Strict):
         "off: this one goes on behind them",
     )
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: bool | None = _named("return_token_ids", "return_tokens")
     add_special_tokens: bool | None = Field(
         None, description="let the tokenizer add its begin token to a text"
     )
 
     request_id: RequestName | None = Field(
         None, description="name of the request in its answer, unless the header X-Request-Id gives one"
+    )
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        None, description="of requests that wait, those with lower numbers go first (0)"
+    )
+    truncate_prompt_tokens: Truncation | None = Field(
+        None,
+        description="keep only so many of the prompt's last tokens; -1: as many as fit beside the output",
+    )
+    prompt_logprobs: TopLogprobs | None = Field(
+        None, description="tell of each token of the prompt its log-probability, and those of as many others"
     )
     cache_salt: CacheSalt | None = Field(
         None,
@@ -127,17 +148,28 @@ class GenerationRequest(Strict):
     guided_regex: NotBuilt = None
     kv_transfer_params: NotBuilt = None
     length_penalty: Annotated[object, not_built(1, 1.0)] = None
-    priority: Annotated[object, not_built(0)] = None
-    prompt_logprobs: NotBuilt = None
     repetition_detection: NotBuilt = None
     response_format: TextFormat | None = None
     spaces_between_special_tokens: Annotated[object, not_built(True)] = None
     return_tokens_as_token_ids: Annotated[object, not_built(False)] = None
     structured_outputs: NotBuilt = None
     thinking_token_budget: NotBuilt = None
-    truncate_prompt_tokens: NotBuilt = None
     use_beam_search: Annotated[object, not_built(False)] = None
     vllm_xargs: NotBuilt = None
+
+    # Samplers of other servers: they would change what is said.
+    dry_multiplier: Annotated[object, not_built(0, 0.0)] = None
+    dynatemp_range: Annotated[object, not_built(0, 0.0)] = None
+    epsilon_cutoff: Annotated[object, not_built(0, 0.0)] = None
+    eta_cutoff: Annotated[object, not_built(0, 0.0)] = None
+    grammar: Annotated[object, not_built("")] = None
+    json_schema: NotBuilt = None
+    mirostat: Annotated[object, not_built(0)] = None
+    tfs_z: Annotated[object, not_built(1, 1.0)] = None
+    top_a: Annotated[object, not_built(0, 0.0)] = None
+    top_n_sigma: Annotated[object, not_built(-1, -1.0)] = None
+    typical_p: Annotated[object, not_built(1, 1.0)] = None
+    xtc_probability: Annotated[object, not_built(0, 0.0)] = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -157,13 +189,16 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = Field(None, description="begin the text with the prompt")
     logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
 
+    messages: NotBuilt = None
     best_of: int | None = Field(None, ge=1, description="only as many as n: choosing among more is not built")
     prompt_embeds: NotBuilt = None
     suffix: Annotated[object, not_built("")] = None
 
 
-class Message(Strict):
-    """One message of a conversation."""
+class Message(Lenient):
+    """One message of a conversation. Other fields are for the model's chat template."""
+
+    hands_on: ClassVar[bool] = True
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -176,20 +211,14 @@ class Message(Strict):
     tool_call_id: NotBuilt = None
     tool_calls: Annotated[object, not_built([])] = None
 
-    def template_entry(self) -> dict[str, str]:
-        """The message as chat templates read it: content as one string."""
+    def template_entry(self) -> dict[str, object]:
+        """The message as chat templates read it: content as one string, and what else a client gave it."""
         parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
-        entry = {"role": role, "content": parts}
+        entry = {**(self.model_extra or {}), "role": role, "content": parts}
         if self.name is not None:
             entry["name"] = self.name
         return entry
-
-
-class ChatTemplateOptions(Strict):
-    """The variables of a chat template that a request may set; never the template itself."""
-
-    enable_thinking: bool | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -212,12 +241,14 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: ChatTemplateOptions | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: bool | None = Field(
+        None, description="the answer goes on where the last message ends"
+    )
 
     audio: NotBuilt = None
     best_of: Annotated[object, not_built(1)] = None
     chat_template: NotBuilt = None
-    continue_final_message: Annotated[object, not_built(False)] = None
     documents: NotBuilt = None
     echo: Annotated[object, not_built(False)] = None
     function_call: Annotated[object, not_built("none")] = None
@@ -229,6 +260,7 @@ class ChatRequest(GenerationRequest):
     moderation: NotBuilt = None
     parallel_tool_calls: Annotated[object, not_built(True, False)] = None
     prediction: NotBuilt = None
+    prompt: NotBuilt = None
     prompt_cache_options: NotBuilt = None
     prompt_cache_retention: NotBuilt = None
     reasoning_effort: Annotated[object, not_built("none")] = None
@@ -240,7 +272,7 @@ class ChatRequest(GenerationRequest):
     web_search_options: NotBuilt = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Lenient):
     """Body of `/tokenize`: a text or a conversation."""
 
     model_config = ConfigDict(
@@ -257,11 +289,12 @@ class TokenizeRequest(Strict):
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: ChatTemplateOptions | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Lenient):
     """Body of `/detokenize`."""
 
     long_lists: ClassVar[Mapping[str, int]] = {"tokens": 1}

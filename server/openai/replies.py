@@ -124,6 +124,28 @@ def written_in_steps(length: int, write: Callable[[slice], dict[str, object]]) -
     return {**whole, **{name: msgspec.Raw(b"[%s]" % b",".join(parts)) for name, parts in lists.items()}}
 
 
+def prompt_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[TokenLogprobs]
+) -> Steps[msgspec.Raw]:
+    """What vLLM tells of a prompt: null for its first token, then of each token itself and of the most
+    probable ones at its place, by id."""
+    written = [b"null"]
+    for token, entry in zip(tokens[1:], entries, strict=False):
+        told = {token: finite(entry.chosen)} | {other: finite(value) for other, value in entry.top}
+        ranks = {other: rank for rank, (other, _) in enumerate(entry.top, 1)}
+        written.append(
+            msgspec.json.encode(
+                {
+                    str(each): {"logprob": value, "rank": ranks.get(each), "decoded_token": texts.of(each)}
+                    for each, value in told.items()
+                }
+            )
+        )
+        if len(written) % _WRITTEN_AT_ONCE == 0:
+            yield
+    return msgspec.Raw(b"[%s]" % b",".join(written))
+
+
 def completion_logprobs(
     texts: TokenTexts,
     tokens: Sequence[int],

@@ -10,6 +10,8 @@ from ssd_serve.messages import Ready
 from ssd_serve.sampling.checks import check_vocabulary, too_long
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.openai.conversation import Conversation
+from ssd_serve.server.openai.envelope import told_ignored
 from ssd_serve.server.openai.prompts import chat_text, text_ids, token_units
 from ssd_serve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from ssd_serve.server.openai.sampling import given
@@ -27,20 +29,18 @@ class TokenizingEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """Ids of a text or of a conversation."""
         ready = self.service.require_ready()
-        return _json(
-            await self.service.bodies.use(
-                request, TokenizeRequest, ready, lambda body: self._ids(body, ready)
-            )
+        answer = await self.service.bodies.use(
+            request, TokenizeRequest, ready, lambda body: self._ids(body, ready)
         )
+        return _json(answer, request)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of ids, special tokens included."""
         ready = self.service.require_ready()
-        return _json(
-            await self.service.bodies.use(
-                request, DetokenizeRequest, ready, lambda body: self._text(body, ready)
-            )
+        answer = await self.service.bodies.use(
+            request, DetokenizeRequest, ready, lambda body: self._text(body, ready)
         )
+        return _json(answer, request)
 
     async def _ids(self, body: TokenizeRequest, ready: Ready) -> dict[str, object]:
         service = self.service
@@ -49,10 +49,8 @@ class TokenizingEndpoints:
             raise bad_request("give either prompt or messages", "prompt", "invalid_value")
         text = body.prompt or ""
         if body.messages is not None:
-            generation_prompt = given(body.add_generation_prompt, True)
-            text = await chat_text(
-                service.aside, service.tokenizer, body.messages, body.chat_template_kwargs, generation_prompt
-            )
+            conversation = Conversation.of(body, service.settings.system_prompt)
+            text = await chat_text(service, service.aside, conversation)
         param = "prompt" if body.messages is None else "messages"
         special = given(body.add_special_tokens, body.messages is None)
         ids = await service.aside.steps(len(text), text_ids(service.tokenizer, ready, text, special, param))
@@ -81,5 +79,6 @@ class TokenizingEndpoints:
         return {"prompt": text}
 
 
-def _json(answer: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+def _json(answer: dict[str, object], request: Request) -> Response:
+    headers = told_ignored(request)
+    return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)

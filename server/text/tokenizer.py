@@ -4,7 +4,7 @@ The tokenizer itself lives with the models; this names only the calls that are m
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ssd_serve.server.text.output import Detokenizer
 
@@ -27,8 +27,9 @@ class TextTokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        /,
         **variables: object,
     ) -> str:
         """The conversation as one text; `RequestError` when the model has no template or it refuses."""

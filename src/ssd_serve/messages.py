@@ -61,6 +61,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Prompt tokens, from the second on, whose log-probabilities were told before."""
     salt: bytes = b""
     """Only requests with the same one read each other's prompts and outputs in the prefix cache."""
+    priority: int = 0
+    """Of those that wait, lower ones begin first; of those that run, they are interrupted last."""
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +81,7 @@ class SubmitChoices(msgspec.Struct, frozen=True, tag=True):
     parameters: SamplingParameters
     choices: tuple[Choice, ...]
     salt: bytes = b""
+    priority: int = 0
 
     def each(self) -> list[Submit]:
         """As requests of their own, which share the prompt."""
@@ -91,6 +94,7 @@ class SubmitChoices(msgspec.Struct, frozen=True, tag=True):
                 each.output,
                 each.scored,
                 self.salt,
+                self.priority,
             )
             for each in self.choices
         ]

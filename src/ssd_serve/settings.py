@@ -157,6 +157,15 @@ class Settings(BaseSettings):
         description="tell `cached_tokens` also of KV that others' prompts may have left, which confirms "
         "guesses about them",
     )
+    system_prompt: str | None = Field(
+        default=None,
+        description="what the model is told before every conversation, ahead of what clients tell it",
+    )
+    strict_requests: bool = Field(
+        default=False,
+        description="refuse requests with fields that are not known, which are otherwise ignored and told "
+        "in the header X-SSD-Ignored",
+    )
     metrics_key: Key | None = Field(
         default=None, description="when set, /metrics needs this bearer token instead of an API key"
     )

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import RequestError
@@ -131,8 +132,9 @@ class ByteTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        /,
         **variables: object,
     ) -> str:
         if messages[0]["role"] == "assistant":

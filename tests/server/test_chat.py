@@ -1,13 +1,34 @@
 """`/v1/chat/completions`: messages, the template, choices, streams."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 
-from tests.server.fakes import CONTEXT, END, Script, say, tokens
+from ssd_serve.settings import Settings
+from tests.server.fakes import CONTEXT, END, ByteTokenizer, Script, say, tokens
 from tests.server.played_servers import events, open_house, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Hi"}]
+
+
+class TemplateReader(ByteTokenizer):
+    """Remembers what its template was given."""
+
+    def __init__(self) -> None:
+        self.entries: list[Mapping[str, Any]] = []
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        /,
+        **variables: object,
+    ) -> str:
+        self.entries += messages
+        return super().apply_chat_template(messages, add_generation_prompt, **variables)
 
 
 def prompt_text(ids: tuple[int, ...]) -> str:
@@ -60,14 +81,46 @@ async def test_what_a_client_returns_of_an_earlier_answer_is_accepted() -> None:
         await post(house, PATH, messages=[*ASK, returned, *ASK])
 
 
-async def test_variables_of_the_template_are_an_allow_list() -> None:
+async def test_variables_are_for_the_template_but_for_those_that_are_fields() -> None:
     async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, messages=ASK, chat_template_kwargs={"enable_thinking": True})
+        await post(house, PATH, messages=ASK, chat_template_kwargs={"enable_thinking": True, "self": 1})
         assert prompt_text(house.engine.submits()[0].prompt).endswith("(thinking)")
-        body = {"messages": ASK, "chat_template_kwargs": {"tokenize": True}}
+        body = {"messages": ASK, "chat_template_kwargs": {"messages": []}}
         answer = await house.http.post(PATH, json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "chat_template_kwargs.tokenize"
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
+
+
+async def test_what_a_message_says_besides_is_for_the_template() -> None:
+    said = {"role": "assistant", "content": "x", "reasoning_content": "Hm.", "id": "m1"}
+    tokenizer = TemplateReader()
+    async with open_house(lambda _: say("x"), tokenizer=tokenizer) as house:
+        await post(house, PATH, messages=[*ASK, said, *ASK])
+    assert tokenizer.entries[1] == said
+
+
+async def test_the_last_message_may_be_gone_on_with() -> None:
+    conversation = [*ASK, {"role": "assistant", "content": " The answer is "}]
+    async with open_house(lambda _: say("4")) as house:
+        await post(house, PATH, messages=conversation, continue_final_message=True)
+        assert prompt_text(house.engine.submits()[0].prompt) == "user: Hi\nassistant:  The answer is "
+        both = {"messages": conversation, "continue_final_message": True, "add_generation_prompt": True}
+        answer = await house.http.post(PATH, json=both)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "add_generation_prompt"
+
+
+async def test_the_operator_speaks_first() -> None:
+    settings = Settings(system_prompt="Be kind.")
+    asked = [{"role": "system", "content": "Be brief."}, *ASK]
+    async with open_house(lambda _: say("x"), settings=settings) as house:
+        await post(house, PATH, messages=ASK)
+        await post(house, PATH, messages=asked)
+        counted = await house.http.post("/tokenize", json={"messages": ASK})
+        first, second = (prompt_text(each.prompt) for each in house.engine.submits())
+    assert first == "system: Be kind.\nuser: Hi\nassistant: "
+    assert second == "system: Be kind.\n\nBe brief.\nuser: Hi\nassistant: "
+    assert counted.json()["count"] == len(first)
 
 
 async def test_what_the_template_refuses_is_the_clients_fault() -> None:

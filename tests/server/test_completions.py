@@ -9,6 +9,7 @@ from tests.server.played_servers import events, open_house, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
+ASK = [{"role": "user", "content": "Hi"}]
 
 
 async def test_a_whole_completion() -> None:
@@ -315,3 +316,45 @@ async def test_an_error_of_the_engine_is_a_500_or_an_event() -> None:
     assert stream.status_code == 200
     assert '"code":"engine_error"' in stream.text
     assert "[DONE]" not in stream.text
+
+
+async def test_of_a_long_prompt_the_end_may_be_kept() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        for prompt, most, kept in [
+            ("abcdef", 4, [BEGIN, *b"def"]),
+            ("abcdef", 1, [*b"f"]),
+            ("abc", 9, [BEGIN, *b"abc"]),
+            ([1, 2, 3], 2, [2, 3]),
+            ("ab" * 100_000, 3, [BEGIN, *b"ab"]),
+            ([7] * CONTEXT * 2, 2, [7, 7]),
+        ]:
+            await post(house, PATH, prompt=prompt, truncate_prompt_tokens=most)
+            assert list(house.engine.submits()[-1].prompt) == kept
+        await post(house, PATH, prompt=[7] * CONTEXT * 2, truncate_prompt_tokens=-1, max_tokens=10)
+        assert len(house.engine.submits()[-1].prompt) == CONTEXT - 10
+        wrong = await house.http.post(PATH, json={"prompt": "a", "truncate_prompt_tokens": 0})
+    assert wrong.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+async def test_figures_of_a_prompt_without_its_echo() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        told = await post(house, PATH, prompt="ab", prompt_logprobs=1, add_special_tokens=False)
+        chat = await post(house, "/v1/chat/completions", messages=ASK, prompt_logprobs=0)
+        streamed = await house.http.post(PATH, json={"prompt": "a", "stream": True, "prompt_logprobs": 1})
+    assert told["choices"][0]["text"] == "x"
+    assert told["choices"][0]["prompt_logprobs"] == [
+        None,
+        {
+            str(ord("b")): {"logprob": -1.0, "rank": None, "decoded_token": "b"},
+            str(ord("z")): {"logprob": -0.1, "rank": 1, "decoded_token": "z"},
+        },
+    ]
+    assert len(chat["choices"][0]["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert streamed.status_code == 400
+
+
+async def test_how_urgent_a_request_is_goes_to_the_engine() -> None:
+    async with open_house(lambda _: say("x")) as house:
+        await post(house, PATH, prompt=["a", "b"], n=2, priority=-3)
+        await post(house, PATH, prompt="a")
+        assert [each.priority for each in house.engine.submits()] == [-3] * 4 + [0]

@@ -64,7 +64,10 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "stream_options": {}}, "stream_options"),
-    ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    (
+        {"prompt": "a", "stream": True, "stream_options": {"include-usage": True}},
+        "stream_options.include-usage",
+    ),
     ({"prompt": "a", "best_of": 3}, "best_of"),
     ({"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
     ({"prompt": "a", "request_id": "two words"}, "request_id"),
@@ -138,7 +141,8 @@ async def test_wrong_bodies_are_refused_by_name_and_harm_nothing() -> None:
 
 async def test_codes_tell_unknown_fields_from_unbuilt_ones() -> None:
     async with open_house(lambda _: say("x")) as house:
-        assert await assert_refused(house, CHAT, {"messages": ASK, "x": 1}, "x") == "unknown_field"
+        wrong = {"messages": ASK, "top-p": 1}
+        assert await assert_refused(house, CHAT, wrong, "top-p") == "unknown_field"
         assert await assert_refused(house, CHAT, {"messages": ASK, "tools": [1]}, "tools") == "not_built"
         assert await assert_refused(house, COMPLETIONS, {}, "prompt") == "missing_field"
 
@@ -313,7 +317,8 @@ async def test_little_of_a_hopeless_prompt_is_read_however_it_tokenises() -> Non
 
 async def test_names_of_any_length_are_not_told_back() -> None:
     async with open_house(lambda _: say("x")) as house:
-        for body in ({"prompt": "a", "x" * 100_000: 1}, {"prompt": "a", "model": "x" * 100_000}):
+        wrong = {"x" * 100_000: "1"}
+        for body in ({"prompt": "a", "metadata": wrong}, {"prompt": "a", "model": "x" * 100_000}):
             answer = await house.http.post(COMPLETIONS, json=body)
             assert answer.status_code in (400, 404)
             assert len(answer.content) < 2_000

@@ -129,7 +129,7 @@ async def test_every_problem_is_as_the_document_says() -> None:
         await house.http.get("/v1/models/other")
         for path, body in BODIES.items():
             await house.http.post(path, json={**body, "model": "other"})
-            await house.http.post(path, json={**body, "nonsense": 1})
+            await house.http.post(path, json={**body, "modell": 1})
             await house.http.post(path, json={**body, "user": "x" * 100})
             await house.http.post(path, content=b"{}")
         note(house)

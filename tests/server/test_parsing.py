@@ -254,7 +254,7 @@ def test_commas_in_texts_are_no_values() -> None:
 
 
 def test_very_many_wrong_fields_are_counted_and_not_listed() -> None:
-    fields = b",".join(b'"a%d":0' % place for place in range(2_000))
+    biases = b",".join(b'"a%d":0' % place for place in range(2_000))
     with pytest.raises(ApiError) as wrong:
-        parse(b"{" + fields + b"}", ChatRequest, TOKENS)
+        parse(b'{"logit_bias":{' + biases + b"}}", ChatRequest, TOKENS)
     assert wrong.value.message.startswith("2001 fields or values are wrong")

@@ -351,3 +351,26 @@ def test_long_requests_are_looked_up_over_several_rounds() -> None:
     for number in range(4):
         scheduler.submit(make_request(number, [1 + number] * 140_000, 9))
     assert [len(scheduler.admit()) for _ in range(3)] == [2, 2, 0]
+
+
+def test_the_urgent_go_first_and_make_room_last() -> None:
+    scheduler = make_scheduler(slots=16, prefix=False, max_running=3, max_waiting=9, chunk=64)
+    asked = [make_request(number, [number] * 3, 20) for number in range(1, 6)]
+    for request, priority in zip(asked, (1, 0, 1, 0, -1), strict=True):
+        request.priority = priority
+        scheduler.submit(request)
+    assert [each.number for each in scheduler.waiting] == [5, 2, 4, 1, 3]
+    assert [each.number for each in scheduler.admit()] == [5, 2, 4]
+    late = make_request(6, [6], 20)
+    late.priority = -2
+    scheduler.remove(asked[3])
+    scheduler.submit(late)
+    scheduler.admit()
+    assert [each.number for each in scheduler.running] == [6, 5, 2]
+    preempted: list[Request] = []
+    while not preempted:  # until memory is short
+        parts, preempted = scheduler.plan()
+        for part in parts:
+            commit(scheduler, part, [], 0, 1)
+    assert [each.number for each in preempted] == [2]
+    assert [each.number for each in scheduler.waiting] == [2, 1, 3]

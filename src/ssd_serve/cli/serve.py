@@ -84,7 +84,7 @@ class ServingTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **variables: Any
     ) -> str:
         """The conversation as one text."""
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
