@@ -17,6 +17,8 @@ MAX_TOKEN_IDS = 2**21
 """In one body, all lists together."""
 MAX_VALUES = 32_768
 """Of any kind in one body, besides token ids: as many messages as there may be have fewer."""
+MAX_TOOLS = 256
+"""That a request describes, or that a message calls."""
 MAX_UNKNOWN_FIELDS = 64
 """In one object of a body."""
 MAX_LABELS = 16

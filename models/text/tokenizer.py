@@ -37,6 +37,8 @@ class Tokenizer:
         self._backend.no_padding()
         self._special = _special_tokens(folder, settings)
         source = find_template(folder, settings)
+        self.chat_template = source or ""
+        """The source of the chat template; empty where there is none."""
         self._template = None if source is None else ChatTemplate(source, self._special)
         self._eos = _eos(folder, self.token_id(self._special.get("eos_token", "")))
         self.name = model_name(folder)

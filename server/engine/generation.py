@@ -64,6 +64,8 @@ class ChoicePiece:
     offsets: tuple[int, ...]
     ending: Ending | None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    before: str = ""
+    """With the first piece: the text that the client has from an earlier answer."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,8 @@ class ChoiceOutput:
     ending: Ending | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     """Of the prompt's tokens from the second on, where they were asked for."""
+    before: str = ""
+    """What the client has from an earlier answer."""
 
     @property
     def text(self) -> str:
@@ -92,6 +96,7 @@ class ChoiceOutput:
         self.offsets.extend(piece.offsets)
         self.prompt_logprobs.extend(piece.prompt_logprobs)
         self.ending = piece.ending or self.ending
+        self.before += piece.before
 
 
 class _Choice:
@@ -105,6 +110,7 @@ class _Choice:
         self.watch = Stopwatch(service.metrics, len(plan.prompt))
         self.shown = 0
         """Characters that the client has from an earlier answer."""
+        self._had: list[str] = []
         self._before = 0
         """Tokens of it that this answer does not count."""
         self.running = False
@@ -123,7 +129,9 @@ class _Choice:
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Take more of what the client has from an earlier answer."""
-        self.shown += sum(len(self.assembler.push(token)) for token in tokens)
+        had = [self.assembler.push(token) for token in tokens]
+        self.shown += sum(map(len, had))
+        self._had += had
         self._before = self.assembler.tokens
 
     def absorb(self, report: Committed) -> ChoicePiece:
@@ -149,7 +157,13 @@ class _Choice:
             offsets=tuple(offsets),
             ending=None,
             prompt_logprobs=report.prompt_logprobs,
+            before=self._before_it(),
         )
+
+    def _before_it(self) -> str:
+        """What the client has from an earlier answer; the first time only."""
+        had, self._had = "".join(self._had), []
+        return had
 
     def end(self, report: Finished) -> ChoicePiece:
         """The engine ended the choice; held back text may still complete a stop string."""
@@ -159,7 +173,7 @@ class _Choice:
         figures = self._seen() if self.interrupted else report.figures
         self.close(reason)
         ending = Ending(reason, cause, figures, complete=not self.interrupted)
-        return ChoicePiece(self.index, text, (), (), (), ending)
+        return ChoicePiece(self.index, text, (), (), (), ending, before=self._before_it())
 
     def close(self, reason: str) -> None:
         """Count the end, once."""
@@ -171,7 +185,7 @@ class _Choice:
         """The text is complete but the engine did not say so: only what was seen here is known."""
         self.close("stop")
         ending = Ending("stop", self.assembler.stopped_by, self._seen(), complete=False)
-        return ChoicePiece(self.index, "", (), (), (), ending)
+        return ChoicePiece(self.index, "", (), (), (), ending, before=self._before_it())
 
     def _seen(self) -> Figures:
         """Usage as far as the pieces here tell it."""

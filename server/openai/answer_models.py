@@ -174,7 +174,7 @@ class Metrics(TypedDict):
     speculative_decoding: Speculation
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Ended(TypedDict):
@@ -276,11 +276,37 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CallFunction(TypedDict):
+    """Which tool is called with what. A later piece of a stream has more of the arguments alone."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class AnswerCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CallFunction
+
+
+class CallDelta(TypedDict):
+    """A piece of a call; the first one tells its id and its name."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CallFunction
+
+
 class AnswerMessage(TypedDict):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Field(description="null where tools are called without a word")]
+    reasoning_content: NotRequired[Annotated[str, Field(description="what the model thought")]]
+    tool_calls: NotRequired[list[AnswerCall]]
     refusal: None
 
 
@@ -310,6 +336,8 @@ class Delta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CallDelta]]
 
 
 class ChunkChoice(Ended):

@@ -1,5 +1,6 @@
 """`/v1/chat/completions`: from its body to a job, and how it writes choices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import Request, Response
@@ -23,6 +24,9 @@ from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.openai.protocol import ChatRequest
 from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, prompt_logprobs, written_in_steps
 from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
+from ssd_serve.server.openai.tools.formats import FORMATS, format_of
+from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
+from ssd_serve.server.openai.tools.reasoning import BEGIN, begins_in_thought
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -33,6 +37,8 @@ class ChatShape:
 
     texts: TokenTexts
     prompt: TokenPrompt
+    writers: Sequence[MessageWriter]
+    """Of the choices."""
     logprobs: bool
     token_ids: bool
     prompt_logprobs: bool = False
@@ -45,9 +51,10 @@ class ChatShape:
 
     def part(self, piece: ChoicePiece) -> dict[str, object] | None:
         """One piece."""
-        if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
+        self.writers[piece.choice].begin_behind(piece.before)
+        delta = self.writers[piece.choice].push(piece.text, last=piece.ending is not None)
+        if not (delta or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
             return None
-        delta: dict[str, object] = {"content": piece.text} if piece.text else {}
         scored = self.logprobs and piece.tokens
         details = chat_logprobs(self.texts, piece.tokens, piece.logprobs) if scored else None
         entry = self._delta(piece.choice, delta, details, piece.ending)
@@ -56,10 +63,12 @@ class ChatShape:
     def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """A whole choice."""
         details = (yield from self._all_logprobs(output)) if self.logprobs else None
+        self.writers[choice].begin_behind(output.before)
+        self.writers[choice].push(output.text, last=True)
         entry: dict[str, object] = {
             "index": choice,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            **self._rest(details, output.ending),
+            "message": self.writers[choice].message(),
+            **self._rest(choice, details, output.ending),
         }
         if self.prompt_logprobs:
             told = yield from prompt_logprobs(self.texts, self.prompt.ids, output.prompt_logprobs)
@@ -73,12 +82,15 @@ class ChatShape:
     def _delta(
         self, choice: int, delta: dict[str, object], details: dict[str, object] | None, ending: Ending | None
     ) -> dict[str, object]:
-        return {"index": choice, "delta": delta, **self._rest(details, ending)}
+        return {"index": choice, "delta": delta, **self._rest(choice, details, ending)}
 
-    def _rest(self, details: dict[str, object] | None, ending: Ending | None) -> dict[str, object]:
+    def _rest(
+        self, choice: int, details: dict[str, object] | None, ending: Ending | None
+    ) -> dict[str, object]:
+        called = ending is not None and ending.reason == "stop" and self.writers[choice].called
         return {
             "logprobs": details,
-            "finish_reason": ending.reason if ending else None,
+            "finish_reason": "tool_calls" if called else ending.reason if ending else None,
             "stop_reason": ending.cause if ending else None,
         }
 
@@ -110,6 +122,7 @@ class ChatEndpoint:
         service.require_room(choices)
         # Chat templates write the begin token themselves.
         prompt = await chat_prompt(service, ready, body, given(body.add_special_tokens, False))
+        message = message_rules(service, body, prompt)
         logprobs = requested_logprobs(body)
         rules = await text_rules(service, body)
         parameters = engine_parameters(
@@ -122,7 +135,8 @@ class ChatEndpoint:
             ending=rules.ending_tokens,
         )
         seed = random_seed() if body.seed is None else body.seed
-        skip_special = given(body.skip_special_tokens, True)
+        # Marks of calls may be special tokens.
+        skip_special = given(body.skip_special_tokens, message.format is None)
         had = await generated_tokens(service, ready, body, [parameters.max_tokens] * choices)
         plans = [
             ChoicePlan(prompt.ids, parameters, choice_seed(seed & MASK64, i), rules, skip_special, had[i])
@@ -130,8 +144,9 @@ class ChatEndpoint:
         ]
         scored = body.prompt_logprobs is not None
         tokens_told = given(body.return_token_ids, False)
-        shape = ChatShape(service.texts, prompt, logprobs is not None, tokens_told, scored)
         head = ResponseHead.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
+        writers = [MessageWriter(message, f"{head.identifier} {seed} {i}") for i in range(choices)]
+        shape = ChatShape(service.texts, prompt, writers, logprobs is not None, tokens_told, scored)
         return Job(
             head,
             plans,
@@ -142,6 +157,30 @@ class ChatEndpoint:
             privacy(body),
             given(body.priority, 0),
         )
+
+
+def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> MessageRules:
+    """What is looked for in the answers. 400 for tools of a model that is not known to call any."""
+    template, settings = service.tokenizer.chat_template, service.settings
+    thinks = settings.reasoning_parser == "think" or (
+        settings.reasoning_parser == "auto" and BEGIN in template
+    )
+    thinking = begins_in_thought(prompt.text or "") if thinks else None
+    keeps = given(body.include_reasoning, True)
+    if not body.tools or body.tool_choice == "none":
+        rules = MessageRules(thinking=thinking, tells_thoughts=keeps)
+    else:
+        known = format_of(template) if settings.tool_parser == "auto" else settings.tool_parser
+        if known not in FORMATS:
+            raise bad_request(
+                "tools: how this model would call them is not known; its operator can say it with "
+                "SSD_TOOL_PARSER",
+                "tools",
+                "not_built",
+            )
+        names = frozenset(tool.function.name for tool in body.tools)
+        rules = MessageRules(known, names, given(body.parallel_tool_calls, True), thinking, keeps)
+    return rules
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import msgspec
 
 from ssd_serve.errors import RequestError
-from ssd_serve.server.openai.protocol import ChatRequest, TokenizeRequest
+from ssd_serve.server.openai.protocol import ChatRequest, Message, TokenizeRequest, ToolCall
 from ssd_serve.server.text.tokenizer import TextTokenizer
 
 _MESSAGE_UNITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TemplateInput:
     """What a template is given."""
 
     entries: Sequence[Mapping[str, object]]
@@ -26,7 +26,7 @@ class Conversation:
     """The answer goes on where the last message ends, instead of beginning a message of its own."""
 
     @classmethod
-    def of(cls, body: ChatRequest | TokenizeRequest, system_prompt: str | None) -> "Conversation":
+    def of(cls, body: ChatRequest | TokenizeRequest, system_prompt: str | None) -> "TemplateInput":
         """That of a request, after the operator's system prompt. Raises `RequestError` for fields that do not
         go together."""
         continues = bool(body.continue_final_message)
@@ -36,10 +36,13 @@ class Conversation:
                 "one of them",
                 "add_generation_prompt",
             )
-        entries = [message.template_entry() for message in body.messages or ()]
+        entries = [_entry(message, place) for place, message in enumerate(body.messages or ())]
+        variables = dict(body.chat_template_kwargs or {})
+        if isinstance(body, ChatRequest):
+            variables = {**_told(body), **variables}
         return cls(
             _behind(system_prompt, entries) if system_prompt else entries,
-            body.chat_template_kwargs or {},
+            variables,
             not continues and body.add_generation_prompt is not False,
             continues,
         )
@@ -53,6 +56,43 @@ class Conversation:
         """All of it. Raises `RequestError` for what the template refuses."""
         written = tokenizer.apply_chat_template(self.entries, self.generation_prompt, **self.variables)
         return _up_to(written, str(self.entries[-1]["content"])) if self.continues else written
+
+
+def _told(body: ChatRequest) -> dict[str, object]:
+    """What a template reads of the other fields."""
+    told: dict[str, object] = {}
+    if body.tools and body.tool_choice != "none":
+        told["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if body.reasoning_effort is not None:
+        told["reasoning_effort"] = body.reasoning_effort
+        told["enable_thinking"] = body.reasoning_effort != "none"
+    return told
+
+
+def _entry(message: Message, place: int) -> dict[str, object]:
+    """A message as templates read it; arguments of calls as the objects that they are."""
+    entry = message.template_entry()
+    if message.tool_calls:
+        entry["tool_calls"] = [
+            _called(call, f"messages.{place}.tool_calls.{index}")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    elif message.content is None:
+        raise RequestError(f"messages.{place}.content: field required", f"messages.{place}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        path = f"messages.{place}.tool_call_id"
+        raise RequestError(f"{path}: field required where a tool answers", path)
+    return entry
+
+
+def _called(call: ToolCall, path: str) -> dict[str, object]:
+    try:
+        arguments: object = msgspec.json.decode(call.function.arguments or "{}")
+    except msgspec.DecodeError as error:
+        path += ".function.arguments"
+        raise RequestError(f"{path}: not JSON: {error}", path) from error
+    function = {"name": call.function.name, "arguments": arguments}
+    return {**call.model_dump(exclude_none=True), "function": function}
 
 
 def _behind(system_prompt: str, entries: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:

@@ -17,6 +17,7 @@ from pydantic import (
     WithJsonSchema,
 )
 from pydantic import Strict as Strictness
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from ssd_serve.sampling.fields import within
@@ -138,6 +139,9 @@ Truncation = Annotated[
 """How many of the last tokens stay; -1: as many as fit."""
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
 def _template_variables(value: dict[str, object]) -> dict[str, object]:
     for name in sorted(_OWN_VARIABLES & value.keys()):
         raise PydanticCustomError("template_variable", "{name} is not set here", {"name": name})
@@ -145,11 +149,10 @@ def _template_variables(value: dict[str, object]) -> dict[str, object]:
 
 
 _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+_NAMES: JsonDict = {"propertyNames": {"not": {"enum": [*sorted(_OWN_VARIABLES)]}}}
 TemplateVariables = Annotated[
     dict[str, object],
-    Field(
-        max_length=MAX_LABELS, json_schema_extra={"propertyNames": {"not": {"enum": sorted(_OWN_VARIABLES)}}}
-    ),
+    Field(max_length=MAX_LABELS, json_schema_extra=_NAMES),
     AfterValidator(_template_variables),
 ]
 """What a chat template reads besides the conversation; never the template itself."""

@@ -8,7 +8,7 @@ from ssd_serve.messages import Ready
 from ssd_serve.sampling.checks import AS_MANY_AS_FIT, check_prompt, encode, too_long
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import OffLoop, Steps
-from ssd_serve.server.openai.conversation import Conversation
+from ssd_serve.server.openai.conversation import TemplateInput
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TextTokenizer
@@ -83,7 +83,7 @@ async def completion_prompts(
 
 async def chat_prompt(service: Service, ready: Ready, body: ChatRequest, special: bool) -> TokenPrompt:
     """The prompt of a conversation."""
-    text = await chat_text(service, service.rendering, Conversation.of(body, service.settings.system_prompt))
+    text = await chat_text(service, service.rendering, TemplateInput.of(body, service.settings.system_prompt))
     most = tokens_kept(body, ready)
     ids = await service.off_loop.steps(
         len(text), text_ids(service.tokenizer, ready, text, special, "messages", most)
@@ -123,7 +123,7 @@ def _last(ids: list[int], most: int, begin: list[int]) -> list[int]:
     return begin + ids[len(begin) - most :]
 
 
-async def chat_text(service: Service, rendering: OffLoop, conversation: Conversation) -> str:
+async def chat_text(service: Service, rendering: OffLoop, conversation: TemplateInput) -> str:
     """The conversation as the model's chat template writes it, rendered on these threads."""
     try:
         return await rendering.run(conversation.units, lambda: conversation.text(service.tokenizer))

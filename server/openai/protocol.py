@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, ConfigDict, Field
 
 from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
-from ssd_serve.server.limits import MAX_MESSAGES
+from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,
     BadWords,
@@ -30,6 +30,7 @@ from ssd_serve.server.openai.fields import (
     TemplateVariables,
     TokenIds,
     Tokens,
+    ToolName,
     Truncation,
     not_built,
     only_where,
@@ -195,29 +196,63 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[object, not_built("")] = None
 
 
+class CalledFunction(Lenient):
+    """What was called, and the JSON text of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Lenient):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(Lenient):
+    """What a model may call. `parameters` is a JSON schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: Annotated[object, not_built(False)] = None
+
+
+class Tool(Lenient):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class Message(Lenient):
     """One message of a conversation. Other fields are for the model's chat template."""
 
     hands_on: ClassVar[bool] = True
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(None, description="null only where tools are called")
     name: str | None = Field(None, max_length=256)
 
     annotations: Annotated[object, not_built([])] = None
     audio: NotBuilt = None
     function_call: NotBuilt = None
     refusal: NotBuilt = None
-    tool_call_id: NotBuilt = None
-    tool_calls: Annotated[object, not_built([])] = None
+    tool_call_id: str | None = Field(None, description="of a tool's message: the call that it answers")
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
 
     def template_entry(self) -> dict[str, object]:
         """The message as chat templates read it: content as one string, and what else a client gave it."""
-        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        said = self.content or ""
+        parts = said if isinstance(said, str) else "".join(part.text for part in said)
         role = "system" if self.role == "developer" else self.role
-        entry = {**(self.model_extra or {}), "role": role, "content": parts}
+        entry: dict[str, object] = {**(self.model_extra or {}), "role": role, "content": parts}
         if self.name is not None:
             entry["name"] = self.name
+        if self.tool_call_id is not None:
+            entry["tool_call_id"] = self.tool_call_id
         return entry
 
 
@@ -245,6 +280,15 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = Field(
         None, description="the answer goes on where the last message ends"
     )
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Annotated[object, not_built("none", "auto")] = Field(
+        None, description="whether the model may call them; making it call one is not built"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
+    reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = Field(
+        None, description="for the model's chat template, with enable_thinking: whether it is not none"
+    )
+    include_reasoning: bool | None = Field(None, description="false: thoughts are not told")
 
     audio: NotBuilt = None
     best_of: Annotated[object, not_built(1)] = None
@@ -253,21 +297,16 @@ class ChatRequest(GenerationRequest):
     echo: Annotated[object, not_built(False)] = None
     function_call: Annotated[object, not_built("none")] = None
     functions: Annotated[object, not_built([])] = None
-    include_reasoning: Annotated[object, not_built(True, False)] = None
     media_io_kwargs: NotBuilt = None
     mm_processor_kwargs: NotBuilt = None
     modalities: Annotated[object, not_built(["text"])] = None
     moderation: NotBuilt = None
-    parallel_tool_calls: Annotated[object, not_built(True, False)] = None
     prediction: NotBuilt = None
     prompt: NotBuilt = None
     prompt_cache_options: NotBuilt = None
     prompt_cache_retention: NotBuilt = None
-    reasoning_effort: Annotated[object, not_built("none")] = None
     service_tier: Annotated[object, not_built("auto", "default")] = None
     store: Annotated[object, not_built(False)] = None
-    tool_choice: Annotated[object, not_built("none", "auto")] = None
-    tools: Annotated[object, not_built([])] = None
     verbosity: NotBuilt = None
     web_search_options: NotBuilt = None
 

@@ -10,7 +10,7 @@ from ssd_serve.messages import Ready
 from ssd_serve.sampling.checks import check_vocabulary, too_long
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.openai.conversation import Conversation
+from ssd_serve.server.openai.conversation import TemplateInput
 from ssd_serve.server.openai.envelope import told_ignored
 from ssd_serve.server.openai.prompts import chat_text, text_ids, token_units
 from ssd_serve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
@@ -49,7 +49,7 @@ class TokenizingEndpoints:
             raise bad_request("give either prompt or messages", "prompt", "invalid_value")
         text = body.prompt or ""
         if body.messages is not None:
-            conversation = Conversation.of(body, service.settings.system_prompt)
+            conversation = TemplateInput.of(body, service.settings.system_prompt)
             text = await chat_text(service, service.aside, conversation)
         param = "prompt" if body.messages is None else "messages"
         special = given(body.add_special_tokens, body.messages is None)

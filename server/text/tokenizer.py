@@ -17,6 +17,11 @@ class TextTokenizer(Protocol):
         """Ids that end an output unless they are ignored."""
         ...
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the model's chat template; empty where it has none."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         ...

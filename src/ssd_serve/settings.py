@@ -157,6 +157,16 @@ class Settings(BaseSettings):
         description="tell `cached_tokens` also of KV that others' prompts may have left, which confirms "
         "guesses about them",
     )
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
+        default="auto",
+        description="how the model writes calls of tools; auto: as its chat template teaches, none: requests "
+        "with tools are refused",
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        default="auto",
+        description="think: what stands in <think>...</think> is told apart as `reasoning_content`; auto: "
+        "where the model's chat template knows that mark",
+    )
     system_prompt: str | None = Field(
         default=None,
         description="what the model is told before every conversation, ahead of what clients tell it",

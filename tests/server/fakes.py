@@ -122,6 +122,7 @@ class ByteTokenizer:
     """One token a byte, and three special ones."""
 
     eos_ids = frozenset({END})
+    chat_template = ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BEGIN] * add_special_tokens + list(text.encode())

@@ -1,34 +1,15 @@
 """`/v1/chat/completions`: messages, the template, choices, streams."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import pytest
 
 from ssd_serve.settings import Settings
-from tests.server.fakes import CONTEXT, END, ByteTokenizer, Script, say, tokens
+from tests.server.fakes import CONTEXT, END, Script, say, tokens
 from tests.server.played_servers import events, open_house, post
+from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Hi"}]
-
-
-class TemplateReader(ByteTokenizer):
-    """Remembers what its template was given."""
-
-    def __init__(self) -> None:
-        self.entries: list[Mapping[str, Any]] = []
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        /,
-        **variables: object,
-    ) -> str:
-        self.entries += messages
-        return super().apply_chat_template(messages, add_generation_prompt, **variables)
 
 
 def prompt_text(ids: tuple[int, ...]) -> str:

@@ -100,9 +100,9 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
-        "messages.0.tool_calls",
+        "messages.0.tool_calls.0.function",
     ),
-    ({"messages": ASK, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": ASK, "tools": [{"type": "function"}]}, "tools.0.function"),
     ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
     ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format.type"),
     ({"messages": ASK, "audio": {}}, "audio"),
@@ -143,7 +143,7 @@ async def test_codes_tell_unknown_fields_from_unbuilt_ones() -> None:
     async with open_house(lambda _: say("x")) as house:
         wrong = {"messages": ASK, "top-p": 1}
         assert await assert_refused(house, CHAT, wrong, "top-p") == "unknown_field"
-        assert await assert_refused(house, CHAT, {"messages": ASK, "tools": [1]}, "tools") == "not_built"
+        assert await assert_refused(house, CHAT, {"messages": ASK, "store": True}, "store") == "not_built"
         assert await assert_refused(house, COMPLETIONS, {}, "prompt") == "missing_field"
 
 

@@ -75,6 +75,11 @@ class ServingTokenizer:
         """Ids that end an output unless they are ignored."""
         return self._tokenizer.eos_token_ids
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the model's chat template."""
+        return self._tokenizer.chat_template
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens)

@@ -1,0 +1,185 @@
+"""Tools and thoughts over `/v1/chat/completions`: what is asked, what is told, whole and streamed."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
+from ssd_serve.settings import Settings
+from tests.server.fakes import END, ByteTokenizer, Script, say, tokens
+from tests.server.played_servers import events, open_house, post
+from tests.server.template_reader import TemplateReader
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "Hi"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+SAID = (
+    'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+)
+
+
+class Qwen(ByteTokenizer):
+    """Its template teaches calls and thoughts."""
+
+    chat_template = "{{ '<tool_call> <think> </think>' }}"
+
+
+def speak(text: str) -> Script:
+    return tokens([*text.encode(), END])
+
+
+def put_together(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of deltas, as OpenAI's own does."""
+    message: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = dict(choice["delta"])
+            for piece in delta.pop("tool_calls", []):
+                if piece["index"] == len(calls):
+                    calls.append({"id": piece["id"], "type": piece["type"], "function": piece["function"]})
+                else:
+                    calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+            for name, value in delta.items():
+                message[name] = message.get(name, "") + value
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+async def test_calls_are_told_whole() -> None:
+    async with open_house(lambda _: speak(SAID), tokenizer=Qwen()) as house:
+        choice = (await post(house, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [json.loads(each["arguments"])["city"] for each in functions] == ["Ulm", "Bonn"]
+    assert {each["name"] for each in functions} == {"weather"}
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize("said", [SAID, SAID.partition("\n")[2], "Only words.", "<think>Hm.</think>" + SAID])
+async def test_deltas_add_up_to_the_whole_message(said: str) -> None:
+    async with open_house(lambda _: speak(said), tokenizer=Qwen()) as house:
+        whole = await post(house, PATH, messages=ASK, tools=[WEATHER], seed=3)
+        streamed = await events(house, PATH, messages=ASK, tools=[WEATHER], seed=3)
+    message, told = whole["choices"][0]["message"], put_together(streamed)
+    assert told.get("content") == (message["content"] or "")
+    assert told.get("reasoning_content") == message.get("reasoning_content")
+    assert [each["function"] for each in told.get("tool_calls", [])] == [
+        each["function"] for each in message.get("tool_calls", [])
+    ]
+    ends = [choice["finish_reason"] for chunk in streamed for choice in chunk["choices"]]
+    assert [end for end in ends if end] == [whole["choices"][0]["finish_reason"]]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 3), (7, 1, 30), (200,)])
+async def test_how_many_tokens_a_round_brings_makes_no_difference(sizes: tuple[int, ...]) -> None:
+    raw, groups, place = [*SAID.encode(), END], list[tuple[int, ...]](), 0
+    while place < len(raw):
+        size = sizes[len(groups) % len(sizes)]
+        groups.append(tuple(raw[place : place + size]))
+        place += size
+    async with open_house(lambda _: Script(tuple(groups)), tokenizer=Qwen()) as house:
+        told = put_together(await events(house, PATH, messages=ASK, tools=[WEATHER]))
+    assert told["content"] == "I look."
+    assert [json.loads(each["function"]["arguments"])["city"] for each in told["tool_calls"]] == [
+        "Ulm",
+        "Bonn",
+    ]
+
+
+async def test_one_call_at_most_where_that_is_asked() -> None:
+    async with open_house(lambda _: speak(SAID), tokenizer=Qwen()) as house:
+        body = {"messages": ASK, "tools": [WEATHER], "parallel_tool_calls": False}
+        message = (await post(house, PATH, **body))["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1
+
+
+async def test_without_tools_or_with_none_chosen_everything_is_words() -> None:
+    async with open_house(lambda _: speak(SAID), tokenizer=Qwen()) as house:
+        asked: list[dict[str, Any]] = [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}]
+        for more in asked:
+            choice = (await post(house, PATH, messages=ASK, **more))["choices"][0]
+            assert choice["message"]["content"] == SAID
+            assert choice["finish_reason"] == "stop"
+
+
+async def test_thoughts_are_told_apart_or_not_at_all() -> None:
+    async with open_house(lambda _: speak("<think>\nHm.\n</think>\n\nYes."), tokenizer=Qwen()) as house:
+        message = (await post(house, PATH, messages=ASK))["choices"][0]["message"]
+        without = await post(house, PATH, messages=ASK, include_reasoning=False)
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert without["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
+
+
+async def test_the_operator_says_how_calls_and_thoughts_are_written() -> None:
+    settings = Settings(tool_parser="mistral", reasoning_parser="think")
+    said = '<think>a</think>[TOOL_CALLS][{"name": "weather", "arguments": {}}]'
+    async with open_house(lambda _: speak(said), settings) as house:
+        message = (await post(house, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("a", None)
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
+
+
+async def test_tools_and_what_they_said_reach_the_template() -> None:
+    called = {
+        "id": "abc",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+    }
+    conversation = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "abc", "content": "rain"},
+    ]
+    tokenizer = TemplateReader("<tool_call>")
+    async with open_house(lambda _: say("x"), tokenizer=tokenizer) as house:
+        await post(house, PATH, messages=conversation, tools=[WEATHER], reasoning_effort="low")
+    _, assistant, tool = tokenizer.entries
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"city": "Ulm"}
+    assert (assistant["content"], tool["tool_call_id"]) == ("", "abc")
+    assert tokenizer.variables["tools"] == [WEATHER]
+    assert (tokenizer.variables["reasoning_effort"], tokenizer.variables["enable_thinking"]) == ("low", True)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [WEATHER]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [WEATHER] * 257}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    async with open_house(lambda _: say("x")) as house:
+        answer = await house.http.post(PATH, json={"messages": ASK, **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@given(st.integers(0, len(SAID)))
+def test_an_answer_that_goes_on_tells_the_rest(had: int) -> None:
+    """By the writer alone: what a client has of the words is not told again."""
+    rules = MessageRules("hermes", {"weather"})
+    whole, rest = MessageWriter(rules, "x"), MessageWriter(rules, "x")
+    whole.push(SAID, last=True)
+    rest.begin_behind(SAID[:had])
+    rest.push(SAID[had:], last=True)
+    assert rest.message().get("tool_calls") == whole.message().get("tool_calls")
+    assert str(whole.message()["content"]).endswith(str(rest.message()["content"] or ""))

@@ -1,0 +1,183 @@
+"""What is read of an answer, whatever pieces it comes in: words, thoughts and calls of tools."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_serve.server.openai.tools.events import Arguments, CallBegun, Event, Thought, Words
+from ssd_serve.server.openai.tools.formats import FORMATS, format_of
+from ssd_serve.server.openai.tools.message import MessageRules
+from ssd_serve.server.openai.tools.reasoning import begins_in_thought
+
+TOOLS = ("weather", "add")
+WEATHER = '{"city": "Köln \\"}{[", "days": [1, {"x": 2}]}'
+ADD = '{"a": 1, "b": 2}'
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """Pieces of the same kind, put together."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, CallBegun):
+            found.append(event)
+        elif type(last) is type(event) and not isinstance(last, CallBegun) and last is not None:
+            found[-1] = type(event)(last.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
+def read(rules: MessageRules, pieces: list[str]) -> list[Event]:
+    reader = rules.reader()
+    told = [event for piece in pieces for event in reader.push(piece)]
+    return joined(told + reader.finish())
+
+
+def calls(rules: MessageRules, text: str) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for event in read(rules, [text]):
+        if isinstance(event, CallBegun):
+            found.append((event.name, None))
+        elif isinstance(event, Arguments):
+            found[-1] = (found[-1][0], json.loads(event.text))
+    return found
+
+
+BOTH = [("weather", json.loads(WEATHER)), ("add", json.loads(ADD))]
+WRITTEN = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"arguments": {ADD}, "name": "add"}}\n</tool_call>',
+    "llama3": f'{{"name": "weather", "parameters": {WEATHER}}}; '
+    f'{{"type": "function", "name": "add", "parameters": {ADD}}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}, '
+    f'{{"name": "add", "arguments": {ADD}}}]',
+}
+NEWER_MISTRAL = f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{WEATHER}[TOOL_CALLS]add{ADD}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_read(name: str) -> None:
+    rules = MessageRules(name, TOOLS)
+    assert calls(rules, WRITTEN[name]) == BOTH
+    assert calls(MessageRules(name, TOOLS, parallel=False), WRITTEN[name]) == BOTH[:1]
+
+
+def test_calls_are_read_as_newer_models_of_mistral_write_them() -> None:
+    assert calls(MessageRules("mistral", TOOLS), NEWER_MISTRAL) == BOTH
+
+
+def test_calls_behind_a_tag() -> None:
+    assert calls(MessageRules("llama3", TOOLS), "<|python_tag|>" + WRITTEN["llama3"]) == BOTH
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_words_before_calls_stay_words(name: str) -> None:
+    events = read(MessageRules(name, TOOLS), ["I look it up. \n" + WRITTEN[name] + "\n"])
+    assert events[0] == Words("I look it up.")
+    assert sum(isinstance(event, Words) for event in events) == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "text",
+    ["No call at all.\n", "a < b [TOOL", '{"name": "Bob", "age": 3} is he.', "<tool_call", "  \n", "<|py"],
+)
+def test_what_only_looks_like_a_call_is_words_all_of_it(name: str, text: str) -> None:
+    assert read(MessageRules(name, TOOLS), [text]) == [Words(text)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_cut_off_tells_what_there_is(name: str) -> None:
+    text = WRITTEN[name][: WRITTEN[name].index("days")]
+    events = read(MessageRules(name, TOOLS), [text])
+    assert events[0] == CallBegun("weather")
+    assert isinstance(events[1], Arguments)
+    assert WEATHER.startswith(events[1].text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_without_arguments_has_none(name: str) -> None:
+    text = {
+        "hermes": '<tool_call>{"name": "add"}</tool_call>',
+        "llama3": '{"name": "add"}',
+        "mistral": '[TOOL_CALLS][{"name": "add"}]',
+    }
+    assert calls(MessageRules(name, TOOLS), text[name]) == [("add", {})]
+
+
+def test_arguments_as_a_string_are_the_text_in_it() -> None:
+    text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert calls(MessageRules("hermes", TOOLS), text) == [("add", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "events"),
+    [
+        (False, "<think>\nHm. \n</think>\n\nYes.", [Thought("Hm."), Words("Yes.")]),
+        (True, "Hm.</think>Yes.\n", [Thought("Hm."), Words("Yes.\n")]),
+        (True, "\nHm", [Thought("Hm")]),
+        (False, "<think>\n\n</think>\n\nYes.", [Words("Yes.")]),
+        (False, " Yes <think>no</think>", [Words(" Yes <think>no</think>")]),
+        (False, "<thin", [Words("<thin")]),
+    ],
+)
+def test_thoughts_are_apart(thinking: bool, text: str, events: list[Event]) -> None:
+    assert read(MessageRules(thinking=thinking), [text]) == events
+
+
+def test_calls_among_thoughts_are_thoughts() -> None:
+    rules = MessageRules("hermes", TOOLS, thinking=True)
+    thought, *others = read(rules, [f"{WRITTEN['hermes']}</think>{WRITTEN['hermes']}"])
+    assert thought == Thought(WRITTEN["hermes"])
+    assert sum(isinstance(event, CallBegun) for event in others) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("user: Hi", False)]
+)
+def test_the_prompt_tells_whether_it_begins_among_thoughts(prompt: str, thinking: bool) -> None:
+    assert begins_in_thought(prompt) is thinking
+
+
+PIECES = st.sampled_from(
+    [
+        *WRITTEN.values(),
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"),
+        *('{"name": "add"', '"arguments": ', WEATHER, "}", "]", ";", ",", "{", "[", '"', "\\", ":", " \n"),
+        *("words", "weather"),
+    ]
+)
+
+
+@given(
+    st.sampled_from([None, *FORMATS]),
+    st.sampled_from([None, False, True]),
+    st.booleans(),
+    st.lists(PIECES, max_size=8).map("".join),
+    st.data(),
+)
+def test_pieces_of_any_size_are_read_alike(
+    name: str | None, thinking: bool | None, parallel: bool, text: str, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    rules = MessageRules(name, TOOLS, parallel, thinking)
+    whole = read(rules, [text])
+    assert read(rules, pieces) == whole
+    assert read(rules, list(text)) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{% if x %}[TOOL_CALLS]{% endif %}", "mistral"),
+        ('<|start_header_id|> ... {"name": ..., "parameters": ...} <|python_tag|>', "llama3"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_tells_the_format(template: str, name: str | None) -> None:
+    assert format_of(template) == name
