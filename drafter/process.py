@@ -14,7 +14,7 @@ from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.step_time import StepTime
-from ssd_serve.drafter.verifier_connection import VerifierConnection
+from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
 from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
@@ -57,7 +57,11 @@ def run(
             each.core,
             [
                 VerifierConnection(
-                    each.core, each.hello, log, (place, len(addresses)), Dial(address, log, key=key)
+                    each.core,
+                    each.hello,
+                    log,
+                    (place, len(addresses)),
+                    Dial(address, log, key=key, intake=FROM_VERIFIERS),
                 )
                 for place, address in enumerate(addresses)
             ],

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.cluster.channels.channel import Channel, Intake, SocketChannel
 from ssd_serve.cluster.channels.reconnect import Dial
+from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedReader
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.errors import ProtocolError
 from ssd_serve.logs import Logger
@@ -24,10 +25,14 @@ from ssd_serve.messages import (
     Open,
     Outcome,
     Pause,
+    PiecesRead,
     Refusal,
     Resync,
+    SharedMemory,
 )
 
+FROM_VERIFIERS = Intake(descriptors=True)
+"""A verifier of this machine may share memory."""
 _MAX_REQUESTS = 4096
 """Of one verifier; it runs at most 1024."""
 _LARGEST_NUMBER = 2**48
@@ -58,6 +63,9 @@ class VerifierConnection:
         self._place, self._places = place
         self._dial = dial
         self._paused = False
+        self._shared: SharedReader | None = None
+        """Where a verifier of this machine writes features."""
+        self._told_read = 0
         if channel is not None:
             channel.send(hello)
 
@@ -77,6 +85,7 @@ class VerifierConnection:
         try:
             for message in self.channel.receive():
                 self._take(message)
+            self._say_read()
         except ProtocolError as error:
             self._log.warning("verifier talks nonsense", why=str(error))
             self.channel.close()
@@ -94,7 +103,11 @@ class VerifierConnection:
             self.channel.send(heartbeat)
 
     def _take(self, message: object) -> None:
-        if isinstance(message, Open | Outcome | Features | Close | Resync):
+        if isinstance(message, Features) and message.shared is not None:
+            self._serve(self._copied(message, PiecePlace(*message.shared)))
+        elif isinstance(message, SharedMemory):
+            self._share(message)
+        elif isinstance(message, Open | Outcome | Features | Close | Resync):
             self._serve(message)
         elif isinstance(message, Pause):
             self._paused = message.paused
@@ -111,6 +124,30 @@ class VerifierConnection:
                 self._dial.good()
         elif isinstance(message, Refusal):
             self._refuse(message.message)
+
+    def _share(self, message: SharedMemory) -> None:
+        """The verifier offers memory. Where it cannot be read, nothing is answered, and features come in
+        messages."""
+        try:
+            descriptor = self.channel.take_descriptor() if isinstance(self.channel, SocketChannel) else -1
+            self._shared = SharedReader(descriptor, message.size)
+        except OSError as error:
+            self._log.warning("no shared memory: features come by the socket", why=str(error))
+        else:
+            self._told_read = -1
+
+    def _copied(self, message: Features, place: PiecePlace) -> Features:
+        if self._shared is None:
+            raise ProtocolError("features are in a shared memory that there is not")
+        return replace(message, data=self._shared.copied(place), shared=None)
+
+    def _say_read(self) -> None:
+        """What the core has taken may be written on again. It goes with the next growth, or before the next
+        sleep: nobody is to wake for it alone."""
+        if self._shared is None or self.channel is None or self._told_read == self._shared.read:
+            return
+        if self.channel.post(PiecesRead(self._shared.read)):
+            self._told_read = self._shared.read
 
     def _refuse(self, why: str) -> None:
         """The two cannot work together now. Said once, though it is tried again and again. A verifier that
@@ -171,7 +208,7 @@ class VerifierConnection:
         """It will begin anew if it comes back."""
         if self.channel is not None:
             self.channel.close()
-        self.channel, self._paused, self.joined = None, False, False
+        self.channel, self._paused, self.joined, self._shared = None, False, False, None
         self._log.info("verifier left", verifier=self._address)
         for request in self._requests():
             self._core.forget(request)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lab.ablate.report import GROWTHS
+from lab.channels.feature_report import FEATURE_HEAD, feature_lines
 from ssd_serve.bench.tables import markdown_table
 
 Result = Mapping[str, Any]
@@ -115,6 +116,11 @@ def channels(result: Result) -> str:
     return f"{markdown_table(('way', 'median', '99th percentile'), lines)}\n\n" + markdown_table(
         ("launcher", "an engine can generate after", "its own processes take"), starts
     )
+
+
+def features(result: Result) -> str:
+    """A line for each way of a target's features."""
+    return markdown_table(FEATURE_HEAD, feature_lines(result))
 
 
 def faults(result: Result) -> str:

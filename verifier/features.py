@@ -65,6 +65,12 @@ class FeatureStore:
         places = self._places[slots.view()[start : start + count]]
         return self._rows.index_select(0, torch.from_numpy(places))
 
+    def write(self, slots: SlotTable, start: int, count: int, into: memoryview) -> None:
+        """The same rows, without a copy between."""
+        places = self._places[slots.view()[start : start + count]]
+        rows = torch.frombuffer(into, dtype=self._rows.dtype).view(count, -1)
+        torch.index_select(self._rows, 0, torch.from_numpy(places), out=rows)
+
     def only(self, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
         """What such rows say of some of the layers: [count, those * hidden]."""
         if tuple(layers) == self.layers:
@@ -125,3 +131,9 @@ class RequestFeatures:
 
     def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
         return as_bytes(self._store.only(layers, self._store.part(self._request.slots, start, count)))
+
+    def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
+        if tuple(layers) == self._store.layers:
+            self._store.write(self._request.slots, start, count, into)
+        else:
+            into[:] = self.part(start, count, layers)

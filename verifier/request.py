@@ -39,6 +39,10 @@ class TokenFeatures(Protocol):
         """Of positions that are there, of these layers: rows as they travel."""
         ...
 
+    def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
+        """The same rows, into this memory."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Request:

@@ -5,9 +5,12 @@ one thread. It knows frames and bytes, not what the messages mean, and not who i
 """
 
 import contextlib
+import os
 import select
 import socket
 import ssl
+import struct
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +22,7 @@ from ssd_serve.messages import Message
 
 DEFAULT_QUEUE_BYTES = 4 * 1024 * 1024
 _READ_BYTES = 256 * 1024
+_DESCRIPTOR = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Intake:
     drain_bytes: int = _READ_BYTES
     """A peer that sends without pause must not keep `receive` from returning."""
     kinds: Any = Message
+    descriptors: bool = False
+    """Whether open files may come, on a unix socket."""
 
 
 TRUSTED = Intake()
@@ -118,6 +124,9 @@ class SocketChannel:
         self._reader = FrameReader(min(max_frame_bytes, intake.frame_bytes), intake.kinds)
         self._drain_bytes = intake.drain_bytes
         self._chunk = bytearray(min(_READ_BYTES, intake.drain_bytes))
+        self._local = connection.family == socket.AF_UNIX and sealed is None
+        self._takes_descriptors = intake.descriptors and self._local and sys.platform == "linux"
+        self._descriptor = -1
         self._ended = False
         self._sealed = sealed
         if sealed is not None:
@@ -154,6 +163,24 @@ class SocketChannel:
             self._ended = True
         return not self._ended
 
+    def send_with(self, message: Message, descriptor: int) -> bool:
+        """Send a message and an open file, which the peer has with it or before. False where that cannot be:
+        on another machine, or while something is pending."""
+        if not self._local or self._ended or not self.flush():
+            return False
+        frame = self._writer.encode(message)
+        try:
+            sent = socket.send_fds(self._socket, [frame], [descriptor])
+        except OSError:
+            return False
+        self._outgoing += frame[sent:]
+        return True
+
+    def take_descriptor(self) -> int:
+        """The open file that has come last and was not taken, for the caller to close; -1: none."""
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
     def flush(self) -> bool:
         """Send what can be sent now; True when nothing is pending."""
         if not self._outgoing:
@@ -189,7 +216,7 @@ class SocketChannel:
         taken = 0
         while not self._ended and not self._reader.failed and taken < self._drain_bytes:
             try:
-                count = self._socket.recv_into(self._chunk)
+                count = self._receive_some()
             except BlockingIOError:
                 return
             except OSError:
@@ -203,9 +230,27 @@ class SocketChannel:
             if self._reader.failed:
                 # Nothing that arrives from now on counts; the next `receive` says why.
                 self._ended = True
-            if count < len(self._chunk):
-                # A short read means that the kernel's buffer is empty: one system call saved a message.
+            if count < len(self._chunk) and self._descriptor < 0:
+                # A short read means that the kernel's buffer is empty: one system call saved a message. But
+                # one that brings an open file ends there.
                 return
+
+    def _receive_some(self) -> int:
+        if not self._takes_descriptors:
+            return self._socket.recv_into(self._chunk)
+        # The length, not the space: in its padding there would be room for one more.
+        space, flags = socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+        count, ancillary, _, _ = self._socket.recvmsg_into([self._chunk], space, flags)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._drop_descriptor()
+                (self._descriptor,) = _DESCRIPTOR.unpack(data[: _DESCRIPTOR.size])
+        return count
+
+    def _drop_descriptor(self) -> None:
+        descriptor = self.take_descriptor()
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _feed(self, data: bytes | memoryview) -> None:
         try:
@@ -236,6 +281,7 @@ class SocketChannel:
         """Close now; pending bytes are dropped."""
         self._ended = True
         self._outgoing.clear()
+        self._drop_descriptor()
         self._socket.close()
 
 

@@ -170,7 +170,12 @@ def _require_no_file(path: str) -> None:
 
 
 def connect(
-    address: str, timeout_s: float = 10.0, *, key: str = "", give_up: Callable[[], bool] = lambda: False
+    address: str,
+    timeout_s: float = 10.0,
+    *,
+    key: str = "",
+    intake: Intake = TRUSTED,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> SocketChannel:
     """Connect to a listener, trying again until it is there. On TCP both ends prove that they know `key`.
 
@@ -179,14 +184,15 @@ def connect(
     """
     check_address(address, key)
     if not address.startswith(_TCP):
-        return SocketChannel(connect_socket(address, timeout_s, give_up=give_up))
+        return SocketChannel(connect_socket(address, timeout_s, give_up=give_up), intake=intake)
     own = identity(key)
 
     def once(deadline: float) -> SocketChannel:
         connection = socket.create_connection(_host_and_port(address), timeout=_TCP_CONNECT_S)
         try:
             tune(connection)
-            return SocketChannel(connection, sealed=introduce(connection, own, address, deadline, give_up))
+            sealed = introduce(connection, own, address, deadline, give_up)
+            return SocketChannel(connection, intake=intake, sealed=sealed)
         except BaseException:
             connection.close()
             raise

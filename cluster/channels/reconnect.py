@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.cluster.channels.channel import TRUSTED, Channel, Intake
 from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.errors import SsdError
 from ssd_serve.logs import Logger
@@ -27,12 +27,13 @@ class Dial:
         reach: Callable[[str], Channel] | None = None,
         key: str = "",
         longest_pause_s: float = _LONGEST_PAUSE_S,
+        intake: Intake = TRUSTED,
     ) -> None:
         """`key`: what both ends of a TCP connection know. `reach` connects, or raises after a while."""
         self._longest_pause_s = longest_pause_s
         self.address = address
         self._log = log
-        self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key))
+        self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key, intake=intake))
         self._pause_s = 0.0
         self._thread: threading.Thread | None = None
         self._answer: Channel | None = None

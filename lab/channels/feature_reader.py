@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from ssd_serve.cache.vectors import VectorTable
+from ssd_serve.cluster.channels.channel import TRUSTED
 from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Found, NodeRequest
-from ssd_serve.drafter.verifier_connection import VerifierConnection
+from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Heartbeat, Hello, SamplingParameters
 
@@ -79,14 +80,15 @@ class _Reading:
         self._tables.pop(request, None)
 
 
-def main(address: str, layers: str, rows: int) -> int:
+def main(address: str, layers: str, rows: int, shared: bool) -> int:
     """Read so many rows, or as many as come."""
     torch.set_num_threads(1)
     source, log = _Reading(), get_logger("reader", "info")
     limits = GrowthLimits(1, 1, 1, 1, context=CONTEXT)
     core = build_core(CoreParts(guesses=source, limits=limits, ends=(), name="reader"))
     hello = hello_of([int(layer) for layer in layers.split(",")])
-    verifier = VerifierConnection(core, hello, log, dial=Dial(address, log))
+    dial = Dial(address, log, intake=FROM_VERIFIERS if shared else TRUSTED)
+    verifier = VerifierConnection(core, hello, log, dial=dial)
     spent_s, heard_at = 0.0, time.monotonic()
     while source.rows < rows:
         if verifier.channel is not None:
@@ -99,10 +101,12 @@ def main(address: str, layers: str, rows: int) -> int:
             verifier.beat(Heartbeat())  # a drafter says what it has grown
         elif source.rows and time.monotonic() - heard_at > _PATIENCE_S:
             break
+    if verifier.channel is not None:
+        verifier.channel.close()  # the verifier sees that all is there
     found = {"cpu_s": spent_s, "rows": source.rows, "opens": source.opens, "arrived": source.arrived}
     print(json.dumps(found), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "shared"))

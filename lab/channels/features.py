@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ssd_serve.verifier.features import FeatureStore, RequestFeatures
 from ssd_serve.verifier.request import Request, accept, share
 
 LAYERS = (2, 40, 77)
+WAYS = {"unix socket": "socket", "shared memory": "shared"}
 _READER = Path(__file__).with_name("feature_reader.py")
 _PATIENCE_S = 60.0
 _SLOTS_A_REQUEST = 32
@@ -79,33 +80,35 @@ class _Sender:
             self.drafters.drain(self.requests)
 
 
-def measured_features(plan: FeaturePlan) -> dict[str, Any]:
-    """Of rounds and of a prompt."""
-    return {"rounds": _rounds(plan), "prompt": _prompt(plan)}
+def measured_features(plan: FeaturePlan) -> dict[str, object]:
+    """Of rounds and of a prompt, by each way that rows go on one machine."""
+    torch.set_num_threads(1)
+    found = {name: {"rounds": _rounds(plan, way), "prompt": _prompt(plan, way)} for name, way in WAYS.items()}
+    return {"benchmark": "features", "plan": asdict(plan), "ways": found}
 
 
-def _rounds(plan: FeaturePlan) -> dict[str, float]:
+def _rounds(plan: FeaturePlan, way: str) -> dict[str, float]:
     """How long a round holds the verifier, what both ends compute for it, and when all its rows are there."""
     rows = plan.requests * plan.tokens * plan.rounds
     ended: list[float] = []
     held: list[float] = []
-    with _joined(plan, plan.requests * _SLOTS_A_REQUEST, rows) as (sender, peer):
+    with _joined(plan, plan.requests * _SLOTS_A_REQUEST, rows, way) as (sender, peer):
         for number in range(plan.requests):
             first = number * _SLOTS_A_REQUEST
             request = sender.begin(number, 1, range(first, first + _SLOTS_A_REQUEST))
             sender.drafters.open(request)
         began_cpu = time.thread_time()
         for turn in range(plan.rounds):
-            began = time.monotonic()
+            began = time.thread_time()
             for request in sender.requests.values():
                 _commit(request, plan.tokens, turn)
                 sender.drafters.outcome(request)
             sender.drafters.flush()
             ended.append(time.monotonic())
-            held.append(ended[-1] - began)
+            held.append(time.thread_time() - began)
             sender.wait(ended[-1] + plan.forward_s)
-        cpu_s = time.thread_time() - began_cpu
-        found = _answer(peer, sender)
+        cpu_s = _spent(sender, began_cpu)
+        found = _answer(peer)
     late = [
         max(when for _, end, when in found["arrived"] if end == plan.tokens * (turn + 1)) - ended[turn]
         for turn in range(plan.rounds)
@@ -117,7 +120,7 @@ def _rounds(plan: FeaturePlan) -> dict[str, float]:
         "held_ms": round(1e3 * statistics.median(held), 3),
         "verifier_cpu_ms": round(1e3 * cpu_s / plan.rounds, 3),
         "reader_cpu_ms": round(1e3 * found["cpu_s"] / plan.rounds, 3),
-        "read_whole": len(late),
+        "read_whole": sum(each < plan.forward_s for each in late),
         "read_after_ms": round(1e3 * statistics.median(late), 3) if late else -1.0,
         "rows_read": found["rows"],
         "rows": rows,
@@ -125,9 +128,9 @@ def _rounds(plan: FeaturePlan) -> dict[str, float]:
     }
 
 
-def _prompt(plan: FeaturePlan) -> dict[str, float]:
+def _prompt(plan: FeaturePlan, way: str) -> dict[str, float]:
     """Of a prompt that is computed in chunks faster than they can be sent."""
-    with _joined(plan, plan.prompt, plan.prompt) as (sender, peer):
+    with _joined(plan, plan.prompt, plan.prompt, way) as (sender, peer):
         request = sender.begin(0, plan.prompt + 1, range(plan.prompt))
         sender.drafters.open(request)
         began, began_cpu = time.monotonic(), time.thread_time()
@@ -135,8 +138,8 @@ def _prompt(plan: FeaturePlan) -> dict[str, float]:
             request.slots.extend(range(start, min(start + plan.chunk, plan.prompt)))
             sender.drafters.read(request)
             sender.drafters.flush()
-        found = _answer(peer, sender, request)
-        cpu_s = time.thread_time() - began_cpu
+        cpu_s = _spent(sender, began_cpu, request)
+        found = _answer(peer)
     took = max(when for _, _, when in found["arrived"]) - began
     size = plan.prompt * plan.row_bytes
     return {
@@ -158,16 +161,21 @@ def _commit(request: Request, tokens: int, turn: int) -> None:
         request.replica.advance(tuple(range(tokens)))
 
 
-def _answer(peer: "subprocess.Popen[str]", sender: _Sender, request: Request | None = None) -> dict[str, Any]:
-    """What the reader prints when it has read all, or waits for more in vain."""
+def _spent(sender: _Sender, began_cpu: float, request: Request | None = None) -> float:
+    """What this thread has computed until the reader hangs up, because it has read all or waits in vain."""
     deadline = time.monotonic() + _PATIENCE_S
-    while peer.poll() is None:
+    while sender.drafters.alive:
         if time.monotonic() > deadline:
             raise SsdError("the process that reads does not end")
         sender.wait(time.monotonic() + _LATER_S)
         if request is not None:
             sender.drafters.read(request)
             sender.drafters.flush()
+    return time.thread_time() - began_cpu
+
+
+def _answer(peer: "subprocess.Popen[str]") -> dict[str, Any]:
+    """What the reader prints."""
     if peer.stdout is None:
         raise SsdError("the process that reads has no pipe")
     answer: dict[str, Any] = json.loads(peer.stdout.read())
@@ -175,12 +183,14 @@ def _answer(peer: "subprocess.Popen[str]", sender: _Sender, request: Request | N
 
 
 @contextmanager
-def _joined(plan: FeaturePlan, slots: int, rows: int) -> Generator[tuple[_Sender, "subprocess.Popen[str]"]]:
+def _joined(
+    plan: FeaturePlan, slots: int, rows: int, way: str
+) -> Generator[tuple[_Sender, "subprocess.Popen[str]"]]:
     """A verifier's side, which the reader has joined."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         listener = Listener.unix(Path(folder, "s"))
         layers = ",".join(map(str, LAYERS))
-        command = [sys.executable, str(_READER), listener.address, layers, str(rows)]
+        command = [sys.executable, str(_READER), listener.address, layers, str(rows), way]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
             drafters = Drafters(hello_of(LAYERS), time.perf_counter)
             drafters.admission.offer(LAYERS)

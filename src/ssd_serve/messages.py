@@ -2,7 +2,8 @@
 
 `server <-> verifier`: Submit, SubmitChoices, Abort, Finish -> ; <- Ready, Committed, Finished, Refused,
 Status.
-`verifier <-> drafter`: Hello <-> Hello, Open, Outcome, Close -> ; <- Growth, Resync ; Heartbeat both ways.
+`verifier <-> drafter`: Hello <-> Hello, Open, Outcome, Features, SharedMemory, Close -> ; <- Growth, Resync,
+PiecesRead ; Heartbeat both ways.
 
 All are msgspec structs, encoded as msgpack with a tag; arrays travel as raw little-endian buffers. The
 messages know nothing about sockets, trees or tensors.
@@ -367,6 +368,22 @@ class Features(msgspec.Struct, frozen=True, tag=True):
     position: int
     width: int
     data: bytes
+    shared: tuple[int, int] | None = None
+    """Where they are in the `SharedMemory`, if not in `data`: from which byte on, and how many bytes."""
+
+
+class SharedMemory(msgspec.Struct, frozen=True, tag=True):
+    """Verifier to a drafter of this machine: with this message comes an open file, which is memory of so many
+    bytes, for features. Who can read it answers with `PiecesRead`."""
+
+    size: int
+
+
+class PiecesRead(msgspec.Struct, frozen=True, tag=True):
+    """Drafter to verifier: so many pieces of the shared memory were read, of all that were told of. Their
+    places may be written on again."""
+
+    total: int
 
 
 class Growth(msgspec.Struct, frozen=True, tag=True):
@@ -419,5 +436,18 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 ServerMessage = Submit | SubmitChoices | Abort | Finish
 VerifierReport = Ready | Committed | Finished | Refused | Status | Progress
-DrafterMessage = Hello | Refusal | Open | Outcome | Features | Growth | Resync | Close | Pause | Heartbeat
+DrafterMessage = (
+    Hello
+    | Refusal
+    | Open
+    | Outcome
+    | Features
+    | SharedMemory
+    | PiecesRead
+    | Growth
+    | Resync
+    | Close
+    | Pause
+    | Heartbeat
+)
 Message = ServerMessage | VerifierReport | DrafterMessage

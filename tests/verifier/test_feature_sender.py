@@ -1,22 +1,37 @@
-"""What the target has computed is sent as fast as the drafter takes it, and nothing else waits for it."""
+"""What the target has computed is sent as fast as the drafter takes it, by shared memory where it can be, and
+nothing else waits for it."""
 
+import gc
+import os
 import socket
 from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 from msgspec.structs import replace
 
-from ssd_serve.cluster.channels.channel import SocketChannel
-from ssd_serve.messages import Features, Message, Open, Outcome
+from ssd_serve.cluster.channels.channel import Intake, SocketChannel
+from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedReader
+from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS
+from ssd_serve.logs import get_logger
+from ssd_serve.messages import Features, Heartbeat, Message, Open, Outcome, PiecesRead, SharedMemory
 from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafts.feature_sender import FeatureSender
+from ssd_serve.verifier.drafts.liveness import Liveness
 from ssd_serve.verifier.request import Request
+from tests.examples import examples
 from tests.fakes import HELLO
 from tests.verifier.drafter_house import make_request
 
+Pair = tuple[SocketChannel, SocketChannel]
 LAYERS = (0, 1)
 WIDTH = 1 << 18
 """Numbers of a token: half a MiB."""
+SHORT = 128
 REQUESTS, TOKENS = 6, 5
 
 
@@ -26,41 +41,60 @@ class Rows:
 
     number: int
     end: int = TOKENS
+    numbers: int = WIDTH
 
     def first(self, start: int) -> int:
         return start
 
     def width(self, layers: Sequence[int]) -> int:
-        return WIDTH // 2 * len(layers)
+        return self.numbers // 2 * len(layers)
 
     def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
-        return b"".join(row(self.number, start + place) for place in range(count))
+        return b"".join(row(self.number, start + place, self.numbers) for place in range(count))
+
+    def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
+        into[:] = self.part(start, count, layers)
 
 
-def row(number: int, position: int) -> bytes:
-    return bytes((number, position)) * WIDTH
+def row(number: int, position: int, numbers: int = WIDTH) -> bytes:
+    return (1000 * number + position).to_bytes(2, "little") * numbers
+
+
+def memory_maps() -> int:
+    """How often this process has shared memory for features."""
+    return Path("/proc/self/maps").read_text().count("memfd:ssd-features")
 
 
 class Far:
     """A drafter at the other end of a socket, and a verifier with requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: bool) -> None:
         mine, its = socket.socketpair()
-        self.drafters = Drafters(HELLO, clock=lambda: 0.0)
+        self.drafters = Drafters(HELLO, clock=lambda: 0.0, log=get_logger("verifier", "error"))
         self.drafters.admission.offer(LAYERS)
         self.drafters.connect(SocketChannel(mine))
-        self.channel = SocketChannel(its)
+        self.channel = SocketChannel(its, intake=Intake(descriptors=shares))
         self.channel.send(replace(HELLO, features=LAYERS))
         self.requests: dict[int, Request] = {}
         self.told: list[Message] = []
+        self.shared: SharedReader | None = None
         self.drain()
         self.hear()
+        (offer,) = (message for message in self.told if isinstance(message, SharedMemory))
+        if shares:
+            self.shared = SharedReader(self.channel.take_descriptor(), offer.size)
+            self.acknowledge()
         for number in range(REQUESTS):
             self.requests[number] = make_request(number)
             self.requests[number].features = Rows(number)
 
     def drain(self) -> None:
         self.drafters.drain(self.requests)
+
+    def acknowledge(self) -> None:
+        if self.shared is not None:
+            self.channel.send(PiecesRead(self.shared.read))
+        self.drain()
 
     def hear(self) -> bool:
         """Whether there was anything."""
@@ -69,9 +103,31 @@ class Far:
         return bool(heard)
 
     def hear_all(self) -> None:
-        while self.hear() or self.drafters.channels[0].pending:
-            self.drain()
+        """Rows are read as late as can be: when nothing more comes."""
+        while True:
+            while self.hear() or self.drafters.channels[0].pending:
+                self.drain()
+                self.drafters.flush()
+            if not self.read_all():
+                return
+            self.acknowledge()
             self.drafters.flush()
+
+    def read_all(self) -> bool:
+        """Read what was heard of; whether there was anything."""
+        unread = [
+            (place, message)
+            for place, message in enumerate(self.told)
+            if isinstance(message, Features) and message.shared is not None
+        ]
+        for place, message in unread:
+            assert self.shared is not None
+            assert message.shared is not None
+            assert not message.data
+            self.told[place] = replace(
+                message, data=self.shared.copied(PiecePlace(*message.shared)), shared=None
+            )
+        return bool(unread)
 
     def read(self, number: int) -> bytes:
         """All rows of a request, which have come in order."""
@@ -80,14 +136,19 @@ class Far:
         assert [each.position for each in parts] == [0, *ends[:-1]]
         return b"".join(each.data for each in parts)
 
+    def close(self) -> None:
+        self.channel.close()
+        for channel in self.drafters.channels:
+            channel.close()
 
-@pytest.fixture
-def far() -> Generator[Far]:
-    far = Far()
-    yield far
-    far.channel.close()
-    for channel in far.drafters.channels:
-        channel.close()
+
+@contextmanager
+def joined(shares: bool) -> Generator[Far]:
+    far = Far(shares)
+    try:
+        yield far
+    finally:
+        far.close()
 
 
 def commit(far: Far, request: Request) -> None:
@@ -97,16 +158,115 @@ def commit(far: Far, request: Request) -> None:
     far.drafters.outcome(request)
 
 
-def test_outcomes_go_on_while_nobody_takes_the_rows_which_come_later_whole_and_in_order(far: Far) -> None:
-    for request in far.requests.values():
-        far.drafters.open(request)
-    for request in far.requests.values():
-        request.features = Rows(request.number, TOKENS + 1)
-        commit(far, request)
-    far.drafters.flush()
-    assert far.drafters.channels[0].pending < 4 << 20
-    far.hear_all()
-    assert sum(isinstance(message, Open) for message in far.told) == REQUESTS  # nobody was told again
-    assert sum(isinstance(message, Outcome) for message in far.told) == REQUESTS
-    for number in far.requests:
-        assert far.read(number) == b"".join(row(number, position) for position in range(TOKENS + 1))
+@pytest.mark.parametrize("shares", [False, True])
+def test_outcomes_go_on_while_nobody_takes_the_rows_which_come_later_whole_and_in_order(shares: bool) -> None:
+    with joined(shares) as far:
+        for request in far.requests.values():
+            far.drafters.open(request)
+        for request in far.requests.values():
+            request.features = Rows(request.number, TOKENS + 1)
+            commit(far, request)
+        far.drafters.flush()
+        assert far.drafters.channels[0].pending < (1 << 10 if shares else 4 << 20)
+        far.hear_all()
+        assert sum(isinstance(message, Open) for message in far.told) == REQUESTS  # nobody was told again
+        assert sum(isinstance(message, Outcome) for message in far.told) == REQUESTS
+        for number in far.requests:
+            assert far.read(number) == b"".join(row(number, position) for position in range(TOKENS + 1))
+
+
+@given(st.lists(st.sampled_from(["tokens", "hear", "read"]), max_size=40))
+@settings(max_examples=examples(60), deadline=None)
+def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
+    """More than the memory holds passes, is heard of and read at any time: whole, in order, as it was."""
+    memory = 24 * 2 * SHORT
+    mine, its = socket.socketpair()
+    with closing(SocketChannel(mine)) as near, closing(SocketChannel(its, intake=FROM_VERIFIERS)) as far:
+        sender, request, rows = FeatureSender(near, memory), make_request(1), Rows(1, 0, SHORT)
+        request.features = rows
+        sender.begin(LAYERS, get_logger("verifier", "error"))
+        assert far.receive() == [SharedMemory(memory)]
+        reader = SharedReader(far.take_descriptor(), memory)
+        sender.read(0)
+        heard: list[Message] = []
+        found, sent = b"", 0
+        for event in [*events, *["tokens", "hear", "read"] * 6]:
+            if event == "tokens":
+                rows.end += 10
+                sent = sender.send(request, sent)
+                near.flush()
+            elif event == "hear":
+                heard += far.receive()
+            else:
+                for message in heard:
+                    assert isinstance(message, Features)
+                    assert message.shared is not None
+                    assert message.position * 2 * SHORT == len(found)
+                    found += reader.copied(PiecePlace(*message.shared))
+                sender.read(reader.read)
+                heard.clear()
+        assert len(found) == sent * 2 * SHORT > memory
+        assert found == b"".join(row(1, position, SHORT) for position in range(sent))
+        assert sender.behind or sent == rows.end
+
+
+@pytest.mark.parametrize("total", [-1, 1, 1 << 60])
+def test_who_claims_to_have_read_what_was_not_written_is_hung_up_on(total: int) -> None:
+    with joined(shares=True) as far:
+        far.channel.send(PiecesRead(total))
+        far.drain()
+        assert far.drafters.alive == 0
+
+
+def test_that_it_has_read_is_no_answer() -> None:
+    """Else a round would wait for a drafter that only reads."""
+    now = [0.0]
+    liveness = Liveness(lambda: now[0], synchronous=False)
+    now[0] = 1.0
+    liveness.asked()
+    now[0] = 2.0
+    liveness.heard(PiecesRead(3))
+    assert not liveness.answers
+    liveness.heard(Heartbeat())
+    assert liveness.answers
+
+
+def test_the_memory_goes_with_the_drafter() -> None:
+    gc.collect()  # engines of other tests
+    before = memory_maps()
+    with joined(shares=True) as far:
+        assert memory_maps() == before + 2
+        far.shared = None
+        far.channel.close()
+        far.drain()
+        assert not far.drafters.alive
+        assert memory_maps() == before
+
+
+@pytest.fixture
+def pair() -> Generator[Pair]:
+    mine, its = (SocketChannel(each) for each in socket.socketpair())
+    with closing(mine), closing(its):
+        yield mine, its
+
+
+def test_where_no_memory_can_be_shared_rows_come_in_messages(
+    pair: tuple[SocketChannel, SocketChannel],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError("not today")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    mine, its = pair
+    sender, request = FeatureSender(mine), make_request(1)
+    request.features = Rows(1)
+    sender.begin(LAYERS, get_logger("verifier"))
+    assert 'features go by the socket why="not today"' in capsys.readouterr().err
+    assert sender.send(request, 3) == 5
+    told: list[Message] = []
+    for _ in range(100):
+        mine.flush()
+        told += its.receive()
+    assert [each.data for each in told if isinstance(each, Features)] == [row(1, 3) + row(1, 4)]

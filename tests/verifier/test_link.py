@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     Close,
     Growth,
@@ -202,7 +203,7 @@ class Desk:
     def __init__(self) -> None:
         self.ear = Ear()
         self.link = Link(self.ear, lambda: 0.0)
-        self.link.join(HELLO, HELLO)
+        self.link.join(HELLO, HELLO, get_logger("verifier", "error"))
         self.requests = [make_request(number) for number in NUMBERS]
         self.given: dict[int, Request] = {}
         for request in self.requests:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.logs import Logger
 from ssd_serve.messages import Close, DrafterMessage, Hello, Message, Outcome, Pause
 from ssd_serve.verifier.drafts.feature_sender import FeatureSender
 from ssd_serve.verifier.drafts.liveness import Liveness
@@ -138,13 +139,13 @@ class Link:
         """Another drain has come, with so much work for each link."""
         self.credit = sys.maxsize if self.synchronous else min(share, self.credit + share)
 
-    def join(self, mine: Hello, theirs: Hello) -> None:
+    def join(self, mine: Hello, theirs: Hello, log: Logger) -> None:
         """Its `Hello` was found to agree: answer."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
-        self._features.layers = theirs.features
         self.joined, self.liveness.step_s = True, theirs.step_ms / 1e3
         self.since = self.liveness.heard_at
         self.channel.send(mine)
+        self._features.begin(theirs.features, log)
         self._say_paused()
 
     def pause(self, paused: bool) -> None:
@@ -185,6 +186,11 @@ class Link:
         told = self._told.get(request.number)
         if told is not None and told.state is Knows.FOLLOWS and not self.paused:
             self._feature(told)
+
+    def pieces_read(self, total: int) -> None:
+        """It has read so many pieces of the memory that it shares."""
+        self._features.read(total)
+        self.liveness.said_nothing()
 
     def outcome(self, request: Request) -> None:
         """A round has extended the request's tokens and moved its replica; it is said with the next

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Heartbeat, Message
+from ssd_serve.messages import Heartbeat, Message, PiecesRead
 from ssd_serve.verifier.drafts.admission import check_figures
 
 _SILENT_STEPS = 3
@@ -60,7 +60,9 @@ class Liveness:
             self._asked_at = self._clock()
 
     def heard(self, message: Message) -> None:
-        """It has said something."""
+        """It has said something. That it has read is no answer to an outcome."""
+        if isinstance(message, PiecesRead):
+            return
         self.heard_at = self._clock()
         if isinstance(message, Heartbeat):
             check_figures(message)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ssd_serve.errors import PairMismatchError, ProtocolError
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Growth, Heartbeat, Hello, Message, Refusal, Resync
+from ssd_serve.messages import Growth, Heartbeat, Hello, Message, PiecesRead, Refusal, Resync
 from ssd_serve.verifier.drafts.admission import Admission
 from ssd_serve.verifier.drafts.homes import Homes, Requests
 from ssd_serve.verifier.drafts.link import Link
@@ -94,6 +94,8 @@ class Reception:
                 link.liveness.said_nothing()
             else:
                 link.resync(request)
+        elif isinstance(message, PiecesRead):
+            link.pieces_read(message.total)
         elif not isinstance(message, Heartbeat | Hello):
             raise ProtocolError(f"a drafter says nothing like {type(message).__name__}")
         return 0
@@ -124,7 +126,7 @@ class Reception:
                 if other.name == hello.name:
                     _replace(other, link, hello)
             self.rejoins += self._admission.knows(hello.name)
-        link.join(self._hello, hello)
+        link.join(self._hello, hello, self._log)
         link.source_bit = self.sources.bit(link.source, link.stranger)
         self._joined(link)
         self._log.info("drafter joined", name=link.name, step_ms=round(hello.step_ms, 2))
