@@ -106,34 +106,29 @@ class _TreeRows:
 
     def row_of(self, node: Node) -> int:
         """The row whose logits a pick wants; its chain is added as far as it is not there yet."""
-        chain: list[Node] = []
-        places = self._places
-        while (place := places.get(node.name)) is None and node.parent is not None:
-            chain.append(node)
-            node = node.parent
-        if place is None:
-            place = self._root
-        while chain:
-            place = self._add(chain.pop(), place)
-        return place[0]
+        return self._place(node)[0]
 
-    def _add(self, node: Node, above: _Place) -> _Place:
-        """One more node below one that is here."""
-        name, position = node.name, self._first + node.depth
-        _, own, earlier = above
+    def _place(self, node: Node) -> _Place:
+        name, parent = node.name, node.parent
+        place = self._places.get(name)
+        if place is not None:
+            return place
+        if parent is None:
+            return self._root
+        _, own, earlier = self._places.get(parent.name) or self._place(parent)
         slot = self._known.get(name)
         if slot is not None:
             row = -1
             earlier |= 1 << len(self.earlier)
             self.earlier.append(slot)
-            self.earlier_positions.append(position)
+            self.earlier_positions.append(self._first + node.depth)
         else:
             row = len(self.tokens)
             own |= 1 << row
             self.tokens.append(node.token)
-            self.positions.append(position)
+            self.positions.append(self._first + node.depth)
             self.missing.append(name)
-            self.parents.append(node.parent.name if node.parent is not None else name)
+            self.parents.append(parent.name)
             self._masks.append((own, earlier))
         place = self._places[name] = row, own, earlier
         return place

@@ -99,13 +99,9 @@ class _Call:
         self._wholes += (rows, self._rows, place, told, tokens_at, counts_at, known, top_k, top_p)
         self._wholes += (drawn, seed, request.position)
         self._reals += self._numbers(parameters, penalised)
-        for values, first, below in (
-            (self._depths, 0, request.depths),
-            (self._tokens, -1, request.tokens),
-            (self._parents, -1, request.parents),
-        ):
-            values.append(first)
-            values += below
+        self._depths += (0, *request.depths)
+        self._tokens += (-1, *request.tokens)
+        self._parents += (-1, *request.parents)
         self._rows += rows
 
     def run(self, kernel: Callable[..., int], walk: bool) -> list[int]:
