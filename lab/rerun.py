@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/host-drafter.json": _of_lab("host", "--drafter-only"),
     "lab/results/host.json": _of_lab("host"),
     "lab/results/channels.json": _of_lab("channels"),
+    "lab/results/features.json": _of_lab("channels", "--features"),
     "lab/results/bodies.json": _of_lab("bodies"),
     "lab/results/invariance.json": _of_lab("invariance"),
     "lab/results/drafts.json": _of_lab("drafts"),
