@@ -5,7 +5,7 @@ With E a unit exponential for each token, argmax_v l(v) - log E(v) is an exact s
 choice (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding",
 arXiv 2408.07978).
 
-This module knows nothing of drafts or the walk: it chooses one token for each row.
+This module knows nothing of drafts: it chooses a token for each row, or for those that choices lead to.
 """
 
 import math
@@ -31,7 +31,8 @@ _TOGETHER = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One choice for each row, and log-probabilities for the rows that want them."""
+    """One choice for each row, -1 where it was left out, and log-probabilities for the rows that want
+    them."""
 
     choices: list[int]
     logprobs: list[TokenLogprobs | None]

@@ -1,4 +1,4 @@
-"""One round: build the batch, forward, sample the target's choice at every row, and walk.
+"""One round: build the batch, forward, sample the target's choices, and walk.
 
 `launch(work)` and `finish(flight)` are separate so that host work may overlap the forward. The round decides
 tokens; who is scheduled, and what happens to slots and drafters afterwards, is the engine's business.
@@ -162,7 +162,7 @@ class Rounds:
         return InFlight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: InFlight) -> list[Walk]:
-        """Choose a token at every wanted row, and walk each request's tree. Raises `DeviceMemoryError`."""
+        """Choose tokens at the wanted rows, and walk each request's tree. Raises `DeviceMemoryError`."""
         flight.wait()
         sampled = within_memory(
             lambda: sample(flight.result.logits, flight.sampling, self._noise, self._native, walk=True)
