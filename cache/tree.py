@@ -291,6 +291,11 @@ class SpeculationTree:
         self._recount()
         return Advance(tuple(path), hit)
 
+    def forget(self) -> None:
+        """Let go of everything below the root."""
+        self.root.tokens, self.root.cumulatives, self.root.children = [], [], {}
+        self._recount()
+
     def _recount(self) -> None:
         known: dict[int, Node] = {}
         size, deepest = 0, 0

@@ -113,6 +113,7 @@ class DrafterCore:
     ) -> None:
         self._widths = widths
         self._source = source
+        self._reads_features = isinstance(source, FeatureReader)
         self._limits = limits
         self._ends = ends
         self._name = name
@@ -268,6 +269,8 @@ class DrafterCore:
         if known is not None and known.epoch == message.epoch and isinstance(self._source, FeatureReader):
             features = from_bytes(message.data, message.width)
             self._source.read(message.request, message.position, features)
+            if not known.tree.root.expanded:
+                known.frontier.rebuild()  # where it could not be read without these
 
     def _close(self, message: Close) -> None:
         known = self._requests.get(message.request)
@@ -289,12 +292,19 @@ class DrafterCore:
             self._log.warning("derived root differs", request=message.request, position=message.position)
             self.forget(message.request)  # its tree and its source stand at different roots now
             return [Resync(message.request, message.epoch)]
+        self.moved(drafted.tree)
         drafted.frontier.rebuild()
         kept = [node.name for node in drafted.tree.expanded()]
         alive = set(kept)
         drafted.guesses = {name: each for name, each in drafted.guesses.items() if name in alive}
         self._source.commit(message.request, message.tokens, [node.name for node in advance.path], kept)
         return []
+
+    def moved(self, tree: SpeculationTree) -> None:
+        """The root has moved. Whoever reads features guesses anew what stands below it: it was guessed before
+        the root's were there. The verifier has the old guesses until then."""
+        if self._reads_features:
+            tree.forget()
 
     def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
         node: Node | None = drafted.tree.root

@@ -44,14 +44,14 @@ def calibration(result: Result) -> str:
     return markdown_table(head, lines)
 
 
-def rereading(result: Result) -> str:
-    """A line for each place of a head and temperature: what keeping gives, and what is gained by others."""
-    rows = result["results"]
+def rereading(*results: Result) -> str:
+    """A line for each layout and temperature: what keeping gives, and how much more the others."""
+    rows = [row for result in results for row in result["results"]]
     rules = list(rows[0]["against_kept"])
-    head = ("head", "T", "texts", "kept, tokens/s", *(f"{rule}, times as fast" for rule in rules))
+    head = ("layout", "T", "texts", "kept, tokens/s", *(f"{rule}, times as fast" for rule in rules))
     lines = [
         (
-            f"{row['layout']} the target" if row["layout"] == "beside" else row["layout"],
+            row["layout"],
             f"{row['temperature']:g}",
             row["texts"],
             _number(row["tokens_per_s"]["kept"]),

@@ -46,6 +46,7 @@ def _of_bench(name: str) -> Block:
 
 
 _LOSSLESS = tuple(f"bench/results/lossless{kind}.json" for kind in ("", "-torch", "-batch-invariant"))
+_REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
     _of_bench("peers"),
@@ -56,7 +57,7 @@ _BLOCKS = (
     Block("docs/results.md", "drafters", ("lab/results/drafters.json",), page_blocks.drafters),
     Block("docs/results.md", "channels", ("lab/results/channels.json",), page_blocks.channels),
     Block("docs/drafts.md", "features", ("lab/results/features.json",), page_blocks.features),
-    Block("docs/drafts.md", "rereading", ("lab/results/rereading.json",), page_blocks.rereading),
+    Block("docs/drafts.md", "rereading", _REREADING, page_blocks.rereading),
     Block("docs/planning.md", "prediction", ("lab/results/prediction.json",), prediction_tables),
     Block("docs/faults.md", "faults", ("lab/results/faults.json",), page_blocks.faults),
     Block("docs/lossless.md", "invariance", ("lab/results/invariance.json",), page_blocks.invariance),

@@ -4,8 +4,8 @@ from what it says itself.
 A row is a token and the vector of the place before it. Of committed tokens that is the target's features, as
 the head makes a vector of them; of guesses it is the head's own output at their parent. So the KV of a guess
 that was right is not the KV of the committed token: that one is computed anew, with its true vector, in the
-next step. What stands below keeps what was computed there. Knows one head and vectors that it is given; not
-how they travel.
+next step. What is kept below it keeps what was computed there. Knows one head and vectors that it is given;
+not how they travel, nor what is kept.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""`python -m lab.rereading`: which rule for guesses below a right token gives most.
+"""`python -m lab.rereading`: which rule for guesses below a right one gives most.
 
 Engine, trees and head are real; time is virtual (see `lab.virtual`): each forward of the head takes what the
-device table says of a draft model's. Beside the target, and while it waits.
+device table says of a draft model's. It drafts beside the target, or while that waits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lab.rereading.rules import KEPT, RULES, Kept
+from lab.rereading.rules import KEPT, RULES, AllAgain
 from lab.virtual.pair import embedded_pair
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, InTurnChannel, TimedModel, TimedPair, decode
 from ssd_serve.bench.prompts import LOOP, Prompt, repeated_share
@@ -28,6 +28,8 @@ from ssd_serve.models.heads.load import head_config, head_sizes, load_head
 from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.load import ModelWish
 from ssd_serve.plan.virtual_time import Clock, VirtualChannel
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.sampling.ranking import trusted_ranking
 from ssd_serve.settings import Settings
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.planning.growth import WhenItPays
@@ -41,9 +43,10 @@ _FEATURE_BYTES = 1 << 28
 class RereadingPlan:
     """What to run; `prompts` of `tokens` new tokens at each temperature."""
 
-    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
-    prompts: int = 48
-    tokens: int = 96
+    layout: str
+    temperatures: tuple[float, ...]
+    prompts: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,17 @@ class HeadedPair:
 class RereadingRun:
     """A fresh engine, and a drafter that keeps to a rule."""
 
-    def __init__(self, headed: HeadedPair, rule: type[Kept], layout: str) -> None:
+    def __init__(self, headed: HeadedPair, rule: type[AllAgain], layout: str) -> None:
         self._clock, self._number = Clock(), 0
         pair, facts = headed.pair, headed.pair.target.facts
         features = FeatureStore(headed.layers, _FEATURE_BYTES, pair.target.slots)
         policy = WhenItPays(concurrent=layout == BESIDE)
         self._engine, _ = pair.engine(self._clock, policy, _WIDTH, features=features)
         timed = TimedModel(headed.head, pair.table.draft)
-        source = EagleSource(headed.head, SlotPool(DRAFT_SLOTS), pair.noise(), _FAN_OUT, model=timed)
+        native = native_library(Settings())
+        noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), native=native)
+        ranking = trusted_ranking(native)
+        source = EagleSource(headed.head, SlotPool(DRAFT_SLOTS), noise, _FAN_OUT, ranking, model=timed)
         limits = GrowthLimits(_WIDTH, _FAN_OUT, _DEPTH, TREE_NODES, context=facts.context)
         core = rule(source, limits, frozenset(facts.eos_token_ids))
         hello = replace(pair.hello(), features=headed.layers)
@@ -99,23 +105,22 @@ def loaded_head(folder: Path, target: Path) -> EagleHead:
 def run_rereading(
     headed: HeadedPair, prompts: Sequence[Prompt], plan: RereadingPlan, say: Callable[[str], None]
 ) -> dict[str, object]:
-    """`{"benchmark", "plan", "results", ...}`: a row for each layout and temperature."""
+    """`{"benchmark", "plan", "results", ...}`: a row for each temperature."""
     rows: list[dict[str, object]] = []
-    for layout in (BESIDE, INLINE):
-        for temperature in plan.temperatures:
-            runs = {rule: RereadingRun(headed, kind, layout) for rule, kind in RULES.items()}
+    for temperature in plan.temperatures:
+        runs = {rule: RereadingRun(headed, kind, plan.layout) for rule, kind in RULES.items()}
 
-            def text(
-                rule: str,
-                prompt: Prompt,
-                runs: Mapping[str, RereadingRun] = runs,
-                temperature: float = temperature,
-            ) -> Decoded:
-                return runs[rule].text(prompt, temperature, plan.tokens)
+        def text(
+            rule: str,
+            prompt: Prompt,
+            runs: Mapping[str, RereadingRun] = runs,
+            temperature: float = temperature,
+        ) -> Decoded:
+            return runs[rule].text(prompt, temperature, plan.tokens)
 
-            found = rotate(runs, prompts[: plan.prompts], text)
-            rows.append({"layout": layout, "temperature": temperature, **figures_of(found)})
-            say(f"{layout}, temperature {temperature:g}: {rows[-1]['tokens_per_s']} tokens/s")
+        found = rotate(runs, prompts[: plan.prompts], text)
+        rows.append({"layout": plan.layout, "temperature": temperature, **figures_of(found)})
+        say(table({"results": rows[-1:]}))
     return {
         "benchmark": "rereading",
         "time": "virtual: forwards take what a device table says and host work nothing; "

@@ -6,70 +6,53 @@ what the target has computed there; what stands below it was guessed without tha
 
 from collections.abc import Sequence
 
-from ssd_serve.cache.tree import Node
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import DraftSource, Found, NodeRequest
-from ssd_serve.messages import DrafterMessage, Growth, Outcome
+from ssd_serve.messages import Growth
 
 
-class Kept(DrafterCore):
-    """Whatever stands below the new root stays as it is."""
+class AllAgain(DrafterCore):
+    """What every drafter does: all of it is guessed anew. The verifier still has the old guesses, and where
+    both name a token takes the better estimate."""
 
     def __init__(self, source: DraftSource, limits: GrowthLimits, ends: frozenset[int]) -> None:
         super().__init__(source, limits, ends, "head")
 
-    def handle(self, message: DrafterMessage) -> list[DrafterMessage]:
-        replies = super().handle(message)
-        if isinstance(message, Outcome) and not replies:
-            root = self._requests[message.request].tree.root
-            if root.expanded:
-                self.hit(message.request, root)
-        return replies
 
-    def hit(self, request: int, root: Node) -> None:
-        """A request has a new root, whose candidates are guessed already."""
+class Kept(AllAgain):
+    """All of it stays as it is."""
+
+    def moved(self, tree: SpeculationTree) -> None:
+        """Nothing changes below the root."""
 
 
-class RootAgain(Kept):
-    """The new root's candidates are guessed once more in the next step; one that is named twice has the
-    better of both estimates. What stands deeper stays as it is."""
+class RootAgain(AllAgain):
+    """The root's candidates are guessed once more in the next step; one that is named twice has the better
+    of both estimates. What stands deeper stays as it is."""
 
     def __init__(self, source: DraftSource, limits: GrowthLimits, ends: frozenset[int]) -> None:
         super().__init__(source, limits, ends)
-        self._again: dict[int, Node] = {}
+        self._again: set[int] = set()
 
-    def hit(self, request: int, root: Node) -> None:
-        self._again[request] = root
+    def moved(self, tree: SpeculationTree) -> None:
+        """Its new root's name is noted."""
+        if tree.root.expanded:
+            self._again.add(tree.root.name)
 
     def _pick(self) -> list[NodeRequest]:
-        again = [
-            NodeRequest(request, root)
-            for request, root in self._again.items()
-            if request in self._requests and self._requests[request].tree.root is root
-        ]
+        roots = ((request, drafted.tree.root) for request, drafted in self._requests.items())
+        again = [NodeRequest(request, root) for request, root in roots if root.name in self._again]
         return [*again, *super()._pick()]
 
     def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Found]) -> list[Growth]:
         growth = super()._grow(picked, list(found))  # one by one, as nodes that have candidates want it
-        for request in {pick.request for pick in picked} & self._again.keys():
+        for request in {pick.request for pick in picked if pick.node in self._again}:
             self._requests[request].frontier.rebuild()
-            del self._again[request]
+        self._again.clear()
         return growth
 
 
-class AllAgain(Kept):
-    """Whatever stands below the new root is forgotten and guessed anew. The verifier still has it, and where
-    both name a token takes the better estimate."""
-
-    def hit(self, request: int, root: Node) -> None:
-        drafted = self._requests[request]
-        root.tokens, root.cumulatives, root.children = [], [], {}
-        drafted.tree.advance(())
-        drafted.frontier.rebuild()
-        drafted.guesses.clear()
-        self._source.commit(request, (), (), ())
-
-
 KEPT, ROOT_AGAIN, ALL_AGAIN = "kept", "root again", "all again"
-RULES: dict[str, type[Kept]] = {KEPT: Kept, ROOT_AGAIN: RootAgain, ALL_AGAIN: AllAgain}
+RULES: dict[str, type[AllAgain]] = {KEPT: Kept, ROOT_AGAIN: RootAgain, ALL_AGAIN: AllAgain}

@@ -7,16 +7,28 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
 from ssd_serve.cache.expansions import unpack
 from ssd_serve.cache.replica import Replica
+from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Branch, Candidates, Guesses, NodeRequest, Subtree
 from ssd_serve.drafter.width import LiveWidth
-from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, Pause, Resync, SamplingParameters
+from ssd_serve.messages import (
+    Close,
+    DrafterMessage,
+    Features,
+    Growth,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+    SamplingParameters,
+)
 from ssd_serve.seeds import mix, root_name
 from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 
@@ -295,6 +307,48 @@ def test_below_a_hit_the_tree_lives_on_and_after_a_miss_it_begins_again() -> Non
     core.handle(outcome(miss, position=4, root=mix(ROOT, hit)))
     assert core.nodes == 0
     assert len(core.step()) == 1
+
+
+class ReadingSource(ScriptedSource):
+    """It guesses nothing before it has read what the target has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = False
+
+    def read(self, request: int, position: int, features: torch.Tensor) -> None:
+        self.has_read = True
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
+        return super().expand(picks, scales) if self.has_read else [None] * len(picks)
+
+
+FEATURES = Features(1, 1, 0, 2, as_bytes(torch.zeros((3, 2))))
+
+
+def test_a_root_is_read_once_its_features_have_come() -> None:
+    source = ReadingSource()
+    core = core_of(source, LIMITS)
+    core.handle(opening())
+    assert not grown(core)
+    core.handle(FEATURES)
+    assert grown(core)
+
+
+def test_who_reads_features_guesses_anew_below_every_new_root() -> None:
+    source = ReadingSource()
+    core = core_of(source, LIMITS)
+    for message in (opening(), FEATURES):
+        core.handle(message)
+    grown(core)
+    root = mix(ROOT, source.made[ROOT][0])
+    below = mix(root, source.made[root][0])
+    assert below in source.made
+    core.handle(outcome(source.made[ROOT][0]))
+    assert core.nodes == 0
+    source.made.clear()
+    grown(core)
+    assert list(source.made)[:2] == [root, below]
 
 
 def grown(core: DrafterCore) -> list[DrafterMessage]:
