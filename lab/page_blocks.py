@@ -5,6 +5,7 @@ from typing import Any
 
 from lab.ablate.report import GROWTHS
 from lab.channels.feature_report import FEATURE_HEAD, feature_lines
+from ssd_serve.bench.peers.ways import OURS, PLAIN
 from ssd_serve.bench.tables import markdown_table
 
 Result = Mapping[str, Any]
@@ -60,6 +61,38 @@ def rereading(*results: Result) -> str:
         for row in rows
     ]
     return markdown_table(head, lines)
+
+
+def drafts(result: Result) -> str:
+    """For each device and temperature a line for each way, a column for each kind of text: how many times as
+    fast as plain decoding whole requests are, and the tokens of a round."""
+    rows = [row for row in result["results"] if row["texts"]]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    head = ("draft", *kinds)
+    parts: list[str] = []
+    for device, temperature in dict.fromkeys((row["device"], row["temperature"]) for row in rows):
+        some = [row for row in rows if (row["device"], row["temperature"]) == (device, temperature)]
+        found = {(row["engine"], row["way"], row["kind"]): row for row in some}
+        ways = dict.fromkeys((row["engine"], row["way"]) for row in some)
+        lines = [
+            (
+                way if engine == OURS else f"{engine}: {way}",
+                *(_draft_cell(found.get((engine, way, kind))) for kind in kinds),
+            )
+            for engine, way in ways
+        ]
+        parts.append(f"{device}, temperature {temperature:g}:\n\n{markdown_table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def _draft_cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    against = row["ratios"].get(PLAIN)
+    if against is None:
+        return f"{row['tokens_per_s']:.0f} tokens/s"
+    told = f"{against['mean']:.2f} ({against['low']:.2f} to {against['high']:.2f})"
+    return f"{told}; {row['tokens_per_round']:.2f}"
 
 
 def quality(result: Result) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lab.drafts.figures import Counters, figures_of
 from lab.drafts.texts import prompts_of
-from lab.drafts.ways import HEAD, LOOKUP, MODEL, Drafts, llama_ways, our_ways, words
+from lab.drafts.ways import HEAD, INLINE, LOOKUP, MAY_STOP, MODEL, Drafts, llama_ways, our_ways, words
 from ssd_serve.bench.peers.client import Ask, PeerError, Sample
 from ssd_serve.bench.peers.engines import launched
 from ssd_serve.bench.peers.fleet import Fleet
@@ -149,7 +149,10 @@ def rows_of(
         some = [samples[place] for place in kept]
         against = {PLAIN: Way(way.engine, PLAIN, cores=way.cores)}
         if LOOKUP in way.mode and " and " in way.mode:
-            against |= {one: Way(OURS, f"{one} inline") for one in (MODEL, HEAD) if way.mode.startswith(one)}
+            stops = MAY_STOP * way.mode.endswith(MAY_STOP)
+            against |= {
+                one: Way(OURS, f"{one} {INLINE}{stops}") for one in (MODEL, HEAD) if way.mode.startswith(one)
+            }
         elif way.engine == LLAMA:
             against["ssd-serve"] = Way(OURS, PLAIN if way.mode == PLAIN else f"{way.mode} inline")
         rows.append(

@@ -21,6 +21,9 @@ class Counters:
     misses: float = 0.0
     expansions: float = 0.0
     awaited: float = 0.0
+    rounds: float = 0.0
+    wait_s: float = 0.0
+    """That rounds waited for drafts."""
 
     @classmethod
     def read(cls, page: str) -> "Counters":
@@ -37,6 +40,8 @@ class Counters:
             metric(page, "ssd_speculation_cache_misses_total"),
             metric(page, "ssd_draft_expansions_total"),
             metric(page, "ssd_draft_expansions_awaited_total"),
+            metric(page, "ssd_spec_decode_num_drafts_total"),
+            metric(page, "ssd_engine_wait_seconds_total"),
         )
 
     def __sub__(self, other: "Counters") -> "Counters":
@@ -47,10 +52,12 @@ class Counters:
             self.misses - other.misses,
             self.expansions - other.expansions,
             self.awaited - other.awaited,
+            self.rounds - other.rounds,
+            self.wait_s - other.wait_s,
         )
 
     def told(self) -> dict[str, object]:
-        """Shares; None where there is nothing to take a share of."""
+        """Shares, and milliseconds; None where there is nothing to take a share of."""
         return {
             "acceptance_by_depth": [
                 _share(accepted, verified)
@@ -58,6 +65,7 @@ class Counters:
             ],
             "ready_share": _share(self.hits, self.hits + self.misses),
             "overlap": _share(self.expansions - self.awaited, self.expansions),
+            "wait_ms_per_round": _share(1e3 * self.wait_s, self.rounds),
         }
 
 

@@ -1,6 +1,6 @@
 """Which drafts are compared, and the command that starts each: servers of ours, and llama.cpp's.
 
-All of them decode one request at a time on the same cores, and none of ours may stop drafting: what it gives
+All of them decode one request at a time on the same cores, and few of ours may stop drafting: what it gives
 is what is measured. Pure: starts nothing.
 """
 
@@ -14,6 +14,8 @@ from ssd_serve.devices import Device
 
 MODEL, HEAD, LAYERS, LOOKUP = "model", "head", "first layers", "lookup"
 INLINE, BESIDE = "inline", "beside"
+MAY_STOP = ", may stop"
+"""A way as users get it: plain decoding where that is faster."""
 _DRAFTS = (MODEL, HEAD, LAYERS)
 _OWN_LAYERS = "self:2"
 _LENGTHS = (1, 2, 4, 8)
@@ -42,6 +44,7 @@ def our_ways(drafts: Drafts) -> list[Way]:
     """Plain decoding; every draft inline, and beside the target; lookup alone and beside others."""
     modes = [PLAIN, *(f"{what} {where}" for what in _DRAFTS for where in (INLINE, BESIDE))]
     modes += [f"{what} {INLINE}" for what in (LOOKUP, f"{MODEL} and {LOOKUP}", f"{HEAD} and {LOOKUP}")]
+    modes += [f"{what} {INLINE}{MAY_STOP}" for what in (LOOKUP, MODEL, f"{MODEL} and {LOOKUP}")]
     return [Way(OURS, mode) for mode in modes if drafts.there(mode)]
 
 
@@ -64,7 +67,8 @@ def words(way: Way, place: Place, port: int, drafts: Drafts) -> list[str]:
 
 
 def _ours(way: Way, place: Place, port: int, drafts: Drafts) -> list[str]:
-    what, _, where = way.mode.rpartition(" ")
+    way_mode = way.mode.removesuffix(MAY_STOP)
+    what, _, where = way_mode.rpartition(" ")
     mode = {"": "ar", INLINE: "sd", BESIDE: "ssd"}[where if what else ""]
     asked = ["--draft", drafts.named(what) if what else "none", "--mode", mode]
     if mode == "ssd":
@@ -75,7 +79,8 @@ def _ours(way: Way, place: Place, port: int, drafts: Drafts) -> list[str]:
     if drafts.table is not None:
         asked += ["--model-wrapper", emulating(drafts.table)]
     fixed = ["--no-prefix-cache", "--max-running", "1", "--log-level", "warning"]
-    fixed += ["--generation-config", "none", "--no-speculation-may-stop", "--kv-memory-mb", "256"]
+    fixed += ["--generation-config", "none", "--kv-memory-mb", "256"]
+    fixed += ["--no-speculation-may-stop"] * (way_mode == way.mode)
     return [
         *(sys.executable, "-m", "ssd_serve", "serve", str(place.pair.target)),
         *("--port", str(port), *asked, *fixed),

@@ -21,6 +21,8 @@ ssd_spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1
 ssd_speculation_cache_hits_total 6
 ssd_speculation_cache_misses_total 2
 ssd_draft_expansions_total 50
+ssd_spec_decode_num_drafts_total 10
+ssd_engine_wait_seconds_total 0.02
 ssd_draft_expansions_awaited_total 20
 """
 
@@ -77,6 +79,7 @@ def test_counters_are_those_of_a_while() -> None:
         "acceptance_by_depth": [0.8, 0.25, None, None, None, None, None, None],
         "ready_share": 0.75,
         "overlap": 0.6,
+        "wait_ms_per_round": 2.0,
     }
     assert (Counters.read(PAGE) - Counters.read(PAGE)).told()["overlap"] is None
 
