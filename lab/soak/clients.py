@@ -31,7 +31,7 @@ _WORDS = (
     "print(",
 )
 _BAD: tuple[dict[str, Any], ...] = (
-    {"prompt": "x", "max_tokens": -1},
+    {"prompt": "x", "max_tokens": -2},
     {"prompt": "x", "temperature": "hot"},
     {"prompt": "x", "top_p": 7},
     {"prompt": 3.5},

@@ -18,7 +18,7 @@ from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.http.streaming import while_connected
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openai.envelope import Envelope
+from ssd_serve.server.openai.envelope import Envelope, for_log
 from ssd_serve.server.openai.fields import Strict
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Bodies:
             async def parse_and_work() -> Result:
                 body = await self._parsing.run(len(received[0]), read)
                 if request.state.ignored:
-                    logger.warning("ignored fields of a request: %s", ", ".join(request.state.ignored))
+                    logger.warning("ignored fields of a request: %s", for_log(request.state.ignored))
                 return await work(body)
 
             def read() -> Body:

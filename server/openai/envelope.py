@@ -103,6 +103,12 @@ def _unknown_field(path: str, what: str) -> ApiError:
     return bad_request(f"{path}: {what}", path, "unknown_field")
 
 
+def for_log(names: Iterable[str]) -> str:
+    """The names as a log may have them: what is no usual name may be a text of the user's."""
+    usual = [name for name in names if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
+    return ", ".join(usual[:_MOST_TOLD]) or "of no usual names"
+
+
 def told_ignored(request: Request) -> dict[str, str]:
     """The header of the answer to a request whose body was read; none where nothing was ignored."""
     names: tuple[str, ...] = request.state.ignored

@@ -31,12 +31,15 @@ _REFERENCE = "#/components/schemas/{model}"
 
 _PROBLEMS = {
     400: "The body is not JSON or breaks a rule; `param` names the field. Rules that no schema tells: token "
-    "ids are below the model's vocabulary; prompt and output fit its context; prompts are not empty; texts "
-    "hold no lone surrogates; `min_tokens` is at most `max_tokens`; prompts x `n` are no more than one "
-    "request may have; `best_of` is `n`; two names of one field do not differ; `bad_words` and `min_tokens` "
-    "leave some of `allowed_token_ids`; `generated_token_ids` has one list for each choice; the model's chat "
-    "template takes the messages. A field that is not known is a 400 where its name nearly is a known one, "
-    "or where the server is strict.",
+    "ids are below the model's vocabulary; prompt and output fit its context; prompts are not empty; "
+    "texts hold no lone surrogates; `min_tokens` is at most `max_tokens`; prompts x `n` are no more than "
+    "one request may have; `best_of` is `n`; two names of one field do not differ; `bad_words` and "
+    "`min_tokens` leave some of `allowed_token_ids`; `generated_token_ids` has one list for each choice; "
+    "the model's chat template takes the messages, and writes the last one where it is gone on with; a "
+    "message has `content` but where it calls tools, whose arguments are JSON, and a tool's message says "
+    "which call it answers; how the model calls tools is known; a prompt's log-probabilities are told "
+    "once, and not streamed. A field that is not known is a 400 where its name nearly is a known one, or "
+    "where the server is strict.",
     401: "The key is missing or wrong.",
     403: "The figures tell of all keys: they are for the operator's.",
     404: "The model is not served here.",

@@ -167,7 +167,6 @@ class GenerationRequest(Lenient):
     json_schema: NotBuilt = None
     mirostat: Annotated[object, not_built(0)] = None
     tfs_z: Annotated[object, not_built(1, 1.0)] = None
-    top_a: Annotated[object, not_built(0, 0.0)] = None
     top_n_sigma: Annotated[object, not_built(-1, -1.0)] = None
     typical_p: Annotated[object, not_built(1, 1.0)] = None
     xtc_probability: Annotated[object, not_built(0, 0.0)] = None

@@ -76,10 +76,10 @@ def scarce(calls: Callable[..., Sampled]) -> Callable[..., Sampled]:
     """`calls` on a device that has too little memory now and then."""
     count = itertools.count(1)
 
-    def called(*args: Any) -> Sampled:
+    def called(*args: Any, **named: Any) -> Sampled:
         if next(count) % 70 == 60:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return calls(*args)
+        return calls(*args, **named)
 
     return called
 

@@ -1,5 +1,7 @@
 """A device whose memory runs out in a round: smaller rounds, the same texts, and nothing lost."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -65,12 +67,12 @@ def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyP
     expected = tokens(run(house(monkeypatch), submits))
     engine, sample, calls = house(monkeypatch), sampling.sample, 0
 
-    def scarce(logits: torch.Tensor, *more: object) -> object:
+    def scarce(logits: torch.Tensor, *more: Any, **named: Any) -> object:
         nonlocal calls
         calls += 1
         if calls % 10 == 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return sample(logits, *more)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return sample(logits, *more, **named)
 
     monkeypatch.setattr(round_module, "sample", scarce)
     assert tokens(run(engine, submits)) == expected
