@@ -67,9 +67,9 @@ class Request:
     """What the parameters do to single tokens, where they do."""
     slots: SlotTable = field(default_factory=SlotTable)
     salt: bytes = b""
+    """Whose texts it may read in the prefix cache, and who may read its own."""
     priority: int = 0
     """Lower ones go first."""
-    """Whose texts it may read in the prefix cache, and who may read its own."""
     handle: PrefixHandle | None = None
     epoch: int = 0
     replica: Replica | None = None

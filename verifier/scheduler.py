@@ -9,9 +9,11 @@ tokens beside it waits for them instead: choices of one prompt read it once. Wha
 looked at again: work in a round does not grow with the length of prompts.
 """
 
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from ssd_serve.cache.prefix import PrefixCache
@@ -22,6 +24,7 @@ _LOOKED_UP = 1 << 18
 """Tokens of waiting requests that are looked up in a round; of one request always all."""
 _A_ROUND = 1 << 13
 """A request that found no memory is looked at again after a round for so many of its tokens."""
+_urgency = attrgetter("priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request, behind those that are as urgent."""
-        _line_up(request, self.waiting)
+        insort_right(self.waiting, request, key=_urgency)
 
     def admit(self) -> list[Request]:
         """Move waiting requests to the running ones while memory for their whole text so far is at hand.
@@ -96,7 +99,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self._count(request, len(request.tokens), found)
-            _line_up(request, self.running)
+            insort_right(self.running, request, key=_urgency)
             admitted.append(request)
         return admitted
 
@@ -114,7 +117,7 @@ class Scheduler:
         return sum(request.decoding for request in self.running)
 
     def plan(self, prompt_rows: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:
-        """The parts of the next round, the first request's first, and the requests that had to be preempted.
+        """The parts of the next round, in the order of `running`, and the requests that had to be preempted.
 
         At most `prompt_rows` tokens of prompts are read, and never more than the limits allow.
         """
@@ -188,10 +191,7 @@ class Scheduler:
         is lost."""
         self.running.remove(request)
         self._give_up(request)
-        place = 0
-        while place < len(self.waiting) and self.waiting[place].priority < request.priority:
-            place += 1
-        self.waiting.insert(place, request)
+        insort_left(self.waiting, request, key=_urgency)
         request.figures.preemptions += 1
         self.preemptions += 1
 
@@ -258,11 +258,3 @@ class Scheduler:
 
     def _reclaimable(self) -> int:
         return self.pool.available + (self.prefix.evictable if self.prefix is not None else 0)
-
-
-def _line_up(request: Request, others: "deque[Request] | list[Request]") -> None:
-    """Behind those that are as urgent."""
-    place = len(others)
-    while place and others[place - 1].priority > request.priority:
-        place -= 1
-    others.insert(place, request)

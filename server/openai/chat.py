@@ -16,8 +16,7 @@ from ssd_serve.server.openai.answers import Job
 from ssd_serve.server.openai.completions import (
     check_prompt_logprobs,
     check_stream_options,
-    privacy,
-    usage_wanted,
+    job_of,
 )
 from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
@@ -147,16 +146,7 @@ class ChatEndpoint:
         head = ResponseHead.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
         writers = [MessageWriter(message, f"{head.identifier} {seed} {i}") for i in range(choices)]
         shape = ChatShape(service.texts, prompt, writers, logprobs is not None, tokens_told, scored)
-        return Job(
-            head,
-            plans,
-            choices,
-            shape,
-            given(body.stream, False),
-            usage_wanted(body),
-            privacy(body),
-            given(body.priority, 0),
-        )
+        return job_of(body, head, plans, shape)
 
 
 def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> MessageRules:

@@ -13,10 +13,10 @@ from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.openai.answers import Job, Privacy
+from ssd_serve.server.openai.answers import AnswerShape, Job, Privacy
 from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
-from ssd_serve.server.openai.protocol import CompletionRequest, GenerationRequest
+from ssd_serve.server.openai.protocol import CompletionRequest, GenerationRequest, StreamOptions
 from ssd_serve.server.openai.replies import (
     ResponseHead,
     completion_logprobs,
@@ -192,16 +192,7 @@ class CompletionsEndpoint:
             prompt_logprobs=body.prompt_logprobs is not None,
         )
         head = ResponseHead.now("cmpl", name, service.model, service.fingerprint(ready), seed)
-        return Job(
-            head,
-            plans,
-            choices,
-            shape,
-            given(body.stream, False),
-            usage_wanted(body),
-            privacy(body),
-            given(body.priority, 0),
-        )
+        return job_of(body, head, plans, shape)
 
     async def _echoes(self, prompts: Sequence[TokenPrompt], skip_special: bool, scored: bool) -> list[Echo]:
         tokenizer = self.service.tokenizer
@@ -237,15 +228,26 @@ def check_prompt_logprobs(body: GenerationRequest) -> None:
         raise bad_request("prompt_logprobs: cannot be streamed", "prompt_logprobs", "not_built")
 
 
-def privacy(body: GenerationRequest) -> Privacy:
-    """What the request asks to be kept from others."""
-    padded = body.stream_options is not None and bool(body.stream_options.include_obfuscation)
-    return Privacy(body.cache_salt, padded)
-
-
-def usage_wanted(body: GenerationRequest) -> Literal["never", "last", "always"]:
-    """Which chunks of a stream tell the usage."""
+def job_of(
+    body: GenerationRequest, head: ResponseHead, plans: Sequence[ChoicePlan], shape: AnswerShape
+) -> Job:
+    """A checked request with what all of them have in common."""
     options = body.stream_options
+    padded = options is not None and bool(options.include_obfuscation)
+    return Job(
+        head,
+        plans,
+        given(body.n, 1),
+        shape,
+        given(body.stream, False),
+        _usage_wanted(options),
+        Privacy(body.cache_salt, padded),
+        given(body.priority, 0),
+    )
+
+
+def _usage_wanted(options: StreamOptions | None) -> Literal["never", "last", "always"]:
+    """Which chunks of a stream tell the usage."""
     if options is None or not options.include_usage:
         return "never"
     return "always" if options.continuous_usage_stats else "last"

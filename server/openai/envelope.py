@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 from urllib.parse import quote
 
@@ -60,14 +61,14 @@ class Envelope:
     def _check(self, kind: type[BaseModel], extra: Mapping[str, object], path: str) -> None:
         if len(extra) > MAX_UNKNOWN_FIELDS:
             raise _unknown_field(path or "body", f"more than {MAX_UNKNOWN_FIELDS} fields that are not known")
-        known = dict(names_of(kind))
+        known, bare = _known(kind)
         for name in extra:
             told = path + name[:_LONGEST_NAME]
             if name in known:
                 raise bad_request(
                     f"{told}: another name of {known[name]}; give one of them", told, "invalid_value"
                 )
-            meant = _nearest(name, known)
+            meant = _nearest(name, bare)
             if meant is not None:
                 raise _unknown_field(told, f"unknown field; did you mean {meant}?")
             if self.strict:
@@ -86,10 +87,16 @@ def _aliases(info: FieldInfo) -> Iterable[str]:
     return [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else []
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
+@cache
+def _known(kind: type[BaseModel]) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """The fields by every name, and the names without their punctuation."""
+    known = dict(names_of(kind))
+    return known, {_bare(each): each for each in known}
+
+
+def _nearest(name: str, bare: Mapping[str, str]) -> str | None:
     if len(name) > _LONGEST_NAME:
         return None
-    bare = {_bare(each): each for each in known}
     found = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=_ALIKE)
     return bare[found[0]] if found else None
 

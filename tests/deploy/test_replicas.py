@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def running_node(
                 [*command, *options], env=variables, stdout=file, stderr=file, start_new_session=True
             )
         try:
-            until(lambda: process.poll() is not None or healthy(name, ports, variables))  # noqa: B023
+            until(partial(over_or_healthy, process, name, ports, variables))
             if process.poll() is None:
                 yield process, ports
                 return
@@ -192,6 +193,12 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
             each.kill()
     process.wait()
     psutil.wait_procs(everything, timeout=10)
+
+
+def over_or_healthy(
+    process: "subprocess.Popen[bytes]", name: str, ports: dict[str, str], variables: dict[str, str]
+) -> bool:
+    return process.poll() is not None or healthy(name, ports, variables)
 
 
 def healthy(name: str, ports: dict[str, str], variables: dict[str, str]) -> bool:

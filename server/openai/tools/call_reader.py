@@ -49,12 +49,11 @@ class ValueEnd:
 class CallReader:
     """Reads `{"name": ..., "arguments": {...}}`, with `parameters` for the same and the names in any order.
 
-    `raw` is what it was given. `done` once the object has ended, `named` once its name is known: until then
-    nothing is told.
+    `done` once the object has ended; until `name` is known nothing is told.
     """
 
     def __init__(self) -> None:
-        self.raw = ""
+        self._raw: list[str] = []
         self.done = False
         self.name: str | None = None
         self._key: str | None = None
@@ -66,9 +65,15 @@ class CallReader:
         self._told = False
         """Whether arguments were told."""
 
+    @property
+    def raw(self) -> str:
+        """What it was given before it had a name."""
+        return "".join(self._raw)
+
     def take(self, character: str) -> list[Event]:
         """What one more character tells."""
-        self.raw += character
+        if self.name is None:
+            self._raw.append(character)
         if not self._begun:
             self._begun = character == "{"
             return []

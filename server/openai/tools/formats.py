@@ -57,8 +57,13 @@ class HermesReader:
             found += self._read(self._call)
             if not self._call.done:
                 return found
+            if self._call.name is None:
+                found += self._speech.tell(self._OPEN + self._call.raw)
+                self._call = None
+                continue
             before, mark, rest = self._held.partition(self._CLOSE)
             if not mark:
+                self._held = before[len(certain(before, self._CLOSE)) :]
                 return found
             self._held, self._call = rest, None
             self._speech.call()
@@ -222,6 +227,7 @@ class MistralReader:
                 self._listed = CallReader()
             found += self._listed.take(character)
             if self._listed.done:
+                found += self._speech.tell(self._listed.raw) if self._listed.name is None else []
                 self._listed = None
         self._held = ""
         return found

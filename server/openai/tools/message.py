@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ssd_serve.server.openai.tools.events import Arguments, CallBegun, Event, OutputReader, Thought, Words
+from ssd_serve.server.openai.tools.events import CallBegun, Event, OutputReader, Thought, Words
 from ssd_serve.server.openai.tools.formats import FORMATS
 from ssd_serve.server.openai.tools.reasoning import ThoughtReader
 
@@ -131,20 +131,22 @@ class MessageWriter:
         return message
 
     def _delta(self, events: Iterable[Event]) -> dict[str, object]:
+        known = len(self._calls)
         words: list[str] = []
         thoughts: list[str] = []
-        calls: dict[int, dict[str, object]] = {}
+        arguments: dict[int, list[str]] = {}
+        """More of them, by call."""
         for event in events:
             if isinstance(event, Words):
                 words.append(event.text)
             elif isinstance(event, Thought):
                 thoughts += [event.text] * self._tells_thoughts
             elif isinstance(event, CallBegun):
-                index = len(self._calls)
-                self._calls.append(Call(_identifier(self._seed, index), event.name))
-                calls[index] = {"index": index, **self._calls[index].told()}
+                arguments[len(self._calls)] = []
+                self._calls.append(Call(_identifier(self._seed, len(self._calls)), event.name))
             else:
-                self._more(event, calls)
+                self._calls[-1].arguments.append(event.text)
+                arguments.setdefault(len(self._calls) - 1, []).append(event.text)
         self._words += words
         self._thoughts += thoughts
         found: dict[str, object] = {}
@@ -152,20 +154,14 @@ class MessageWriter:
             found["content"] = "".join(words)
         if thoughts:
             found["reasoning_content"] = "".join(thoughts)
-        if calls:
-            found["tool_calls"] = list(calls.values())
+        if arguments:
+            found["tool_calls"] = [
+                {"index": index, **self._calls[index].told()}
+                if index >= known
+                else {"index": index, "function": {"arguments": "".join(more)}}
+                for index, more in arguments.items()
+            ]
         return found
-
-    def _more(self, event: Arguments, calls: dict[int, dict[str, object]]) -> None:
-        index = len(self._calls) - 1
-        call = self._calls[index]
-        call.arguments.append(event.text)
-        if index in calls and "id" in calls[index]:
-            calls[index] = {"index": index, **call.told()}
-            return
-        function = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})["function"]
-        if isinstance(function, dict):
-            function["arguments"] += event.text
 
 
 def _identifier(seed: str, index: int) -> str:

@@ -89,6 +89,22 @@ def test_what_only_looks_like_a_call_is_words_all_of_it(name: str, text: str) ->
     assert read(MessageRules(name, TOOLS), [text]) == [Words(text)]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"foo": 1}</tool_call> then'),
+        ("llama3", '{"foo": 1} then'),
+        ("mistral", '[TOOL_CALLS][{"foo": 1}]'),
+    ],
+)
+def test_an_object_that_names_no_tool_is_not_lost(name: str, text: str) -> None:
+    events = read(MessageRules(name, TOOLS), [text])
+    told = "".join(event.text for event in events if isinstance(event, Words))
+    assert not any(isinstance(event, CallBegun) for event in events)
+    assert '{"foo": 1}' in told
+    assert ("then" in told) == ("then" in text)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_that_is_cut_off_tells_what_there_is(name: str) -> None:
     text = WRITTEN[name][: WRITTEN[name].index("days")]
