@@ -15,12 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+from ssd_serve.cache.blend import SourceWeights, better, blend
 from ssd_serve.seeds import mix
-
-_ALL_OTHERS = -1
-"""Stands for the candidates of which nothing else is said."""
-_FEW = 16
-"""Candidates that are faster looked for in a list than in a set that must be made first."""
 
 
 class Unread(Protocol):
@@ -54,7 +50,7 @@ class Node:
     `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node
     below any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates
     that may follow, best first, with their own `cumulatives`; `children` are those that were looked at.
-    `proposed` is who named the candidates: sources as bits, by token where some were named by others too.
+    `proposed` is who named the candidates: a source as a bit, or what each of several has said of them.
     """
 
     __slots__ = (
@@ -78,7 +74,7 @@ class Node:
         self.tokens: list[int] = []
         self.cumulatives: list[float] = []
         self.children: dict[int, Node] = {}
-        self.proposed: int | dict[int, int] = 0
+        self.proposed: int | dict[int, dict[int, float]] = 0
 
     @property
     def expanded(self) -> bool:
@@ -88,7 +84,21 @@ class Node:
     def proposers(self, token: int) -> int:
         """Who has named this candidate, as bits."""
         proposed = self.proposed
-        return proposed if isinstance(proposed, int) else proposed.get(token, proposed[_ALL_OTHERS])
+        if isinstance(proposed, int):
+            return proposed
+        return sum(source for source, values in proposed.items() if token in values)
+
+    @property
+    def sources(self) -> int:
+        """All who have named candidates, as bits."""
+        return self.proposed if isinstance(self.proposed, int) else sum(self.proposed)
+
+    def said(self) -> dict[int, dict[int, float]]:
+        """What each source has said, by token."""
+        if not isinstance(self.proposed, int):
+            return self.proposed
+        values = (cumulative - self.cumulative for cumulative in self.cumulatives)
+        return {self.proposed: dict(zip(self.tokens, values, strict=True))}
 
 
 class Advance(NamedTuple):
@@ -109,6 +119,7 @@ class SpeculationTree:
         self.patience = sys.maxsize
         """How many candidates expansions of expanded nodes may still touch again: whoever takes them from
         strangers sets it."""
+        self._weights = SourceWeights()
         self._known: dict[int, Node] = {root_name: self.root}
         self._unread: dict[int, _Hanging] = {}
         """By the name of their node, each after its parent's; none of these nodes has been looked at."""
@@ -187,9 +198,8 @@ class SpeculationTree:
         """Give `node` its candidates, best first, with conditional log-probabilities; False when the tree is
         full. `source`: who names them, as a bit.
 
-        A node that is expanded again, by another drafter, has the candidates of both, and of a candidate that
-        both name the better estimate: reach then adds up to more than 1, which only ranks. Said twice is the
-        same as said once.
+        A node that is expanded again has the candidates of both: by the same source, with the better estimate
+        of each, so that said twice is the same as said once; by others, with what `blend` makes of them.
         """
         if node.tokens or len(set(tokens)) < len(tokens):
             return self._merge(node, tokens, log_probabilities, source)
@@ -271,6 +281,8 @@ class SpeculationTree:
         alone."""
         node, path = self.root, list[Node]()
         for token in tokens:
+            if not isinstance(node.proposed, int):
+                self._weights.observe(node.proposed, token)
             child = self.child(node, token)
             if child is None:
                 break
@@ -347,46 +359,43 @@ class SpeculationTree:
         self.patience -= len(node.tokens) + len(tokens)
         if self.patience < 0:
             return False
-        merged = dict(zip(node.tokens, node.cumulatives, strict=True))
-        for token, log_probability in zip(tokens, log_probabilities, strict=True):
-            cumulative = node.cumulative + min(log_probability, 0.0)
-            merged[token] = max(cumulative, merged.get(token, cumulative))
+        mine = {token: min(value, 0.0) for token, value in _best(tokens, log_probabilities).items()}
+        said: dict[int, dict[int, float]] = {}
+        if node.proposed == source or not node.tokens:
+            before = dict(zip(node.tokens, node.cumulatives, strict=True))
+            merged = better(before, {token: node.cumulative + value for token, value in mine.items()})
+        else:
+            said = node.said()
+            said = {**said, source: better(said.get(source, {}), mine)}
+            blended = blend(said, self._weights)
+            merged = {token: node.cumulative + value for token, value in blended.items()}
         more = len(merged) - len(node.tokens)
         if self._size + more > self.limit:
             return False
         self._size += more
-        node.proposed = _proposed(node, tokens, source)
+        node.proposed = said or source
         if merged and node.depth >= self._deepest:
             self._deepest = node.depth + 1
         node.tokens = sorted(merged, key=lambda token: -merged[token])
         node.cumulatives = [merged[token] for token in node.tokens]
         for token, child in node.children.items():
-            if merged[token] > child.cumulative:
-                by = merged[token] - child.cumulative
-                child.cumulative = merged[token]
-                self.patience -= _raise_below(child, by)
+            by, child.cumulative = merged[token] - child.cumulative, merged[token]
+            if by:
+                self.patience -= _move_below(child, by)
         return True
 
 
-def _proposed(node: Node, tokens: Sequence[int], source: int) -> int | dict[int, int]:
-    """Who names the candidates of a node once this source has named some more."""
-    before = node.proposed
-    if before == source or not node.tokens:
-        return source
-    by_token = {_ALL_OTHERS: before} if isinstance(before, int) else before
-    others = by_token[_ALL_OTHERS]
-    there = node.tokens if len(tokens) <= _FEW else set(node.tokens)
-    for token in tokens:
-        known = by_token.get(token)
-        if known is None:
-            known = others if token in there else 0
-        by_token[token] = known | source
-    return by_token
+def _best(tokens: Sequence[int], values: Sequence[float]) -> dict[int, float]:
+    """By token; of one that is named twice the better value."""
+    found: dict[int, float] = {}
+    for token, value in zip(tokens, values, strict=True):
+        found[token] = max(value, found.get(token, value))
+    return found
 
 
-def _raise_below(node: Node, by: float) -> int:
-    """Make everything below a node more probable, but nothing more than its parent, by rounding. Returns how
-    many candidates that were."""
+def _move_below(node: Node, by: float) -> int:
+    """Make everything below a node more or less probable, but nothing more than its parent, by rounding.
+    Returns how many candidates that were."""
     waiting, touched = [node], 0
     while waiting:
         each = waiting.pop()

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 LONGEST = 32
 """Tokens by which a place is compared at most."""
-SHORTEST = 2
-"""Tokens that a place must share: of single ones there are too many."""
+_SHORTEST_ELSEWHERE = 2
+"""Tokens that a place in another text must share: single ones stand in too many."""
 MAX_PLACES = 32
 """Most of one search: the last ones in the text."""
 
@@ -62,9 +62,9 @@ class GrowingText:
 
     def match(self, path: Sequence[int], most: int) -> Match | None:
         """Where the end of the text, followed by `path`, stood in it before, and `most` tokens after each
-        place; None where no `SHORTEST` tokens did. What reaches the end goes on as if it repeated itself."""
+        place; None where its last token did not. What reaches the end goes on as if it repeated itself."""
         whole = self.with_path(path)
-        if len(whole) <= SHORTEST:
+        if len(whole) < 2:
             return None
         found = _places(whole[:-1], whole)
         if found is None:
@@ -84,8 +84,8 @@ class GrowingText:
 def match_elsewhere(text: Tokens, suffix: Tokens, most: int) -> Match | None:
     """Where the end of `suffix` stands in another text, as in `GrowingText.match`; behind the end of that
     text follow `NOTHING`s."""
-    found = _places(text, suffix) if min(len(text), len(suffix)) >= SHORTEST else None
-    if found is None:
+    found = _places(text, suffix) if len(text) and len(suffix) else None
+    if found is None or found[0] < _SHORTEST_ELSEWHERE:
         return None
     length, first = found
     wanted = first[:, None] + np.arange(most)
@@ -96,10 +96,15 @@ def match_elsewhere(text: Tokens, suffix: Tokens, most: int) -> Match | None:
 def _places(text: Tokens, suffix: Tokens) -> tuple[int, npt.NDArray[np.int64]] | None:
     """By how many tokens the places in `text` agree with the end of `suffix` that do so most, and where they
     end: the last `MAX_PLACES` of them, the latest first."""
-    places = np.flatnonzero((text[1:] == suffix[-1]) & (text[:-1] == suffix[-2]))
+    same = text == suffix[-1]
+    places = np.empty(0, dtype=np.int64)
+    if len(suffix) > 1:
+        places = np.flatnonzero(same[1:] & (text[:-1] == suffix[-2])) + 1
+    if not len(places):  # there are many of single tokens, and better ones may be older
+        places = np.flatnonzero(same)
     if not len(places):
         return None
-    last = places[: -MAX_PLACES - 1 : -1] + 1  # [places] of the tokens that equal the last one
+    last = places[: -MAX_PLACES - 1 : -1]
     before = last[:, None] - _BACK  # [places, LONGEST]
     wanted = len(suffix) - 1 - _BACK
     equal = text[np.maximum(before, 0)] == suffix[np.maximum(wanted, 0)]

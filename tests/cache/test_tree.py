@@ -206,7 +206,7 @@ def test_a_miss_leaves_a_lonely_root_of_the_right_name() -> None:
     st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0)), min_size=1, unique_by=lambda pair: pair[0]),
     st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0)), min_size=1, unique_by=lambda pair: pair[0]),
 )
-def test_candidates_of_two_drafters_are_merged(
+def test_candidates_of_two_drafters_of_one_source_are_merged(
     mine: list[tuple[int, float]], theirs: list[tuple[int, float]]
 ) -> None:
     tree = SpeculationTree(ROOT, 100)

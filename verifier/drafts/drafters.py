@@ -134,6 +134,14 @@ class Drafters:
         """Seconds of the fastest working drafter's step; 0 when unknown."""
         return _fastest(link for link in self._links if link.working)
 
+    @property
+    def instant_sources(self) -> int:
+        """Those for which nobody waits, as bits."""
+        bits = 0
+        for link in self._links:
+            bits |= link.source_bit * link.instant
+        return bits
+
     def step_of(self, layout: Layout) -> float:
         """The same of those that work in a layout, whether they pause or not."""
         synchronous = layout is Layout.SYNC

@@ -26,8 +26,9 @@ _Tree = tuple[SpeculationTree, int, float, frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Candidate nodes by falling reach, parents first; the reach of the best leaves; decoding requests that a
-    node could help (`trees`), and those of them below whose root nothing has grown."""
+    """Candidate nodes by falling reach, parents first; of the best leaves the reach that nothing below them
+    has; decoding requests that a node could help (`trees`), and those of them below whose root nothing has
+    grown."""
 
     nodes: list[RankedNode]
     leaves: npt.NDArray[np.float64]
@@ -35,13 +36,16 @@ class Ranking:
     trees: int
 
 
-def rank(parts: Sequence[ScheduledChunk], most: int, context: int, width: int, least: float = 0.0) -> Ranking:
+def rank(
+    parts: Sequence[ScheduledChunk], most: int, context: int, width: int, least: float = 0.0, instant: int = 0
+) -> Ranking:
     """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
-    best leaves.
+    best leaves. What only `instant` sources have grown below (bits) is a leaf still: nobody waits for these,
+    and others may know better.
 
     No node lies where its row could not matter any more: beyond `max_tokens` or the context.
     """
-    trees, leaves = _trees(parts if most else (), context)
+    trees, leaves = _trees(parts if most else (), context, instant)
     missed = len(leaves)
     # One entry for each node that was looked at: its best child that is not taken yet.
     heap: list[_Entry] = []
@@ -71,13 +75,24 @@ def rank(parts: Sequence[ScheduledChunk], most: int, context: int, width: int, l
             heapq.heappop(heap)
         if node is not None:
             heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, place, 0))
+            if instant and not node.sources & ~instant:
+                leaves.append(reach * _left(node))
         elif deeper and token not in ends:
             leaves.append(reach)
+    if instant:
+        leaves.sort(reverse=True)
     return Ranking(ranked, np.array(leaves[:width]), missed, len(trees))
 
 
-def _trees(parts: Sequence[ScheduledChunk], context: int) -> tuple[dict[int, _Tree], list[float]]:
-    """The trees by part, and the reach of roots without growth."""
+def _left(node: Node) -> float:
+    """Probability that the text goes on as none of its candidates."""
+    return max(0.0, 1.0 - sum([math.exp(each - node.cumulative) for each in node.cumulatives]))
+
+
+def _trees(
+    parts: Sequence[ScheduledChunk], context: int, instant: int
+) -> tuple[dict[int, _Tree], list[float]]:
+    """The trees by part, and what is left of roots without growth but by `instant` sources."""
     trees: dict[int, _Tree] = {}
     missed: list[float] = []
     for index, part in enumerate(parts):
@@ -88,6 +103,6 @@ def _trees(parts: Sequence[ScheduledChunk], context: int) -> tuple[dict[int, _Tr
         if deepest > 0:
             tree = replica.tree
             trees[index] = (tree, tree.root.depth + deepest, tree.root.cumulative, request.ends)
-            if not tree.root.tokens:
-                missed.append(1.0)
+            if not tree.root.tokens or (instant and not tree.root.sources & ~instant):
+                missed.append(_left(tree.root))
     return trees, missed

@@ -44,8 +44,16 @@ def test_a_whole_chain_follows_from_one_place() -> None:
 
 
 def test_a_text_without_a_place_like_its_end_has_none() -> None:
-    assert expand(source([1, 2, 3, 4, 3])) == []
+    assert expand(source([1, 2, 3, 4, 5])) == []
     assert expand(source([])) == []
+
+
+def test_one_token_in_common_is_a_place_where_no_longer_one_is_and_little_is_thought_of_it() -> None:
+    one = expand(source([1, 2, 3, 4, 2]))
+    assert chain(one)[:2] == [3, 4]
+    two = expand(source([5, 2, 3, 1, 2, 4, 5, 2]))
+    assert two[0].tokens == [3]
+    assert math.exp(one[0].log_probabilities[0]) < math.exp(two[0].log_probabilities[0]) < 0.5
 
 
 def test_what_followed_more_often_comes_first_and_branches_keep_their_own_places() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd_serve.drafter.lookup.text import LONGEST, MAX_PLACES, SHORTEST, GrowingText
+from ssd_serve.drafter.lookup.text import LONGEST, MAX_PLACES, GrowingText
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 PATHS = st.lists(st.integers(0, 2), max_size=6)
@@ -13,7 +13,7 @@ PATHS = st.lists(st.integers(0, 2), max_size=6)
 
 def by_hand(whole: Sequence[int], most: int) -> tuple[int, list[list[int]]] | None:
     """Every place, from the last one, and every length, from the longest down."""
-    for length in range(min(LONGEST, len(whole) - 1), SHORTEST - 1, -1):
+    for length in range(min(LONGEST, len(whole) - 1), 0, -1):
         wanted = list(whole[len(whole) - length :])
         places = [end for end in range(len(whole) - 1, length - 1, -1) if whole[end - length : end] == wanted]
         if places:

@@ -1,0 +1,56 @@
+"""What is ranked for a round, and where growth is still worth waiting for."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.verifier.planning.ranking import Ranking, rank
+from ssd_serve.verifier.request import Request, accept, share
+from ssd_serve.verifier.scheduler import ScheduledChunk
+
+MODEL, LOOKUP = 2, 4
+Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
+"""Path, tokens, probabilities and source."""
+
+
+def ranked(*expansions: Expansion, instant: int = 0) -> Ranking:
+    """Of one request, whose tree has grown so."""
+    submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1)
+    request: Request = accept(submit, share(submit, ()), 64, 50)
+    request.slots.extend([0])
+    tree = request.open().tree
+    for path, tokens, shares, source in expansions:
+        node = tree.root
+        for token in path:
+            child = tree.child(node, token)
+            assert child is not None
+            node = child
+        tree.expand(node, tokens, [math.log(each) for each in shares], source)
+    return rank([ScheduledChunk(request, (1,), True)], 64, 64, 8, instant=instant)
+
+
+def test_nodes_come_by_falling_reach_with_their_parents_first() -> None:
+    found = ranked(((), [1, 2], [0.6, 0.3], MODEL), ((1,), [3], [0.9], MODEL))
+    assert [(token, above) for _, _, token, above in found.nodes] == [(1, -1), (3, 0), (2, -1)]
+    assert [reach for reach, *_ in found.nodes] == pytest.approx([0.6, 0.54, 0.3])
+    assert list(found.leaves) == pytest.approx([0.54, 0.3])
+    assert (found.missed, found.trees) == (0, 1)
+
+
+def test_a_root_below_which_nothing_grew_is_the_best_leaf() -> None:
+    found = ranked()
+    assert (list(found.leaves), found.missed) == ([1.0], 1)
+
+
+def test_what_only_those_have_grown_for_whom_nobody_waits_is_a_leaf_for_the_others() -> None:
+    """By what is left below it: a lookup that finds something everywhere would end all waiting else."""
+    lookup: list[Expansion] = [((), [1], [0.6], LOOKUP), ((1,), [3], [0.5], LOOKUP)]
+    found = ranked(*lookup, instant=LOOKUP)
+    assert list(found.leaves) == pytest.approx([0.4, 0.3, 0.3])
+    assert found.missed == 1
+    assert list(ranked(*lookup).leaves) == pytest.approx([0.3])
+    found = ranked(*lookup, ((), [1, 2], [0.6, 0.2], MODEL), instant=LOOKUP)
+    assert found.missed == 0
+    assert list(found.leaves) == pytest.approx([0.3, 0.3, 0.1])
