@@ -14,10 +14,10 @@ KFD ?= /dev/kfd
 # What the drivers' files say, unless cores are meant.
 CORES := $(filter 1 true True yes on,$(SSD_ALLOW_CPU)) $(filter cpu%,$(SSD_TARGET_DEVICE))
 GPU := $(if $(strip $(CORES)),,$(if $(wildcard $(NVIDIA)),nvidia,$(if $(wildcard $(KFD)),amd)))
-EXTRAS := $(if $(filter nvidia,$(GPU)),[flashinfer$(comma)triton])
+EXTRAS := [structured$(if $(filter nvidia,$(GPU)),$(comma)flashinfer$(comma)triton)]
 CACHE := $(patsubst ~/%,$(HOME)/%,$(or $(SSD_CACHE_DIR),~/.cache/ssd-serve))
 
-SERVING := $(VENV)/.stamp-serving$(if $(EXTRAS),-nvidia)
+SERVING := $(VENV)/.stamp-serving$(if $(filter nvidia,$(GPU)),-nvidia)
 DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 

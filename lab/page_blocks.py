@@ -63,6 +63,19 @@ def rereading(*results: Result) -> str:
     return markdown_table(head, lines)
 
 
+def vocabulary(result: Result) -> str:
+    """A line for each share of common tokens, a column for each temperature: tokens a round."""
+    rows = result["results"]
+    temperatures = dict.fromkeys(row["temperature"] for row in rows)
+    found = {(row["common"], row["temperature"]): row["tokens_per_round"] for row in rows}
+    head = ("tokens in common", *(f"T {temperature:g}" for temperature in temperatures))
+    lines = [
+        (f"{common:.0%}", *(f"{found[common, temperature]:.2f}" for temperature in temperatures))
+        for common in dict.fromkeys(row["common"] for row in rows)
+    ]
+    return markdown_table(head, lines)
+
+
 def drafts(result: Result) -> str:
     """For each device and temperature a line for each way, a column for each kind of text: how many times as
     fast as plain decoding whole requests are, and the tokens of a round."""

@@ -14,6 +14,9 @@ from ssd_serve.sampling.parameters import PARAMETERS
 AS_MANY_AS_FIT = -1
 """Of `max_tokens`."""
 
+UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
+"""Parameters that could leave no token where the output must match something."""
+
 Words = tuple[tuple[int, ...], ...]
 """Token sequences that an output must not hold."""
 
@@ -106,6 +109,7 @@ def engine_parameters(
     prompt_logprobs: int | None = None,
     bad_words: Words = (),
     ending: Collection[int] = (),
+    grammar: str = "",
 ) -> SamplingParameters:
     """Everything that decides the tokens besides prompt and seed, as the engine takes it.
 
@@ -117,6 +121,7 @@ def engine_parameters(
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "bad_words": bad_words,
+        "grammar": grammar,
     }
     asked: dict[str, Any] = {name: value for name, value in ready.sampling.items() if name not in own}
     for each in PARAMETERS:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.sampling.batched_processors import process_rows
+from ssd_serve.sampling.grammar import Masks
 from ssd_serve.sampling.native.choosing import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy, needs_processing
@@ -55,7 +56,7 @@ def sample(
     """
     if not requests:
         return Sampled([], [])
-    logits = logits.to(torch.float32)
+    logits = only_allowed(logits.to(torch.float32), requests)
     if native is not None and logits.device.type == "cpu":
         choices, told = native.choose(logits, requests, walk)
         return Sampled(choices, _logprobs(requests, choices, told))
@@ -65,6 +66,27 @@ def sample(
     scores = scaled if seeds.count(None) == len(seeds) else scaled - noise.rows(seeds, positions)
     choices = lowest_argmax(scores)
     return Sampled(choices, _logprobs(requests, choices, scaled))
+
+
+def only_allowed(logits: torch.Tensor, requests: Sequence[SamplingRows]) -> torch.Tensor:
+    """Float32 [rows, vocabulary] without what the rows' masks leave out, which is -inf; a new tensor where
+    there are masks."""
+    masks: list[Masks] = []
+    places: list[int] = []
+    start = 0
+    for each in requests:
+        if each.masks is not None:
+            masks.append(each.masks)
+            places += range(start, start + each.rows)
+        start += each.rows
+    if not masks:
+        return logits
+    packed = np.concatenate(masks).view(np.uint8)
+    bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")  # [masked, vocabulary]
+    allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    index = torch.tensor(places).to(logits.device)
+    masked = torch.where(allowed, logits.index_select(0, index), -torch.inf)
+    return logits.index_copy(0, index, masked)
 
 
 def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:

@@ -20,6 +20,7 @@ GREEDY_BELOW = 1e-5
 class Stage(Enum):
     """Where a parameter acts; those that act on logits stand in the order in which they do."""
 
+    GRAMMAR = "which tokens of a row may come at all, by the text before it; first of all"
     TOKENS = "single tokens of every row"
     START = "single tokens of rows before so many output tokens"
     PENALTY = "tokens by how often they stand in the text"
@@ -78,6 +79,7 @@ class Parameter:
 
 
 PARAMETERS = (
+    Parameter("grammar", "", Stage.GRAMMAR),
     Parameter("allowed_token_ids", None, Stage.TOKENS, "keep_only", token_ids=True),
     Parameter("bad_words", (), Stage.TOKENS, "mask_words", needs_counts=_has_several_tokens),
     Parameter("logit_bias", {}, Stage.TOKENS, "add_bias", Range(-100, 100), token_ids=True),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.grammar import Masks
 from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.processors import TokenCounts
 
@@ -39,6 +40,8 @@ class SamplingRows(NamedTuple):
     """How far each is below the first row: 1 for its children."""
     edits: Edits | None = None
     """What the parameters do to single tokens, kept from round to round; None: it is found anew."""
+    masks: Masks | None = None
+    """Of each row, where the text must match a grammar: the tokens that may come."""
 
     @property
     def rows(self) -> int:
@@ -73,6 +76,11 @@ class SamplingRows(NamedTuple):
             return [self]
         first = self._replace(tokens=(), parents=(), depths=())
         return [
-            first._replace(position=self.position + depth, generated=self.generated + depth, path=path)
-            for depth, path in zip((0, *self.depths), self.paths(), strict=True)
+            first._replace(
+                position=self.position + depth,
+                generated=self.generated + depth,
+                path=path,
+                masks=None if self.masks is None else self.masks[row : row + 1],
+            )
+            for row, (depth, path) in enumerate(zip((0, *self.depths), self.paths(), strict=True))
         ]

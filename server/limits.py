@@ -19,6 +19,8 @@ MAX_VALUES = 32_768
 """Of any kind in one body, besides token ids: as many messages as there may be have fewer."""
 MAX_TOOLS = 256
 """That a request describes, or that a message calls."""
+MAX_GRAMMAR_CHARACTERS = 65_536
+"""Of what an output must match."""
 MAX_UNKNOWN_FIELDS = 64
 """In one object of a body."""
 MAX_LABELS = 16

@@ -33,6 +33,7 @@ from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.owned import cache_folder
+from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.model_defaults import model_defaults
 from ssd_serve.settings import Mode, Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
@@ -134,7 +135,8 @@ def assemble_verifier(
     measured = known or _measured(slots, model, cores, layouts, TimingFiles(folder, log), gains)
     governing = _governing(settings, cores, layouts, measured)
     cost = governing.costs[layouts[0]]
-    hello = _hello(model.facts, Tokenizer(path))
+    tokenizer = Tokenizer(path)
+    hello = _hello(model.facts, tokenizer)
     drafters = Drafters(hello, environment.clock, log, environment.poll, environment.tap)
     drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
     parts = EngineParts(
@@ -149,6 +151,7 @@ def assemble_verifier(
         clock=environment.clock,
         observer=environment.observer,
         features=FeatureStore(features, settings.features_mb << 20, slots) if features else None,
+        grammars=Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids),
     )
     engine = build_engine(_bounded(parts, settings))
     if environment.drafts_inline:

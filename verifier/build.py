@@ -12,6 +12,7 @@ from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
+from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
@@ -56,6 +57,8 @@ class EngineParts:
     observer: Observer | None = None
     features: FeatureStore | None = None
     """What drafters may read of the target; its model gives it."""
+    grammars: Grammars | None = None
+    """What outputs may have to match; None: none can."""
 
 
 def build_engine(parts: EngineParts) -> Engine:
@@ -78,7 +81,15 @@ def build_engine(parts: EngineParts) -> Engine:
     if parts.features is not None:
         parts.drafters.admission.offer(parts.features.layers)
     return Engine(
-        rounds, scheduler, parts.drafters, planner, bounds, parts.clock, parts.observer, parts.features
+        rounds,
+        scheduler,
+        parts.drafters,
+        planner,
+        bounds,
+        parts.clock,
+        parts.observer,
+        parts.features,
+        parts.grammars,
     )
 
 

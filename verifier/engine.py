@@ -9,7 +9,7 @@ It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not
 import time
 from collections.abc import Callable, Sequence
 
-from ssd_serve.errors import DeviceMemoryError
+from ssd_serve.errors import DeviceMemoryError, GrammarError
 from ssd_serve.messages import (
     Committed,
     Figures,
@@ -23,6 +23,7 @@ from ssd_serve.messages import (
     Why,
 )
 from ssd_serve.models.memory import release_memory
+from ssd_serve.sampling.grammar import Grammars, GrammarState
 from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.features import FeatureStore
@@ -54,8 +55,11 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         observer: Observer | None = None,
         features: FeatureStore | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`observer`: whoever looks on. `features`: what drafters may read of the target."""
+        """`observer`: whoever looks on. `features`: what drafters may read of the target. `grammars`: what
+        outputs may have to match; None: none can."""
+        self.grammars = grammars
         self._features = features
         self.scheduler = scheduler
         self.drafters = drafters
@@ -110,10 +114,23 @@ class Engine:
             answer: Refused | Finished | None = self._impossible_choice(one)
             if answer is None:
                 shared = shared or share(one, self._bounds.eos)
-                answer = self._queue(accept(one, shared, self._bounds.tree_nodes, self._bounds.vocabulary))
+                answer = self._accept(one, shared)
             if answer is not None:
                 answers.append(answer)
         return answers
+
+    def _accept(self, message: Submit, shared: Shared) -> Refused | Finished | None:
+        """Queue a request, unless its output cannot match what it must."""
+        grammar: GrammarState | None = None
+        if message.parameters.grammar:
+            if self.grammars is None:
+                return Refused(message.request, "this engine follows no grammars", "grammar")
+            try:
+                grammar = self.grammars.begin(message.parameters.grammar, message.output)
+            except GrammarError as error:
+                return Refused(message.request, str(error), "grammar")
+        bounds = self._bounds
+        return self._queue(accept(message, shared, bounds.tree_nodes, bounds.vocabulary, grammar))
 
     def _queue(self, request: Request) -> Finished | None:
         """Queue a request, unless it is over."""
@@ -243,14 +260,19 @@ class Engine:
         request.tokens.extend(walk.tokens)
         if request.counts is not None:
             request.counts.extend(walk.tokens)
+        failed = _follow(request, walk.tokens)
         self._advance(walk, request, first=before == 0 and not len(work.tree))
         reports: list[VerifierReport] = [
             Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs)
         ]
-        if walk.ended:
+        if walk.ended or failed:
             del self._requests[request.number]
             self._retire(request)
-            reports.append(self._finished(request, walk.ended))
+            reports.append(
+                self._finished(request, walk.ended)
+                if walk.ended
+                else Finished(request.number, "error", self._told(request), message=failed)
+            )
         return reports
 
     def _finished(self, request: Request, why: str) -> Finished:
@@ -316,3 +338,11 @@ class Engine:
         if self.scheduler.full() and not message.output:
             return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
         return None
+
+
+def _follow(request: Request, tokens: Sequence[int]) -> str:
+    """The output goes on in its grammar; why it cannot, which only a grammar that is too complex does."""
+    grammar = request.grammar
+    if grammar is None or (grammar.take(tokens) == len(tokens) and not grammar.trouble):
+        return ""
+    return f"the output's grammar could not be followed: {grammar.trouble or 'a token does not match'}"

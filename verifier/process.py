@@ -24,6 +24,7 @@ from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.environment import Environment
+from ssd_serve.verifier.held import HeldRequests
 from ssd_serve.verifier.notices import Notices
 from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.ranks import LeadingRank
@@ -31,6 +32,8 @@ from ssd_serve.verifier.replay.recording import session_recorder
 from ssd_serve.verifier.status import whole_status
 
 _STATUS_S = 1.0
+_COMPILING_S = 0.002
+"""Where nothing else goes on than that grammars are compiled."""
 _CONNECT_S = 3600.0
 """A front end that has no descriptor comes later; one that dies takes this process with it."""
 _JOIN_S = 60.0
@@ -99,6 +102,7 @@ class VerifierLoop:
         self._remember = remember
         self._status = status
         self._notices = Notices(engine, log)
+        self._held = HeldRequests(engine.grammars)
         self._remembered_at = time.monotonic()
         self._heap = Heap()
 
@@ -132,15 +136,20 @@ class VerifierLoop:
                 self._unsent.append(self._status())
             self._unsent.extend(reports)
         else:
-            self._sleep(_STATUS_S / 2)
+            self._sleep(_COMPILING_S if self._held else _STATUS_S / 2)
             self._drain()
         self._report()
 
     def _take(self) -> None:
         for message in self._server.receive():
-            if isinstance(message, ServerMessage):
-                self._observer.asked(message)
-                self._unsent.extend(self._engine.ask(message))
+            if isinstance(message, ServerMessage) and not self._held.hold(message):
+                self._ask(message)
+        for held in self._held.released():
+            self._ask(held)
+
+    def _ask(self, message: ServerMessage) -> None:
+        self._observer.asked(message)
+        self._unsent.extend(self._engine.ask(message))
 
     def _drain(self) -> None:
         self._observer.asked(Turn.DRAIN)

@@ -12,6 +12,7 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.grammar import GrammarState
 from ssd_serve.sampling.parameters import needs_counts, needs_editing
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.seeds import root_name
@@ -65,6 +66,8 @@ class Request:
     vocabulary: int
     edits: Edits | None = None
     """What the parameters do to single tokens, where they do."""
+    grammar: GrammarState | None = None
+    """Where its output stands in what it must match."""
     slots: SlotTable = field(default_factory=SlotTable)
     salt: bytes = b""
     """Whose texts it may read in the prefix cache, and who may read its own."""
@@ -161,7 +164,9 @@ def share(message: Submit, eos: tuple[int, ...]) -> Shared:
     )
 
 
-def accept(message: Submit, shared: Shared, limit: int, vocabulary: int) -> Request:
+def accept(
+    message: Submit, shared: Shared, limit: int, vocabulary: int, grammar: GrammarState | None = None
+) -> Request:
     """The state of a request that was just submitted."""
     return Request(
         number=message.request,
@@ -174,6 +179,7 @@ def accept(message: Submit, shared: Shared, limit: int, vocabulary: int) -> Requ
         limit=limit,
         vocabulary=vocabulary,
         edits=shared.edits,
+        grammar=grammar,
         scored=message.scored,
         salt=message.salt,
         priority=message.priority,

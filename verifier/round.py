@@ -159,6 +159,7 @@ class Rounds:
             self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
         started = self._clock()
         result = self._model.forward(batch)
+        sampling = _masked(work, sampling)  # while the device works
         return InFlight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 
     def finish(self, flight: InFlight) -> list[Walk]:
@@ -194,6 +195,21 @@ class Rounds:
                 )
             )
         return rows
+
+
+def _masked(work: Sequence[RequestStep], sampling: Sequence[SamplingRows]) -> list[SamplingRows]:
+    """The rows with what grammars allow there."""
+    if all(each.part.request.grammar is None for each in work):
+        return list(sampling)
+    grammars = [
+        each.part.request.grammar if choosing else None
+        for each in work
+        for choosing in [*[False] * len(each.scoring), *[True] * each.part.final]
+    ]
+    return [
+        rows if grammar is None else rows._replace(masks=grammar.masks(rows.tokens, rows.parents))
+        for rows, grammar in zip(sampling, grammars, strict=True)
+    ]
 
 
 def _scoring_rows(work: RequestStep) -> list[SamplingRows]:

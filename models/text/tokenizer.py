@@ -89,6 +89,10 @@ class Tokenizer:
             raise RequestError(f"{self.name} has no chat template; use /v1/completions", "messages")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **allowed)
 
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        return self._backend.to_str()
+
     def meanings(self) -> dict[int, bytes]:
         """What each id stands for: the bytes of its text, or for a special token its name."""
         added = self._backend.get_added_tokens_decoder()

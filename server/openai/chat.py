@@ -7,6 +7,7 @@ from fastapi import Request, Response
 
 from ssd_serve.messages import Ready
 from ssd_serve.sampling.checks import engine_parameters, output_limit
+from ssd_serve.sampling.grammar_text import Part
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
@@ -20,9 +21,11 @@ from ssd_serve.server.openai.completions import (
 )
 from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
-from ssd_serve.server.openai.protocol import ChatRequest
+from ssd_serve.server.openai.protocol import ChatRequest, NamedTool
 from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, prompt_logprobs, written_in_steps
 from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
+from ssd_serve.server.openai.structured import grammar_of
+from ssd_serve.server.openai.tools.call_grammar import CONSTRAINED, forced_calls, strict_calls
 from ssd_serve.server.openai.tools.formats import FORMATS, format_of
 from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
 from ssd_serve.server.openai.tools.reasoning import BEGIN, begins_in_thought
@@ -122,6 +125,15 @@ class ChatEndpoint:
         # Chat templates write the begin token themselves.
         prompt = await chat_prompt(service, ready, body, given(body.add_special_tokens, False))
         message = message_rules(service, body, prompt)
+        calls = call_rules(body, message)
+        grammar = await grammar_of(service, body, message.thinking, calls)
+        if grammar and message.format is not None and calls is None:
+            raise bad_request(
+                "tools: none can be called where the output must match something; tool_choice none, or "
+                "leave that out",
+                "tools",
+                "not_built",
+            )
         logprobs = requested_logprobs(body)
         rules = await text_rules(service, body)
         parameters = engine_parameters(
@@ -132,6 +144,7 @@ class ChatEndpoint:
             prompt_logprobs=body.prompt_logprobs,
             bad_words=await bad_word_tokens(service, body.bad_words),
             ending=rules.ending_tokens,
+            grammar=grammar,
         )
         seed = random_seed() if body.seed is None else body.seed
         # Marks of calls may be special tokens.
@@ -171,6 +184,28 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
         names = frozenset(tool.function.name for tool in body.tools)
         rules = MessageRules(known, names, given(body.parallel_tool_calls, True), thinking, keeps)
     return rules
+
+
+def call_rules(body: ChatRequest, message: MessageRules) -> Part | None:
+    """What calls must be, where some must come, or must match the schemas of strict tools. 400 where there is
+    nothing to call, and for formats of which no grammar is known."""
+    choice, tools = body.tool_choice, body.tools or []
+    forced = choice == "required" or isinstance(choice, NamedTool)
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    if forced and not tools:
+        raise bad_request("tool_choice: tools have none to call", "tool_choice", "invalid_value")
+    if message.format is None or not (forced or any(tool.function.strict for tool in tools)):
+        return None
+    if message.format not in CONSTRAINED:
+        param = "tool_choice" if forced else "tools"
+        raise bad_request(
+            f"{param}: calls in the format {message.format} cannot be made to come or to match",
+            param,
+            "not_built",
+        )
+    made = forced_calls if forced else strict_calls
+    return made(message.format, [tool.function for tool in tools], message.parallel)
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

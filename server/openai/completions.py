@@ -24,6 +24,7 @@ from ssd_serve.server.openai.replies import (
     written_in_steps,
 )
 from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
+from ssd_serve.server.openai.structured import grammar_of
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -170,6 +171,7 @@ class CompletionsEndpoint:
             prompt_logprobs=body.logprobs if scored else body.prompt_logprobs,
             bad_words=banned,
             ending=rules.ending_tokens,
+            grammar=await grammar_of(service, body),
         )
         asked = [msgspec.structs.replace(common, max_tokens=limit) for limit in limits]
         had = iter(

@@ -7,10 +7,10 @@ Unknown fields are errors. Ranges that need the model (vocabulary, context) are 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
 from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
-from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOOLS
+from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,
     BadWords,
@@ -26,7 +26,6 @@ from ssd_serve.server.openai.fields import (
     SomeTokenIds,
     Stop,
     StopTokenIds,
-    Strict,
     TemplateVariables,
     TokenIds,
     Tokens,
@@ -35,6 +34,7 @@ from ssd_serve.server.openai.fields import (
     not_built,
     only_where,
 )
+from ssd_serve.server.openai.output_formats import ResponseFormat, Schema, StructuredOutputs
 
 TopLogprobs = Annotated[int, within("logprobs")]
 
@@ -49,12 +49,6 @@ class StreamOptions(Lenient):
     include_obfuscation: bool | None = Field(
         None, description="pad every chunk with random characters, so that its length tells nothing; null: no"
     )
-
-
-class TextFormat(Strict):
-    """The one response format that is built."""
-
-    type: Literal["text"]
 
 
 def _named(*names: str) -> Any:
@@ -109,6 +103,13 @@ class GenerationRequest(Lenient):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
 
+    response_format: ResponseFormat | None = Field(None, description="what the output must be")
+    structured_outputs: StructuredOutputs | None = Field(None, description="the same, as vLLM has it")
+    json_schema: Schema | None = Field(None, description="the output is JSON that matches this")
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | None = Field(
+        None, description="GBNF, or Lark as llguidance reads it, that the output must match"
+    )
+
     generated_token_ids: list[SomeTokenIds] | None = Field(
         None,
         fail_fast=True,
@@ -150,10 +151,8 @@ class GenerationRequest(Lenient):
     kv_transfer_params: NotBuilt = None
     length_penalty: Annotated[object, not_built(1, 1.0)] = None
     repetition_detection: NotBuilt = None
-    response_format: TextFormat | None = None
     spaces_between_special_tokens: Annotated[object, not_built(True)] = None
     return_tokens_as_token_ids: Annotated[object, not_built(False)] = None
-    structured_outputs: NotBuilt = None
     thinking_token_budget: NotBuilt = None
     use_beam_search: Annotated[object, not_built(False)] = None
     vllm_xargs: NotBuilt = None
@@ -163,8 +162,6 @@ class GenerationRequest(Lenient):
     dynatemp_range: Annotated[object, not_built(0, 0.0)] = None
     epsilon_cutoff: Annotated[object, not_built(0, 0.0)] = None
     eta_cutoff: Annotated[object, not_built(0, 0.0)] = None
-    grammar: Annotated[object, not_built("")] = None
-    json_schema: NotBuilt = None
     mirostat: Annotated[object, not_built(0)] = None
     tfs_z: Annotated[object, not_built(1, 1.0)] = None
     top_n_sigma: Annotated[object, not_built(-1, -1.0)] = None
@@ -216,7 +213,30 @@ class Function(Lenient):
     name: ToolName
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: Annotated[object, not_built(False)] = None
+    strict: bool | None = Field(None, description="calls match the parameters, always")
+
+
+class NamedFunction(Lenient):
+    """By its name."""
+
+    name: ToolName
+
+
+class NamedTool(Lenient):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _choice_of(value: object) -> str:
+    return "<tool>" if isinstance(value, dict | NamedTool) else "<word>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<tool>")],
+    Discriminator(_choice_of),
+]
 
 
 class Tool(Lenient):
@@ -280,8 +300,8 @@ class ChatRequest(GenerationRequest):
         None, description="the answer goes on where the last message ends"
     )
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Annotated[object, not_built("none", "auto")] = Field(
-        None, description="whether the model may call them; making it call one is not built"
+    tool_choice: ToolChoice | None = Field(
+        None, description="whether the model may call them, must call some, or must call this one"
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = Field(

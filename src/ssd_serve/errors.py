@@ -75,6 +75,10 @@ class RequestError(SsdError):
         self.field = field
 
 
+class GrammarError(RequestError):
+    """A grammar, or a schema, that an output should match cannot be compiled or followed."""
+
+
 class ContextLengthError(RequestError):
     """Prompt and output are longer than the model's context."""
 

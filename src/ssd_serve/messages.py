@@ -13,7 +13,7 @@ from enum import Enum
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 FINAL = -1
 """In place of a layer's number: what the target's head reads, the normed output of its last layer."""
@@ -38,6 +38,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The only tokens that may be chosen; None: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output never holds: the last token is masked after the others."""
+    grammar: str = ""
+    """What the output must match, as llguidance reads it; empty: anything may come."""
     min_tokens: int = 0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()

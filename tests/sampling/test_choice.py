@@ -50,6 +50,7 @@ ROWS = st.lists(
         parents=st.just(()),
         depths=st.just(()),
         edits=st.none(),
+        masks=st.none(),
     ),
     min_size=1,
     max_size=9,

@@ -32,6 +32,7 @@ from tests.sampling.test_sampling_processors import reference
 VOCABULARY = 12
 PROMPT, OUTPUT, ENDS = (1, 2, 3, 4), (5, 5, 6), (0,)
 OTHER: dict[str, tuple[Any, ...]] = {
+    "grammar": ("any",),
     "allowed_token_ids": ((0, 3, 5, 7),),
     "bad_words": (((5,), (9,)), ((5, 6, 7), (6, 2))),
     "logit_bias": ({2: 3.0, 7: -100.0},),
@@ -90,7 +91,7 @@ def test_what_acts_on_logits_has_a_function_and_stands_in_order() -> None:
     stages = [each.stage for each in PARAMETERS]
     assert stages == sorted(stages, key=list(Stage).index)
     for each in PARAMETERS:
-        assert bool(each.function) == (each.stage not in (Stage.END, Stage.REPORT))
+        assert bool(each.function) == (each.stage not in (Stage.GRAMMAR, Stage.END, Stage.REPORT))
         assert not each.function or callable(change_of(each))
 
 
@@ -138,7 +139,7 @@ def test_torch_does_what_the_definition_says(parameter: Parameter, value: object
     for line, row, processed in zip(before.tolist(), rows, found, strict=True):
         expected = torch.tensor(reference(line, row.parameters, PROMPT, (*OUTPUT, *row.path), ENDS))
         torch.testing.assert_close(processed, expected, rtol=1e-5, atol=1e-5)
-    acts = parameter.stage not in (Stage.END, Stage.REPORT)
+    acts = parameter.stage not in (Stage.GRAMMAR, Stage.END, Stage.REPORT)
     assert torch.equal(found, before) != acts
 
 

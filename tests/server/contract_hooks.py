@@ -41,6 +41,10 @@ TOLD = (
     r"unknown field; did you mean",
     r"another name of \w+; give one of them",
     r"more than \d+ fields that are not known",
+    r"^(response_format|json_schema|grammar|structured_outputs(\.[a-z_]+)?|structural_tag): ",
+    r"^(min_tokens|allowed_token_ids|bad_words|ignore_eos): could leave no token",
+    r"^tools: (none can be called where|asks for another output|calls in the format)",
+    r"^tool_choice: (tools have none to call|calls in the format)",
 )
 """The rules that the document tells in words, with the answer 400, because only the model decides them."""
 

@@ -13,9 +13,38 @@ from typing_extensions import Self
 
 from ssd_serve.errors import RequestError
 from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
+from ssd_serve.sampling.grammar_text import Part, of_choice, of_regex, of_rules, of_schema, written
 
 TokenIds = Sequence[Annotated[int, Field(ge=0)]]
 StopString = Annotated[str, Field(min_length=1)]
+
+
+class StructuredOutputsParams(BaseModel):
+    """What a text must match; one of these."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    json_schema: dict[str, Any] | None = Field(default=None, alias="json", description="a JSON schema")
+    regex: str | None = None
+    choice: Sequence[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
+    grammar: str | None = Field(default=None, description="Lark as llguidance reads it, or GBNF")
+
+    @property
+    def written(self) -> str:
+        """As the engine reads it. Raises `RequestError`."""
+        found: list[Part] = []
+        if self.json_schema is not None:
+            found.append(of_schema(self.json_schema))
+        if self.regex is not None:
+            found.append(of_regex(self.regex))
+        if self.choice is not None:
+            found.append(of_choice(self.choice))
+        if self.grammar is not None:
+            found.append(of_rules(self.grammar))
+        if len(found) != 1:
+            name = "structured_outputs"
+            raise RequestError(f"{name}: give one of json, regex, choice, grammar", name)
+        return written(found[0])
 
 
 @with_numbers
@@ -55,6 +84,9 @@ class SamplingParams(BaseModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = Field(
+        default=None, description="what a text must match"
+    )
     logprobs: Annotated[int, within("logprobs")] | None = Field(
         default=None, description="how many of the most probable tokens to report with each"
     )

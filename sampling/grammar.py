@@ -1,0 +1,195 @@
+"""Which tokens may come next where a text must match a grammar: a mask for each row of a request's tree.
+
+A node's mask is that of its own path: the matcher walks the tree once, and goes back where paths part, so
+that nothing is read again from the beginning. Matching is llguidance's (an extra). Knows tokens; no logits,
+no requests, and not where grammars come from.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.errors import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+Masks = npt.NDArray[np.int32]
+"""[rows, vocabulary / 32, rounded up]: bit `token % 32` of word `token // 32` tells whether a token may
+come."""
+
+_MOST_RULES = 1_500
+"""Of a grammar: its compiler goes down chains of them by recursion, and has room for some more."""
+_DEEPEST = 1_000
+"""Levels that a schema may have, were each reference in it to lead to one as deep as all of it."""
+_KEPT = 64
+"""Compiled grammars that are kept, those that were used last."""
+_ANY = -1
+
+
+class GrammarState:
+    """Where one output stands in its grammar."""
+
+    def __init__(self, matcher: "LLMatcher", words: int, ends: Collection[int]) -> None:
+        self._matcher = matcher
+        self._words = words
+        self._ends = ends
+
+    def copy(self) -> "GrammarState":
+        """Another output that stands there."""
+        return GrammarState(self._matcher.deep_copy(), self._words, self._ends)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing more can be matched, if so: the grammar takes too long to follow."""
+        return self._matcher.get_error()
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """The output goes on; how many of the tokens the grammar has. What ends the text is one of them."""
+        taken = self._matcher.try_consume_tokens(list(tokens))
+        if taken == len(tokens) - 1 and tokens[taken] in self._ends and self._matcher.is_accepting():
+            return taken + 1  # a matcher that is at its end takes no more, not even that
+        return taken
+
+    def masks(self, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> Masks:
+        """Of what comes next, and of what comes behind each node of a tree below: `parents` are places among
+        the nodes, each before its children, -1 for the first row. Behind a node that cannot come itself
+        anything may: nobody gets there."""
+        masks = np.full((1 + len(tokens), self._words), _ANY, dtype=np.int32)
+        below: list[list[int]] = [[] for _ in range(1 + len(tokens))]
+        for node, parent in enumerate(parents):
+            below[1 + parent].append(node)
+        # Rows to be masked, and after everything below a node (told by -2 - node) the way back.
+        waiting = [-1]
+        while waiting:
+            node = waiting.pop()
+            if node < -1:
+                self._matcher.rollback(1)
+                continue
+            if node >= 0:
+                if not self._matcher.try_consume_tokens([tokens[node]]):
+                    continue
+                waiting.append(-2 - node)
+            row = masks[1 + node]
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            waiting += below[1 + node]
+        return masks
+
+
+class Grammars:
+    """Grammars of one model's texts. Calls may come from several threads."""
+
+    def __init__(self, tokenizer: Callable[[], str], vocabulary: int, ends: Sequence[int]) -> None:
+        """`tokenizer` gives what tokenizer.json tells; `vocabulary`: ids of the model, perhaps more than the
+        tokenizer's; `ends`: what may come where a text may end."""
+        self._tokenizer_json = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = list(ends)
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[str, GrammarState] = OrderedDict()
+        self._lock = Lock()
+
+    def begin(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
+        """The state of a text that has this output already. Raises `GrammarError` where the grammar cannot be
+        compiled or does not have that output, or llguidance is not there."""
+        state = self._known_state(grammar).copy()
+        if state.take(output) < len(output):
+            raise GrammarError("the output so far does not match the grammar")
+        return state
+
+    def _known_state(self, grammar: str) -> GrammarState:
+        self.compile(grammar)
+        with self._lock:
+            known = self._known.get(grammar)
+        return known or self._compiled(grammar)  # others may have come since
+
+    def knows(self, grammar: str) -> bool:
+        """Whether it is compiled already."""
+        with self._lock:
+            known = grammar in self._known
+            if known:
+                self._known.move_to_end(grammar)
+            return known
+
+    def compile(self, grammar: str) -> None:
+        """Make it known, which may take some milliseconds. Raises as `begin` does."""
+        if self.knows(grammar):
+            return
+        state = self._compiled(grammar)
+        with self._lock:
+            self._known[grammar] = state
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+
+    def _compiled(self, grammar: str) -> GrammarState:
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer(self._tokenizer_json(), self._vocabulary, self._ends)
+        _check_depth(grammar)
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return GrammarState(matcher, -(-self._vocabulary // 32), self._ends)
+
+
+def check_grammar(grammar: str) -> None:
+    """Raise as `Grammars.begin` does, without a tokenizer."""
+    _need()
+    _check_depth(grammar)
+    from llguidance import LLMatcher
+
+    wrong = LLMatcher.validate_grammar(grammar, limits=_limits())
+    if wrong:
+        raise GrammarError(wrong)
+
+
+def _check_depth(grammar: str) -> None:
+    """Raise where the compiler could run out of stack, which would end this process."""
+    depth = deepest = 0
+    for sign in grammar:
+        depth += (sign in "{[(") - (sign in ")]}")
+        deepest = max(deepest, depth)
+    if (1 + grammar.count("$ref")) * deepest > _DEEPEST:
+        raise GrammarError("too deeply nested for its number of references ($ref)")
+    try:
+        parts = json.loads(grammar)["grammars"]
+        rules = sum(part.get("lark_grammar", "").count(":") for part in parts)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise GrammarError("no grammar as llguidance reads it") from None
+    if rules > _MOST_RULES:
+        raise GrammarError(f"{rules} rules, or colons; at most {_MOST_RULES} are allowed")
+
+
+def _limits() -> "LLParserLimits":
+    """How much work a grammar may be, for its compiler and for every token."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # about 20 ms
+        step_lexer_fuel=200_000,  # about 14 ms
+        step_max_items=10_000,  # half a millisecond
+        max_lexer_states=50_000,  # about 75 MB
+        max_grammar_size=5_000,
+        verbose_errors=False,
+    )
+
+
+def _tokenizer(tokenizer: str, vocabulary: int, ends: list[int]) -> "LLTokenizer":
+    _need()
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends or None)
+
+
+def _need() -> None:
+    if find_spec("llguidance") is None:
+        raise GrammarError(
+            "structured output needs llguidance where the server runs: pip install 'ssd-serve[structured]'"
+        )

@@ -1,0 +1,197 @@
+"""Masks of a tree's rows, against a matcher that reads every path from the beginning."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from ssd_serve.errors import GrammarError
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.messages import SamplingParameters
+from ssd_serve.models.hub import embedded_folder
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.sampling.choice import only_allowed, sample
+from ssd_serve.sampling.grammar import Grammars, GrammarState, Masks, check_grammar
+from ssd_serve.sampling.native.choosing import NativeChoice
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.rows import SamplingRows
+
+TARGET: Path = embedded_folder("target")
+TOKENIZER = Tokenizer(TARGET)
+VOCABULARY = 4100
+"""A little more than the tokenizer has, as models often do."""
+GRAMMARS = Grammars(TOKENIZER.to_json, VOCABULARY, TOKENIZER.eos_token_ids)
+PERSON = LLMatcher.grammar_from_json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+END = TOKENIZER.eos_token_ids[0]
+TEXT = TOKENIZER.encode('{"name": "Ada", "age": 36}', add_special_tokens=False)
+
+
+def lark(rules: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": rules}]})
+
+
+def grammar_of_rules(count: int) -> str:
+    """A chain that ends the process of a compiler which follows it."""
+    rules = [f"a{each}: a{each + 1}" for each in range(count)]
+    return lark("\n".join(["start: a0", *rules, f'a{count}: "q"']))
+
+
+def grammar_of_references(count: int) -> str:
+    """Likewise."""
+    chain = {f"a{n}": {"items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(count)}
+    return LLMatcher.grammar_from_json_schema(
+        {"$ref": "#/$defs/a0", "$defs": {**chain, f"a{count}": {"type": "null"}}}
+    )
+
+
+def allowed(mask: Masks) -> set[int]:
+    return {token for token in range(32 * mask.shape[-1]) if mask.reshape(-1)[token >> 5] >> (token & 31) & 1}
+
+
+def fresh(output: list[int]) -> set[int] | None:
+    """What may come behind this output, read from the beginning; None where it does not match."""
+    try:
+        return allowed(GRAMMARS.begin(PERSON, output).masks())
+    except GrammarError:
+        return None
+
+
+def test_a_text_is_followed_to_its_end_and_only_an_end_may_follow() -> None:
+    state = GRAMMARS.begin(PERSON)
+    for token in TEXT:
+        assert token in allowed(state.masks())
+        assert state.take([token]) == 1
+    assert allowed(state.masks()) == set(TOKENIZER.eos_token_ids)
+    assert state.take([END]) == 1
+    assert not state.trouble
+
+
+@given(st.data())
+def test_each_row_has_the_mask_of_its_own_path(data: st.DataObject) -> None:
+    """Rows in any order that has parents first, some of them impossible ones."""
+    begun = data.draw(st.integers(0, len(TEXT)))
+    output = TEXT[:begun]
+    state = GRAMMARS.begin(PERSON, output)
+    tokens: list[int] = []
+    parents: list[int] = []
+    paths: list[list[int]] = [[]]
+    for _ in range(data.draw(st.integers(0, 10))):
+        parent = data.draw(st.integers(-1, len(tokens) - 1))
+        path = paths[1 + parent]
+        following = TEXT[begun + len(path)] if begun + len(path) < len(TEXT) else END
+        token = data.draw(st.sampled_from([following, following, 17, TEXT[0]]))
+        tokens.append(token)
+        parents.append(parent)
+        paths.append([*path, token])
+    masks = state.masks(tokens, parents)
+    assert masks.shape == (1 + len(tokens), -(-VOCABULARY // 32))
+    for path, mask in zip(paths, masks, strict=True):
+        expected = fresh([*output, *path]) if END not in path else None
+        if expected is not None:
+            assert allowed(mask) == expected
+    # Nothing of the tree is left behind.
+    assert allowed(state.masks()) == fresh(output)
+
+
+def test_copies_go_their_own_ways() -> None:
+    one = GRAMMARS.begin(PERSON, TEXT[:2])
+    other = one.copy()
+    one.take(TEXT[2:5])
+    assert allowed(other.masks()) == fresh(TEXT[:2])
+
+
+def test_an_output_that_does_not_match_is_refused() -> None:
+    with pytest.raises(GrammarError, match="does not match"):
+        GRAMMARS.begin(PERSON, [TEXT[0], TEXT[0]])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (LLMatcher.grammar_from_regex("(["), "unclosed character class"),
+        (lark("start: foo"), "unknown name"),
+        (LLMatcher.grammar_from_json_schema({"type": "strang"}), "strang"),
+        ("no grammar at all", "no grammar"),
+        (grammar_of_rules(3_000), "rules"),
+        (grammar_of_references(1_500), "nested"),
+        (lark(f'start: {" ".join(["a?"] * 9_000)}\na: "q"'), "too big"),
+    ],
+)
+def test_what_cannot_be_compiled_says_where(grammar: str, words: str) -> None:
+    for check in (check_grammar, GRAMMARS.compile):
+        with pytest.raises(GrammarError, match=re.escape(words)):
+            check(grammar)
+    assert not GRAMMARS.knows(grammar)
+
+
+def test_few_grammars_are_kept_and_forgotten_ones_are_compiled_again() -> None:
+    grammars = Grammars(TOKENIZER.to_json, VOCABULARY, TOKENIZER.eos_token_ids)
+    many = [LLMatcher.grammar_from_regex(f"a{{{n}}}") for n in range(1, 80)]
+    for each in many:
+        grammars.begin(each)
+    assert sum(map(grammars.knows, many)) == 64
+    grammars.begin(many[0])
+    assert grammars.knows(many[0])
+
+
+def rows_of(state: GrammarState, temperature: float, told: int | None = None) -> SamplingRows:
+    tokens, parents = TEXT[1:4], (-1, 0, 1)
+    return SamplingRows(
+        SamplingParameters(temperature=temperature, top_k=3, logprobs=told),
+        9,
+        40,
+        tokens=tokens,
+        parents=parents,
+        depths=(1, 2, 3),
+        masks=state.masks(tokens, parents),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_what_is_allowed_is_chosen_compiled_and_by_torch(
+    native: NativeLibrary, temperature: float
+) -> None:
+    state = GRAMMARS.begin(PERSON, TEXT[:1])
+    masked, free = rows_of(state, temperature, told=5), SamplingRows(SamplingParameters(), 3, 8)
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn((5, VOCABULARY), generator=generator)
+    noise = NoiseRows(VOCABULARY, 64)
+    by_torch = sample(logits, [free, masked], noise)
+    compiled = sample(logits, [free, masked], noise, NativeChoice(native))
+    assert by_torch.choices == compiled.choices
+    assert by_torch.choices[0] == sample(logits[:1], [free], noise).choices[0]
+    assert masked.masks is not None
+    for choice, mask, told in zip(compiled.choices[1:], masked.masks, compiled.logprobs[1:], strict=True):
+        assert choice in allowed(mask)
+        assert told is not None
+        assert {token for token, _ in told.top} <= allowed(mask)
+
+
+def test_rows_without_a_grammar_are_not_touched() -> None:
+    logits = torch.zeros((1, VOCABULARY))
+    assert only_allowed(logits, [SamplingRows(SamplingParameters(), 3, 8)]) is logits
+    single = rows_of(GRAMMARS.begin(PERSON, TEXT[:1]), 1.0).single()
+    assert [each.masks is not None and each.masks.shape[0] for each in single] == [1, 1, 1, 1]
+    masks = [each.masks for each in single if each.masks is not None]
+    state = GRAMMARS.begin(PERSON, TEXT[:1])
+    assert np.array_equal(np.concatenate(masks), state.masks(TEXT[1:4], (-1, 0, 1)))
+
+
+def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssd_serve.sampling.grammar.find_spec", lambda _: None)
+    for check in (check_grammar, Grammars(TOKENIZER.to_json, VOCABULARY, ()).compile):
+        with pytest.raises(GrammarError, match=r"ssd-serve\[structured\]"):
+            check(PERSON)

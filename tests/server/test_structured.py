@@ -1,0 +1,202 @@
+"""What an output must match: which grammar the engine is asked to follow, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.server.openai.tools.reasoning import END as THOUGHT_ENDS
+from tests.sampling.test_grammar import END, GRAMMARS, TOKENIZER
+from tests.server.fakes import ByteTokenizer, tokens
+from tests.server.played_servers import House, open_house, post
+
+pytestmark = pytest.mark.anyio
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASK = [{"role": "user", "content": "Hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<function=f>", "schema": SCHEMA, "end": "</function>"}],
+    "triggers": ["<function="],
+}
+WAYS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"response_format": {"type": "json_object"}}, ['{"b": [1, {}]}', "{}"], ["[1]", "{} "]),
+    ({"response_format": NAMED}, ['{"a": 5}', '{\n  "a": -1\n}'], ['{"a": "x"}', "{}", '{"a": 5, "b": 1}']),
+    ({"json_schema": SCHEMA}, ['{"a": 5}'], ["{}"]),
+    ({"structured_outputs": {"json": SCHEMA}}, ['{"a": 5}'], ["{}"]),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, ['{"a":5}'], ['{ "a":5}']),
+    ({"structured_outputs": {"json_object": True}}, ["{}"], ["5"]),
+    ({"structured_outputs": {"regex": r"a/b+\d"}}, ["a/bb7"], ["ab7", "a/b"]),
+    ({"structured_outputs": {"choice": ["yes", 'a "no"']}}, ["yes", 'a "no"'], ["ye", "no"]),
+    ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/+'}}, ["x12"], ["x"]),
+    ({"grammar": 'root ::= "x" [0-9]+'}, ["x12"], ["x"]),
+    ({"structured_outputs": {"structural_tag": TAGS}}, ["", "so"], ["<function=g"]),
+    (
+        {"response_format": TAGS},
+        ["so", 'so <function=f>{"a": 5}</function> and'],
+        ["so <function=g>", 'so <function=f>{"a": 5}'],
+    ),
+]
+
+
+def matches(grammar: str, text: str, grammars: Grammars = GRAMMARS) -> bool:
+    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), END]
+    return grammars.begin(grammar).take(tokens) == len(tokens)
+
+
+async def asked_grammar(house: House, path: str, **fields: Any) -> str:
+    await post(house, path, **fields)
+    return house.engine.submits()[-1].parameters.grammar
+
+
+@pytest.mark.parametrize(("fields", "right", "wrong"), WAYS)
+async def test_every_way_to_say_it_becomes_a_grammar_that_has_the_right_texts(
+    fields: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    async with open_house(lambda _: tokens([97, 0])) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ASK, **fields)
+        assert await asked_grammar(house, COMPLETIONS, prompt="Hi", **fields) == grammar
+    assert all(matches(grammar, text) for text in right)
+    assert not any(matches(grammar, text) for text in wrong)
+
+
+async def test_text_is_any_text() -> None:
+    async with open_house(lambda _: tokens([97, 0])) as house:
+        assert await asked_grammar(house, CHAT, messages=ASK, response_format={"type": "text"}) == ""
+
+
+class Thinker(ByteTokenizer):
+    """Its template leaves the model thinking where it is asked to."""
+
+    chat_template = "<think></think>"
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+async def test_thoughts_come_first_and_need_not_match(thinking: bool) -> None:
+    ask = [{"role": "user", "content": "<think>" if thinking else "Hi"}]
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Thinker()) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ask, response_format=NAMED)
+    thought = 'perhaps {"b"}?' + THOUGHT_ENDS + '\n\n{"a": 5}'
+    assert matches(grammar, thought if thinking else "<think>" + thought)
+    assert matches(grammar, '{"a": 5}') is not thinking
+    assert not matches(grammar, thought + "}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+        ({"json_schema": {"type": "strang"}}, "json_schema", "strang"),
+        ({"json_schema": {"not": {}}}, "json_schema", '"not"'),
+        ({"grammar": "start: foo"}, "grammar", "foo"),
+        ({"grammar": "root ::= (("}, "grammar", "GBNF"),
+        ({"structured_outputs": {"regex": "(["}}, "structured_outputs.regex", "class"),
+        ({"structured_outputs": {}}, "structured_outputs", "says nothing"),
+        ({"structured_outputs": {"regex": "a"}, "json_schema": {}}, "structured_outputs.regex", "one of"),
+        ({"response_format": {**TAGS, "triggers": ["<x"]}}, "structural_tag", "no trigger"),
+        ({"json_schema": {"enum": ["x" * 70_000]}}, "json_schema", "characters"),
+        ({"json_schema": {}, "min_tokens": 3}, "min_tokens", "no token"),
+        ({"json_schema": {}, "ignore_eos": True}, "ignore_eos", "no token"),
+    ],
+)
+async def test_what_cannot_be_followed_says_where(fields: dict[str, Any], param: str, words: str) -> None:
+    async with open_house(lambda _: tokens([97, 0])) as house:
+        answer = await house.http.post(COMPLETIONS, json={"prompt": "Hi", **fields})
+        assert not house.engine.submits()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert words in error["message"]
+    assert json.dumps(fields)[:5000] not in error["message"]
+
+
+class Hermes(ByteTokenizer):
+    """Its template teaches calls."""
+
+    chat_template = "<tool_call>"
+
+
+class Llama(ByteTokenizer):
+    """Likewise, as Llama 3 writes them."""
+
+    chat_template = "<|python_tag|>"
+
+
+def function(name: str, **more: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA, **more}}
+
+
+F, G = '{"name": "f", "arguments": {"a": 5}}', '{"name": "g", "arguments": {"a": 7}}'
+CALL_F, CALL_G = (f"<tool_call>\n{call}\n</tool_call>" for call in (F, G))
+NAMED_G = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"tool_choice": "required"}, [CALL_F, f"{CALL_F}\n{CALL_G}"], ["Well", f"Well {CALL_F}", ""]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL_G], [f"{CALL_F}\n{CALL_G}"]),
+        ({"tool_choice": NAMED_G}, [CALL_G], [CALL_F, CALL_G.replace("5", "true").replace("7", "true")]),
+    ],
+)
+async def test_a_model_can_be_made_to_call(
+    fields: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+        tools = [function("f"), function("g")]
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, **fields)
+    assert [matches(grammar, text) for text in right] == [True] * len(right)
+    assert [matches(grammar, text) for text in wrong] == [False] * len(wrong)
+
+
+async def test_strict_tools_are_called_as_their_schemas_say_or_not_at_all() -> None:
+    tools = [function("f", strict=True)]
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    assert matches(grammar, "No call.")
+    assert matches(grammar, f"I call. {CALL_F}")
+    assert not matches(grammar, f"I call. {CALL_F.replace('5', 'null')}")
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Llama()) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    assert matches(grammar, "No call.")
+    assert matches(grammar, F.replace("arguments", "parameters"))
+    assert not matches(grammar, F)
+
+
+async def test_tools_that_may_be_called_freely_ask_for_no_grammar() -> None:
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+        assert await asked_grammar(house, CHAT, messages=ASK, tools=[function("f")]) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"response_format": NAMED}, "tools"),
+        ({"response_format": NAMED, "tool_choice": "required"}, "tools"),
+        ({"tools": [function("f", strict=True, parameters={"not": {}})]}, "tools"),
+    ],
+)
+async def test_calls_that_cannot_be_made_to_match_are_refused(fields: dict[str, Any], param: str) -> None:
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+        body = {"messages": ASK, "tools": [function("f")], **fields}
+        answer = await house.http.post(CHAT, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_a_format_without_a_grammar_says_so() -> None:
+    class Mistral(ByteTokenizer):
+        chat_template = "[TOOL_CALLS]"
+
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Mistral()) as house:
+        body = {"messages": ASK, "tools": [function("f")], "tool_choice": "required"}
+        answer = await house.http.post(CHAT, json=body)
+    assert answer.status_code == 400
+    assert "mistral" in answer.json()["error"]["message"]

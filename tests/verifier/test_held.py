@@ -1,0 +1,57 @@
+"""Requests wait for their grammars, in order, and nobody else does."""
+
+from threading import Event
+
+from ssd_serve.messages import Abort, Choice, Finish, SamplingParameters, ServerMessage, Submit, SubmitChoices
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.verifier.held import HeldRequests
+
+
+class SlowGrammars(Grammars):
+    """Takes until it may."""
+
+    def __init__(self) -> None:
+        super().__init__(str, 100, ())
+        self.may, self.done = Event(), Event()
+        self.known = {"known"}
+
+    def knows(self, grammar: str) -> bool:
+        return grammar in self.known
+
+    def compile(self, grammar: str) -> None:
+        assert self.may.wait(10)
+        self.known.add(grammar)
+        self.done.set()
+
+
+def submit(number: int, grammar: str = "") -> Submit:
+    return Submit(number, (1,), SamplingParameters(grammar=grammar), 1)
+
+
+def all_released(held: HeldRequests, grammars: SlowGrammars) -> list[ServerMessage]:
+    grammars.may.set()
+    assert grammars.done.wait(10)
+    found: list[ServerMessage] = []
+    while held:
+        found += held.released()
+    return found
+
+
+def test_a_request_waits_for_its_grammar_and_what_is_said_of_it_comes_after() -> None:
+    grammars = SlowGrammars()
+    held = HeldRequests(grammars)
+    several = SubmitChoices((1,), SamplingParameters(grammar="x"), (Choice(3, 1), Choice(4, 2)))
+    assert held.hold(submit(2, "x"))
+    assert held.hold(several)
+    assert held.hold(Abort(2))
+    assert held.hold(Finish(4))
+    for message in (submit(5), submit(6, "known"), Abort(5), Finish(6)):
+        assert not held.hold(message)
+    assert held
+    assert held.released() == []
+    assert all_released(held, grammars) == [submit(2, "x"), several, Abort(2), Finish(4)]
+    assert not held.hold(Abort(2))
+
+
+def test_without_grammars_nothing_waits() -> None:
+    assert not HeldRequests(None).hold(submit(1, "x"))
