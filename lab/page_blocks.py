@@ -77,11 +77,10 @@ def vocabulary(result: Result) -> str:
 
 
 def drafts(result: Result) -> str:
-    """For each device and temperature a line for each way, a column for each kind of text: how many times as
-    fast as plain decoding whole requests are, and the tokens of a round."""
+    """For each device and temperature a line for each way, a column for each kind of text and how many there
+    are: how many times as fast as plain decoding whole requests are, and the tokens of a round."""
     rows = [row for row in result["results"] if row["texts"]]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    head = ("draft", *kinds)
     parts: list[str] = []
     for device, temperature in dict.fromkeys((row["device"], row["temperature"]) for row in rows):
         some = [row for row in rows if (row["device"], row["temperature"]) == (device, temperature)]
@@ -94,13 +93,21 @@ def drafts(result: Result) -> str:
             )
             for engine, way in ways
         ]
+        texts = {row["kind"]: row["texts"] for row in some}
+        head = ("draft", *(f"{kind} ({texts.get(kind, 0)})" for kind in kinds))
         parts.append(f"{device}, temperature {temperature:g}:\n\n{markdown_table(head, lines)}")
     return "\n\n".join(parts)
+
+
+_FEW_TEXTS = 4
+"""Of fewer no interval tells anything."""
 
 
 def _draft_cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return ""
+    if row["texts"] < _FEW_TEXTS:
+        return "too few"
     against = row["ratios"].get(PLAIN)
     if against is None:
         return f"{row['tokens_per_s']:.0f} tokens/s"

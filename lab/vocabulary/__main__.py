@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = experiment_parser("vocabulary", "what a draft loses that has a share of the target's tokens")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--num-prompts", type=int, default=24)
     return run_experiment(parser, _run, MEASURES, argv)
 
 
