@@ -63,6 +63,29 @@ def rereading(*results: Result) -> str:
     return markdown_table(head, lines)
 
 
+def grammars(result: Result) -> str:
+    """A line for each tokenizer and library."""
+    head = (
+        *("tokenizer", "library", "schemas", "texts refused", "compiled in, ms (p50, p99)"),
+        *("first mask, ms (p50, p99)", "mask of a row, us (p50, p99)"),
+    )
+
+    def two(row: Mapping[str, Any], name: str) -> str:
+        return f"{row[name]['p50']:.2f}, {row[name]['p99']:.2f}"
+
+    lines = [
+        (
+            f"{row['vocabulary']:,} tokens",
+            row["library"],
+            f"{row['schemas']} of {row['schemas'] + row['not_compiled']}",
+            row["texts_refused"],
+            *(two(row, name) for name in ("compile_ms", "first_mask_ms", "row_us")),
+        )
+        for row in result["results"]
+    ]
+    return markdown_table(head, lines)
+
+
 def vocabulary(result: Result) -> str:
     """A line for each share of common tokens, a column for each temperature: tokens a round."""
     rows = result["results"]

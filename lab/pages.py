@@ -57,6 +57,7 @@ _BLOCKS = (
     Block("docs/results.md", "drafters", ("lab/results/drafters.json",), page_blocks.drafters),
     Block("docs/results.md", "channels", ("lab/results/channels.json",), page_blocks.channels),
     Block("docs/drafts.md", "features", ("lab/results/features.json",), page_blocks.features),
+    Block("docs/api.md", "grammars", ("lab/results/grammars.json",), page_blocks.grammars),
     Block("docs/drafts.md", "vocabulary", ("lab/results/vocabulary.json",), page_blocks.vocabulary),
     Block("docs/drafts.md", "drafts", ("lab/results/drafts.json",), page_blocks.drafts),
     Block("docs/drafts.md", "rereading", _REREADING, page_blocks.rereading),

@@ -65,7 +65,7 @@ def test_two_processes_learn_what_one_learns_and_the_first_keeps_it(tmp_path: Pa
     first, second = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
     for name, weight in alone.model.state_dict().items():
         assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], weight, atol=2e-3, rtol=0)
+        torch.testing.assert_close(first[name], weight, atol=5e-3, rtol=0)
     assert (tmp_path / "0" / "model.pt").exists()
     assert not (tmp_path / "1" / "model.pt").exists()
     assert torch.load(tmp_path / "0" / "model.pt")["tokens"] == alone.tokens

@@ -91,14 +91,14 @@ def test_commands_that_others_could_have_written_are_not_run(machine: Machine, o
 def test_cores_that_are_meant_need_no_script(machine: Machine, meant: str) -> None:
     name, _, value = meant.partition("=")
     done = make(machine, "-n", "serve", **{name: value})
-    assert '-e "."' in done.stdout
+    assert '-e ".[structured]"' in done.stdout
     assert f"exec {machine.place / 'venv'}/bin/ssd serve" in done.stdout
 
 
 def test_with_nvidias_driver_what_its_gpus_need_is_installed(machine: Machine) -> None:
     (machine.place / "nvidiactl").touch()  # beside the other: a processor with graphics of its own
     done = make(machine, "-n", "serve")
-    assert '-e ".[flashinfer,triton]"' in done.stdout
+    assert '-e ".[structured,flashinfer,triton]"' in done.stdout
     assert f"exec {machine.place / 'venv'}/bin/ssd serve" in done.stdout
 
 
@@ -112,4 +112,4 @@ def test_a_driver_that_came_later_is_noticed(machine: Machine) -> None:
         os.utime(path, (4e9, 4e9))
     assert "pip" not in make(machine, "-n", "serve").stdout
     (machine.place / "nvidiactl").touch()
-    assert '-e ".[flashinfer,triton]"' in make(machine, "-n", "serve").stdout
+    assert '-e ".[structured,flashinfer,triton]"' in make(machine, "-n", "serve").stdout
