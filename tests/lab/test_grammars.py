@@ -42,7 +42,6 @@ def test_what_one_refuses_is_counted() -> None:
     several = sum(len(make_schema(seed)["properties"]) > 1 for seed in range(12))
     assert found["choosy"].not_compiled == several
     assert found["choosy"].refused > 0
-    assert found["whole"].refused == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
