@@ -14,7 +14,7 @@ from ssd_serve.sampling.parameters import PARAMETERS
 AS_MANY_AS_FIT = -1
 """Of `max_tokens`."""
 
-UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
+_UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
 """Parameters that could leave no token where the output must match something."""
 
 Words = tuple[tuple[int, ...], ...]
@@ -133,6 +133,11 @@ def engine_parameters(
             asked[name] = tuple(asked[name])
     if not 0 < asked.get("top_k", 0) < ready.vocabulary:
         asked["top_k"] = 0  # all of the vocabulary is no restriction
+    for name in _UNMATCHED if grammar else ():
+        if getattr(request, name):
+            raise RequestError(
+                f"{name}: could leave no token where the output must match something; give one of them", name
+            )
     found = SamplingParameters(**asked, **own)
     _check_together(found, ending)
     return found

@@ -95,6 +95,12 @@ class Grammars:
         self._known: OrderedDict[str, GrammarState] = OrderedDict()
         self._lock = Lock()
 
+    def prepare(self) -> None:
+        """Read the tokenizer, where llguidance is there: of a large one that stops all threads for half a
+        second, which the first request must not."""
+        if find_spec("llguidance") is not None:
+            self._loaded()
+
     def begin(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
         """The state of a text that has this output already. Raises `GrammarError` where the grammar cannot be
         compiled or does not have that output, or llguidance is not there."""
@@ -127,13 +133,21 @@ class Grammars:
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
 
-    def _compiled(self, grammar: str) -> GrammarState:
+    def _loaded(self) -> "LLTokenizer":
         if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._tokenizer_json(), self._vocabulary, self._ends)
+            from llguidance import LLTokenizer
+
+            self._tokenizer = LLTokenizer(
+                self._tokenizer_json(), n_vocab=self._vocabulary, eos_token=self._ends or None
+            )
+        return self._tokenizer
+
+    def _compiled(self, grammar: str) -> GrammarState:
+        _need()
         _check_depth(grammar)
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         return GrammarState(matcher, -(-self._vocabulary // 32), self._ends)
@@ -179,13 +193,6 @@ def _limits() -> "LLParserLimits":
         max_grammar_size=5_000,
         verbose_errors=False,
     )
-
-
-def _tokenizer(tokenizer: str, vocabulary: int, ends: list[int]) -> "LLTokenizer":
-    _need()
-    from llguidance import LLTokenizer
-
-    return LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends or None)
 
 
 def _need() -> None:

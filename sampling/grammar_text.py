@@ -43,12 +43,12 @@ def of_rules(rules: str) -> Part:
     if "::=" not in rules:
         return of_lark(rules)
     try:
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        return of_lark(gbnf_to_lark(rules))
+        from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
     except ImportError:
         return of_lark(rules)  # what is missing is said when it is checked
-    except Exception as error:  # whatever its parser does not understand
+    try:
+        return of_lark(gbnf_to_lark(rules))
+    except (GbnfToLarkError, RecursionError) as error:
         raise GrammarError(f"this GBNF cannot be read: {error}") from error
 
 
@@ -57,6 +57,14 @@ def of_lark(lark: str) -> Part:
     return {"lark_grammar": lark}
 
 
-def written(first: Part, *named: Part) -> str:
-    """All of it; the others are those that the first one refers to."""
-    return json.dumps({"grammars": [first, *named]})
+def named(name: str, part: Part) -> Part:
+    """A grammar that others refer to as `@name`."""
+    return {"name": name, **part}
+
+
+def written(*parts: Part) -> str:
+    """All of it; the first one may refer to the others by their names. Raises `GrammarError`."""
+    try:
+        return json.dumps({"grammars": parts})
+    except RecursionError:
+        raise GrammarError("too deeply nested") from None

@@ -139,6 +139,8 @@ def assemble_verifier(
     hello = _hello(model.facts, tokenizer)
     drafters = Drafters(hello, environment.clock, log, environment.poll, environment.tap)
     drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
+    grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
+    grammars.prepare()
     parts = EngineParts(
         model=environment.model(model),
         drafters=drafters,
@@ -151,7 +153,7 @@ def assemble_verifier(
         clock=environment.clock,
         observer=environment.observer,
         features=FeatureStore(features, settings.features_mb << 20, slots) if features else None,
-        grammars=Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids),
+        grammars=grammars,
     )
     engine = build_engine(_bounded(parts, settings))
     if environment.drafts_inline:

@@ -32,7 +32,7 @@ class Library(Protocol):
     """Compiles schemas for one tokenizer."""
 
     def begin(self, schema: Schema) -> Matcher:
-        """Compile it and begin. Whatever it does not like is an exception."""
+        """Compile it and begin. Raises `ValueError` or `RuntimeError` for what it does not like."""
         ...
 
 

@@ -1,7 +1,8 @@
 """`/v1/chat/completions`: from its body to a job, and how it writes choices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import Request, Response
 
@@ -186,9 +187,9 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
     return rules
 
 
-def call_rules(body: ChatRequest, message: MessageRules) -> Part | None:
-    """What calls must be, where some must come, or must match the schemas of strict tools. 400 where there is
-    nothing to call, and for formats of which no grammar is known."""
+def call_rules(body: ChatRequest, message: MessageRules) -> Callable[[], Sequence[Part]] | None:
+    """Makes what calls must be, where some must come, or must match the schemas of strict tools. 400 where
+    there is nothing to call, and for formats of which no grammar is known."""
     choice, tools = body.tool_choice, body.tools or []
     forced = choice == "required" or isinstance(choice, NamedTool)
     if isinstance(choice, NamedTool):
@@ -205,7 +206,7 @@ def call_rules(body: ChatRequest, message: MessageRules) -> Part | None:
             "not_built",
         )
     made = forced_calls if forced else strict_calls
-    return made(message.format, [tool.function for tool in tools], message.parallel)
+    return partial(made, message.format, [tool.function for tool in tools], message.parallel)
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

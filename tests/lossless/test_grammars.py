@@ -10,6 +10,7 @@ import pytest
 from lab.grammars.schemas import make_schema
 from ssd_serve import LLM, SamplingParams
 from ssd_serve.llm.outputs import Output
+from ssd_serve.llm.sampling_params import StructuredOutputsParams
 
 SCHEMAS = 200
 PROMPTS = ("def read", "The settings as JSON:\n", "import json\n\ndata = ", "class Node:\n    ")
@@ -27,7 +28,7 @@ def asked(count: int) -> tuple[list[str], list[SamplingParams]]:
                 repetition_penalty=penalty,
                 top_p=0.95,
                 max_tokens=700,
-                structured_outputs={"json": make_schema(seed)},  # type: ignore[arg-type]
+                structured_outputs=StructuredOutputsParams.model_validate({"json": make_schema(seed)}),
             )
         )
     return [PROMPTS[seed % len(PROMPTS)] for seed in range(count)], params
@@ -64,6 +65,7 @@ def test_other_forms_hold_too() -> None:
     texts = {"regex": r"[a-z]+@[a-z]+\.(com|org)", "choice": "yes|no|may be", "grammar": r"(ab|c)+\."}
     with LLM(mode="sd") as llm:
         for name, form in forms.items():
-            asked = SamplingParams(seed=1, max_tokens=300, structured_outputs={name: form})  # type: ignore[arg-type]
+            wanted = StructuredOutputsParams.model_validate({name: form})
+            asked = SamplingParams(seed=1, max_tokens=300, structured_outputs=wanted)
             text = llm.generate("x = ", asked)[0].text
             assert re.fullmatch(texts[name], text), text

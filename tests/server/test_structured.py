@@ -169,6 +169,71 @@ async def test_strict_tools_are_called_as_their_schemas_say_or_not_at_all() -> N
     assert not matches(grammar, F)
 
 
+LINKED = {
+    "type": "object",
+    "properties": {"first": {"$ref": "#/$defs/Link"}},
+    "required": ["first"],
+    "additionalProperties": False,
+    "$defs": {
+        "Link": {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}, "next": {"$ref": "#/$defs/Link"}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+async def test_references_of_a_tools_schema_lead_where_they_did() -> None:
+    """As pydantic writes them, also behind thoughts, and beside another tool with names alike."""
+
+    class Thinking(Hermes):
+        chat_template = "<tool_call><think></think>"
+
+    tools = [function("f", parameters=LINKED), function("g", parameters=LINKED)]
+    linked = F.replace('{"a": 5}', '{"first": {"n": 1, "next": {"n": 2}}}')
+    for tokenizer in (Hermes(), Thinking()):
+        async with open_house(lambda _: tokens([97, 0]), tokenizer=tokenizer) as house:
+            grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, tool_choice="required")
+        assert matches(grammar, CALL_F.replace(F, linked))
+        assert not matches(grammar, CALL_F.replace(F, linked.replace('"n": 2', '"m": 2')))
+
+
+async def test_many_tools_of_usual_size_fit() -> None:
+    properties = {f"p{n}": {"type": "string", "description": "what it is"} for n in range(6)}
+    parameters = {"type": "object", "properties": properties}
+    tools = [function(f"f{n}", parameters=parameters) for n in range(20)]
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, tool_choice="required")
+    assert matches(grammar, CALL_F.replace('"f"', '"f19"').replace('{"a": 5}', '{"p3": "x"}'))
+
+
+async def test_a_strict_tool_is_kept_to_its_schema_beside_others() -> None:
+    """Those are free, also to have keywords that nobody here knows; a strict one is not."""
+    odd = {"type": "object", "not": {}}
+    tools = [function("f", strict=True), function("g", parameters=odd)]
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+        strict = [function("f", strict=True, parameters=odd), function("g")]
+        answer = await house.http.post(CHAT, json={"messages": ASK, "tools": strict})
+    assert matches(grammar, CALL_F)
+    assert matches(grammar, CALL_G)
+    assert not matches(grammar, CALL_F.replace("5", "null"))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_what_is_nested_too_deeply_is_refused() -> None:
+    deep = '{"items":' * 3000 + "{}" + "}" * 3000
+    named = f'{{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}'
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+        for field, value in (("json_schema", deep), ("response_format", named)):
+            body = f'{{"messages": [{{"role": "user", "content": "x"}}], "{field}": {value}}}'
+            answer = await house.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, answer.text
+        assert (await house.http.get("/health")).status_code == 200
+
+
 async def test_tools_that_may_be_called_freely_ask_for_no_grammar() -> None:
     async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
         assert await asked_grammar(house, CHAT, messages=ASK, tools=[function("f")]) == ""

@@ -253,8 +253,8 @@ class RoundPlanner:
         rate = self._rate.value(requests)
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
-        awaited = self._drafters.instant_sources if self._drafters.step_s else 0
-        ranking = rank(pending.parts, most, bounds.context, bounds.width, least, awaited)
+        instant = self._drafters.instant_sources if self._drafters.step_s else 0
+        ranking = rank(pending.parts, most, bounds.context, bounds.width, least, instant)
         reaches = np.array([item[0] for item in ranking.nodes])
         seconds = self._round_seconds(pending, max(len(reaches), _NEXT))
         few = seconds[: _NEXT + 1]

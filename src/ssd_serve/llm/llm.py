@@ -25,7 +25,6 @@ from ssd_serve.logs import get_logger
 from ssd_serve.messages import Ready
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.checks import (
-    UNMATCHED,
     banned,
     check_prompt,
     encode,
@@ -186,7 +185,7 @@ class LLM:
                 logprobs=params.logprobs,
                 bad_words=tuple(dict.fromkeys(words)),
                 ending=ending,
-                grammar=_grammar(params),
+                grammar=params.structured_outputs.written if params.structured_outputs else "",
             )
             seed = random_seed() if params.seed is None else params.seed & MASK64
             seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
@@ -231,13 +230,3 @@ def _usual_here(settings: Settings) -> Settings:
     if "mode" in settings.model_fields_set:
         return settings
     return settings.model_copy(update={"mode": Mode.SD if settings.drafts else Mode.AR})
-
-
-def _grammar(params: SamplingParams) -> str:
-    """What the engine is to follow; empty where any text may come."""
-    if params.structured_outputs is None:
-        return ""
-    for name in UNMATCHED:
-        if getattr(params, name):
-            raise RequestError(f"{name}: could leave no token that structured_outputs allows", name)
-    return params.structured_outputs.written
