@@ -7,7 +7,8 @@ from pathlib import Path
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder
+from ssd_serve.drafter.grammar_paths import GrammarPaths
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts
 from ssd_serve.drafter.sources.registry import is_source, load_source, own_layers
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
@@ -17,8 +18,10 @@ from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.hub import find_model
+from ssd_serve.models.hub import find_model, model_here
 from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.settings import Settings
 
 
@@ -31,9 +34,14 @@ class AssembledDrafter:
 
 
 def assemble_drafter(
-    settings: Settings, name: str, device: str, native: NativeLibrary | None
+    settings: Settings,
+    name: str,
+    device: str,
+    native: NativeLibrary | None,
+    grammars: Grammars | None = None,
 ) -> AssembledDrafter:
-    """Load the draft on `device`, with the times of its steps."""
+    """Load the draft on `device`, with the times of its steps. `grammars` are those of the verifier's texts,
+    where this process has them already."""
     draft = settings.draft_model
     if draft is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
@@ -43,8 +51,20 @@ def assemble_drafter(
     limits = GrowthLimits(
         widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=texts.context
     )
+    if not settings.draft_grammars:
+        grammars = None
+    elif grammars is None:
+        grammars = _grammars(settings, draft, texts)
     core = build_core(
-        CoreParts(guesses=loaded.source, limits=limits, ends=texts.ends, name=name, log=log, widths=widths)
+        CoreParts(
+            guesses=loaded.source,
+            limits=limits,
+            ends=texts.ends,
+            name=name,
+            log=log,
+            widths=widths,
+            paths=None if grammars is None else GrammarPaths(grammars),
+        )
     )
     return AssembledDrafter(core, greeting(loaded, draft, name, loaded.seconds[widths.width]))
 
@@ -81,6 +101,17 @@ def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
         step_ms=1e3 * step_s,
         features=loaded.features,
     )
+
+
+def _grammars(settings: Settings, draft: str, texts: Texts) -> Grammars | None:
+    """Those of the texts, where this machine has files of a tokenizer of theirs."""
+    own = None if is_source(draft) or own_layers(draft) else model_here(draft, "draft")
+    for folder in (model_here(settings.target, "target"), own):
+        if folder is not None and (tokenizer := Tokenizer(folder)).vocabulary_hash() == texts.tokenizer:
+            grammars = Grammars(tokenizer.to_json, texts.vocabulary, texts.ends)
+            grammars.prepare()
+            return grammars
+    return None
 
 
 def _folder(settings: Settings, draft: str, layers: int | None) -> Path | None:

@@ -14,13 +14,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_together
+from ssd_serve.cache.expansions import Expansion, pack, pack_together
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.drafter.calibration import DEEPEST, Calibration
-from ssd_serve.drafter.frontier import Frontier, GrowthLimits
+from ssd_serve.drafter.drafted import Drafted, expanded, numbered, place_of
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.grammar_paths import GrammarPaths, only
 from ssd_serve.drafter.sources.contract import (
-    Branch,
     Candidates,
     DraftSource,
     FeatureReader,
@@ -40,67 +41,15 @@ from ssd_serve.messages import (
     Outcome,
     Pause,
     Resync,
-    SamplingParameters,
 )
 
 _NOTHING: tuple[Sequence[Found], int, int] = ((None,), 0, 0)
 
 
-class _Drafted:
-    """What the core remembers about one request."""
-
-    __slots__ = ("epoch", "frontier", "guesses", "parameters", "paused", "position", "sequence", "tree")
-
-    def __init__(self, message: Open, limits: GrowthLimits, ends: frozenset[int], paused: bool) -> None:
-        self.epoch = message.epoch
-        self.paused = paused
-        self.parameters: SamplingParameters = message.parameters
-        self.position = len(message.prompt) + len(message.output) - 1
-        self.tree = SpeculationTree(message.root, limits.nodes)
-        left = message.parameters.max_tokens - len(message.output)
-        stops = frozenset(message.parameters.stop_token_ids)
-        if not message.parameters.ignore_eos:
-            stops |= ends
-        # A node at the last position is an output token, but nothing can follow it; and what the draft model
-        # has no position for it cannot expand.
-        deepest = min(left - 1, limits.context - self.position)
-        self.frontier = Frontier(self.tree, limits, deepest, stops)
-        self.sequence = 0
-        self.guesses: dict[int, tuple[Sequence[Found], int, int]] = {}
-        """The step in which each node was expanded, its place there, and how deep it stood below the root."""
-
-    def grew(self, nodes: Sequence[tuple[int, Node]], found: Sequence[Found]) -> None:
-        """The tree has the candidates of some nodes, each with its place in what its step found."""
-        guesses, top = self.guesses, self.tree.root.depth
-        for index, node in nodes:
-            guesses[node.name] = found, index, node.depth - top
-        self.frontier.offer_all([node for _, node in nodes])
-
-    def attach(self, top: Node, branches: Sequence[Branch]) -> list[Expansion]:
-        """Give the nodes of a subtree their candidates, as far as they may and fit; which were given."""
-        tree, given = self.tree, list[Expansion]()
-        for path, found, estimates in branches:
-            node: Node | None = top
-            for token in path:
-                node = tree.child(node, token) if node is not None else None
-            if node is None or node.tokens or not self.frontier.may_grow(node):
-                continue
-            tokens, values = _numbered(found, estimates)
-            if tokens and tree.expand(node, tokens, values):
-                self.frontier.offer(node)
-                given.append(_expanded(node, tokens, values))
-        return given
-
-    def reach(self) -> float:
-        """Log reach of the next node to expand, or -inf. While it pauses, a root is still read."""
-        if self.paused and self.tree.root.expanded:
-            return -math.inf
-        return self.frontier.reach()
-
-
 class DrafterCore:
     """Grows trees for all open requests. `ends` are the EOS ids; `name` is the source name in growth
-    messages. `widths`, where given, chooses the width of a step instead of `limits`."""
+    messages. `widths`, where given, chooses the width of a step instead of `limits`; `paths` says which
+    guesses grammars leave out."""
 
     def __init__(
         self,
@@ -110,15 +59,17 @@ class DrafterCore:
         name: str,
         log: Logger | None = None,
         widths: StepWidth | None = None,
+        paths: GrammarPaths | None = None,
     ) -> None:
         self._widths = widths
+        self._paths = paths
         self._source = source
         self._reads_features = isinstance(source, FeatureReader)
         self._limits = limits
         self._ends = ends
         self._name = name
         self._log = log or get_logger(name)
-        self._requests: dict[int, _Drafted] = {}
+        self._requests: dict[int, Drafted] = {}
         self._calibration = Calibration()
         self._paused = False
 
@@ -163,6 +114,8 @@ class DrafterCore:
         """Free everything of an open request."""
         del self._requests[request]
         self._source.close(request)
+        if self._paths is not None:
+            self._paths.close(request)
 
     def step(self) -> list[Growth]:
         """One draft step over all requests; empty when nothing is worth expanding."""
@@ -170,9 +123,11 @@ class DrafterCore:
         picked = self._pick()
         if not picked:
             return []
+        if self._paths is not None:
+            picked = self._paths.followed(picked)
         scales = {request: self._scales(request) for request in {pick.request for pick in picked}}
         found = self._source.expand(
-            picked, [scales[request][min(self._depth(request, node), DEEPEST)] for request, node in picked]
+            picked, [scales[request][min(self._depth(request, node), DEEPEST)] for request, node, _ in picked]
         )
         growth = self._grow(picked, found)
         if self._widths is not None and not self.captured_now:
@@ -201,31 +156,37 @@ class DrafterCore:
 
     def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Found]) -> list[Growth]:
         """Append what was found to the trees; what there is to publish."""
-        if isinstance(found, Guesses) and np.isfinite(found.log_probabilities).all():
+        free = all(pick.allowed is None for pick in picked)
+        if free and isinstance(found, Guesses) and np.isfinite(found.log_probabilities).all():
             return self._grow_together(picked, found)
         grown: dict[int, list[Expansion]] = {}
-        for index, ((request, node), candidates) in enumerate(zip(picked, found, strict=True)):
+        for index, ((request, node, allowed), candidates) in enumerate(zip(picked, found, strict=True)):
             if candidates is None:
                 continue  # no memory now: considered again when the root moves
             drafted = self._requests[request]
             if isinstance(candidates, Subtree):
-                given = drafted.attach(node, candidates.branches)
+                branches = candidates.branches
+                if allowed is not None and self._paths is not None:
+                    branches = self._paths.branches(request, node, branches)
+                given = drafted.attach(node, branches)
                 if given:
                     grown.setdefault(request, []).extend(given)
                 continue
-            tokens, values = _numbered(candidates.tokens.tolist(), candidates.log_probabilities.tolist())
+            tokens, values = numbered(candidates.tokens.tolist(), candidates.log_probabilities.tolist())
+            if allowed is not None:
+                tokens, values = only(allowed, tokens, values)
             if tokens and drafted.tree.expand(node, tokens, values):
                 drafted.grew([(index, node)], found)
-                grown.setdefault(request, []).append(_expanded(node, tokens, values))
+                grown.setdefault(request, []).append(expanded(node, tokens, values))
         return [self._growth(request, new) for request, new in grown.items()]
 
     def _grow_together(self, picked: Sequence[NodeRequest], found: Guesses) -> list[Growth]:
         """The same by arrays: numbers are added and written for all nodes at once."""
         tokens: list[list[int]] = found.tokens.tolist()
-        above = np.array([node.cumulative for _, node in picked])[:, None]
+        above = np.array([pick.at.cumulative for pick in picked])[:, None]
         cumulatives: list[list[float]] = (np.minimum(found.log_probabilities, 0.0) + above).tolist()
         grown: dict[int, list[tuple[int, Node]]] = {}
-        for index, (request, node) in enumerate(picked):
+        for index, (request, node, _) in enumerate(picked):
             if self._requests[request].tree.grow(node, tokens[index], cumulatives[index]):
                 grown.setdefault(request, []).append((index, node))
         for request, nodes in grown.items():
@@ -238,7 +199,7 @@ class DrafterCore:
         if len(nodes) < len(found):
             rows = [index for index, _ in nodes]
             tokens, values = tokens[rows], values[rows]
-        places = [_place(node) for _, node in nodes]
+        places = [place_of(node) for _, node in nodes]
         growth = pack_together(request, drafted.epoch, drafted.sequence, places, (tokens, values), self._name)
         drafted.sequence += 1
         return growth
@@ -261,8 +222,10 @@ class DrafterCore:
             return
         if known is not None:
             self._source.close(message.request)
-        self._requests[message.request] = _Drafted(message, self._limits, self._ends, self._paused)
+        self._requests[message.request] = Drafted(message, self._limits, self._ends, self._paused)
         self._source.open(message.request, message.prompt + message.output, message.parameters, message.seed)
+        if self._paths is not None:
+            self._paths.open(message.request, message.parameters, message.output)
 
     def _read(self, message: Features) -> None:
         known = self._requests.get(message.request)
@@ -292,6 +255,8 @@ class DrafterCore:
             self._log.warning("derived root differs", request=message.request, position=message.position)
             self.forget(message.request)  # its tree and its source stand at different roots now
             return [Resync(message.request, message.epoch)]
+        if self._paths is not None:
+            self._paths.commit(message.request, message.tokens)
         self.moved(drafted.tree)
         drafted.frontier.rebuild()
         kept = [node.name for node in drafted.tree.expanded()]
@@ -306,7 +271,7 @@ class DrafterCore:
         if self._reads_features:
             tree.forget()
 
-    def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
+    def _learn(self, drafted: Drafted, tokens: Sequence[int]) -> None:
         node: Node | None = drafted.tree.root
         for token in tokens:
             found, index, depth = drafted.guesses.get(node.name, _NOTHING) if node is not None else _NOTHING
@@ -321,25 +286,7 @@ class DrafterCore:
         if drafted is None or drafted.epoch != message.epoch:
             return []
         expansions = [
-            _expanded(node, node.tokens, [value - node.cumulative for value in node.cumulatives])
+            expanded(node, node.tokens, [value - node.cumulative for value in node.cumulatives])
             for node in drafted.tree.expanded()
         ]
         return [self._growth(message.request, expansions, snapshot=True)]
-
-
-def _numbered(tokens: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """The candidates whose log-probabilities are numbers: a draft that overflows has others, and a verifier
-    hangs up on whoever says such a thing."""
-    if all(map(math.isfinite, values)):
-        return tokens, values
-    kept = [(token, value) for token, value in zip(tokens, values, strict=True) if math.isfinite(value)]
-    return [token for token, _ in kept], [value for _, value in kept]
-
-
-def _expanded(node: Node, tokens: list[int], log_probabilities: list[float]) -> Expansion:
-    return Expansion(*_place(node), tokens, log_probabilities)
-
-
-def _place(node: Node) -> tuple[int, int]:
-    """Where a node is found: its parent, and the token that leads to it."""
-    return (node.name, ROOT_STEP) if node.parent is None else (node.parent.name, node.token)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.grammar_paths import GrammarPaths
 from ssd_serve.drafter.inline import ChannelWithin
 from ssd_serve.drafter.lookup.shared import SharedTexts
 from ssd_serve.drafter.lookup.source import LookupSource
@@ -25,6 +26,7 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
+from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.setting_values import SUFFIX
 from ssd_serve.settings import Settings
 
@@ -45,15 +47,27 @@ class InstantChannel(ChannelWithin):
     """The verifier's end of a channel to a lookup over its requests' own texts."""
 
     def __init__(
-        self, hello: Hello, limits: GrowthLimits, ends: Collection[int], shared: SharedTexts | None = None
+        self,
+        hello: Hello,
+        limits: GrowthLimits,
+        ends: Collection[int],
+        shared: SharedTexts | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`hello` names a step of 0 ms: it is what tells that nobody has to wait. `ends` end a text; `shared`
-        are texts of other requests, which are looked up too."""
+        are texts of other requests, which are looked up too; `grammars` are those of the texts."""
         super().__init__()
         self._width = AskedWidth()
         self._source = LookupSource(limits.fan_out, shared)
         self._core = build_core(
-            CoreParts(guesses=self._source, limits=limits, ends=ends, name=hello.name, widths=self._width)
+            CoreParts(
+                guesses=self._source,
+                limits=limits,
+                ends=ends,
+                name=hello.name,
+                widths=self._width,
+                paths=None if grammars is None else GrammarPaths(grammars),
+            )
         )
         self._inbox: list[DrafterMessage] = [hello]
         self._moved = set[int]()
@@ -86,8 +100,15 @@ class InstantChannel(ChannelWithin):
         return bool(self._inbox or self._moved)
 
 
-def instant_channel(name: str, settings: Settings, mine: Hello, ends: Collection[int]) -> InstantChannel:
-    """The lookup of this name for a verifier that says `mine`."""
+def instant_channel(
+    name: str,
+    settings: Settings,
+    mine: Hello,
+    ends: Collection[int],
+    grammars: Grammars | None = None,
+) -> InstantChannel:
+    """The lookup of this name for a verifier that says `mine`. `grammars` are those of the texts, where
+    drafts keep to them."""
     hello = replace(mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0)
     limits = GrowthLimits(
         width=1,
@@ -97,4 +118,4 @@ def instant_channel(name: str, settings: Settings, mine: Hello, ends: Collection
         context=mine.context,
     )
     shared = SharedTexts(settings.suffix_shared) if name == SUFFIX and settings.suffix_shared else None
-    return InstantChannel(hello, limits, ends, shared)
+    return InstantChannel(hello, limits, ends, shared, grammars)

@@ -86,6 +86,21 @@ def grammars(result: Result) -> str:
     return markdown_table(head, lines)
 
 
+def grammar_drafts(result: Result) -> str:
+    """A line for each mode and temperature."""
+    head = ("mode", "T", "tokens a round, any drafts", "drafts that keep to the grammar", "times as fast")
+    lines = [
+        (
+            row["mode"],
+            f"{row['temperature']:g}",
+            *(f"{row['tokens_per_round'][way]:.2f}" for way in ("any", "kept")),
+            _ratio(row["times_as_fast"]),
+        )
+        for row in result["results"]
+    ]
+    return markdown_table(head, lines)
+
+
 def vocabulary(result: Result) -> str:
     """A line for each share of common tokens, a column for each temperature: tokens a round."""
     rows = result["results"]

@@ -58,6 +58,7 @@ _BLOCKS = (
     Block("docs/results.md", "channels", ("lab/results/channels.json",), page_blocks.channels),
     Block("docs/drafts.md", "features", ("lab/results/features.json",), page_blocks.features),
     Block("docs/api.md", "grammars", ("lab/results/grammars.json",), page_blocks.grammars),
+    Block("docs/api.md", "grammar-drafts", ("lab/results/grammar-drafts.json",), page_blocks.grammar_drafts),
     Block("docs/drafts.md", "vocabulary", ("lab/results/vocabulary.json",), page_blocks.vocabulary),
     Block("docs/drafts.md", "drafts", ("lab/results/drafts.json",), page_blocks.drafts),
     Block("docs/drafts.md", "rereading", _REREADING, page_blocks.rereading),

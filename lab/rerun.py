@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/rereading-inline.json": _of_lab("rereading", "--layout", "inline"),
     "lab/results/vocabulary.json": _of_lab("vocabulary"),
     "lab/results/grammars.json": _of_lab("grammars"),
+    "lab/results/grammar-drafts.json": _of_lab("grammar_drafts"),
     "lab/results/ablate.json": _of_lab("ablate"),
     "lab/results/calibration.json": _of_lab("calibration"),
     "lab/results/drafters.json": _of_lab("drafters", "--real", "1", "2", "4"),

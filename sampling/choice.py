@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.sampling.batched_processors import process_rows
-from ssd_serve.sampling.grammar import Masks
+from ssd_serve.sampling.grammar import Mask
+from ssd_serve.sampling.masking import only_masked
 from ssd_serve.sampling.native.choosing import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy, needs_processing
@@ -71,22 +72,12 @@ def sample(
 def only_allowed(logits: torch.Tensor, requests: Sequence[SamplingRows]) -> torch.Tensor:
     """Float32 [rows, vocabulary] without what the rows' masks leave out, which is -inf; a new tensor where
     there are masks."""
-    masks: list[Masks] = []
-    places: list[int] = []
-    start = 0
-    for each in requests:
-        if each.masks is not None:
-            masks.append(each.masks)
-            places += range(start, start + each.rows)
-        start += each.rows
-    if not masks:
+    if all(each.masks is None for each in requests):
         return logits
-    packed = np.concatenate(masks).view(np.uint8)
-    bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")  # [masked, vocabulary]
-    allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
-    index = torch.tensor(places).to(logits.device)
-    masked = torch.where(allowed, logits.index_select(0, index), -torch.inf)
-    return logits.index_copy(0, index, masked)
+    masks: list[Mask | None] = []
+    for each in requests:
+        masks += [None] * each.rows if each.masks is None else list(each.masks)
+    return only_masked(logits, masks)
 
 
 def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:

@@ -24,10 +24,15 @@ Masks = npt.NDArray[np.int32]
 """[rows, vocabulary / 32, rounded up]: bit `token % 32` of word `token // 32` tells whether a token may
 come."""
 
+Mask = npt.NDArray[np.int32]
+"""One row of such masks."""
+
 _MOST_RULES = 1_500
 """Of a grammar: its compiler goes down chains of them by recursion, and has room for some more."""
 _DEEPEST = 1_000
 """Levels that a schema may have, were each reference in it to lead to one as deep as all of it."""
+_LONGEST_TROUBLE = 400
+"""Characters of what the library says of a grammar; it repeats all of it."""
 _KEPT = 64
 """Compiled grammars that are kept, those that were used last."""
 _ANY = -1
@@ -57,10 +62,15 @@ class GrammarState:
             return taken + 1  # a matcher that is at its end takes no more, not even that
         return taken
 
-    def masks(self, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> Masks:
+    def masks(
+        self,
+        tokens: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        wanted: Collection[int] | None = None,
+    ) -> Masks:
         """Of what comes next, and of what comes behind each node of a tree below: `parents` are places among
         the nodes, each before its children, -1 for the first row. Behind a node that cannot come itself
-        anything may: nobody gets there."""
+        anything may: nobody gets there. `wanted`: the rows that matter, the first one being 0; None: all."""
         masks = np.full((1 + len(tokens), self._words), _ANY, dtype=np.int32)
         below: list[list[int]] = [[] for _ in range(1 + len(tokens))]
         for node, parent in enumerate(parents):
@@ -76,8 +86,9 @@ class GrammarState:
                 if not self._matcher.try_consume_tokens([tokens[node]]):
                     continue
                 waiting.append(-2 - node)
-            row = masks[1 + node]
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if wanted is None or 1 + node in wanted:
+                row = masks[1 + node]
+                self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             waiting += below[1 + node]
         return masks
 
@@ -149,8 +160,12 @@ class Grammars:
 
         matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=_limits())
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
-        return GrammarState(matcher, -(-self._vocabulary // 32), self._ends)
+            raise GrammarError(_plain(matcher.get_error()))
+        state = GrammarState(matcher, -(-self._vocabulary // 32), self._ends)
+        state.masks()
+        if state.trouble:
+            raise GrammarError("no text matches it")
+        return state
 
 
 def check_grammar(grammar: str) -> None:
@@ -161,7 +176,18 @@ def check_grammar(grammar: str) -> None:
 
     wrong = LLMatcher.validate_grammar(grammar, limits=_limits())
     if wrong:
-        raise GrammarError(wrong)
+        raise GrammarError(_plain(wrong))
+
+
+def _plain(trouble: str) -> str:
+    """What the library says, for people who know neither its settings nor how schemas were written for it."""
+    if "limits." in trouble or "fuel" in trouble:
+        return (
+            "following it takes too long; make it smaller, with fewer parts that may be left out or repeated"
+        )
+    if "coerce_one_of" in trouble:
+        return "oneOf whose cases might match the same text; write anyOf instead"
+    return trouble if len(trouble) <= _LONGEST_TROUBLE else f"{trouble[:_LONGEST_TROUBLE]} ..."
 
 
 def _check_depth(grammar: str) -> None:
@@ -170,8 +196,12 @@ def _check_depth(grammar: str) -> None:
     for sign in grammar:
         depth += (sign in "{[(") - (sign in ")]}")
         deepest = max(deepest, depth)
-    if (1 + grammar.count("$ref")) * deepest > _DEEPEST:
-        raise GrammarError("too deeply nested for its number of references ($ref)")
+    references = grammar.count("$ref")
+    if (1 + references) * deepest > _DEEPEST:
+        raise GrammarError(
+            f"{deepest} levels of brackets, {references} references ($ref): too deeply nested, as each "
+            "reference may lead to all of them"
+        )
     try:
         parts = json.loads(grammar)["grammars"]
         rules = sum(part.get("lark_grammar", "").count(":") for part in parts)

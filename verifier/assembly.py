@@ -158,7 +158,7 @@ def assemble_verifier(
     engine = build_engine(_bounded(parts, settings))
     if environment.drafts_inline:
         models = settings.draft_models if Layout.SYNC in layouts else ()
-        for channel in _within(settings, models, model.facts, hello, native, say):
+        for channel in _within(settings, models, hello, model.facts.eos_token_ids, native, grammars, say):
             engine.drafters.connect(channel, synchronous=True)
     sampling = model_defaults(path) if settings.generation_config == "auto" else {}
     if sampling:
@@ -303,20 +303,21 @@ def _features(settings: Settings, target: Path) -> tuple[int, ...]:
 def _within(
     settings: Settings,
     models: Sequence[str],
-    facts: ModelFacts,
     hello: Hello,
+    ends: Sequence[int],
     native: NativeLibrary | None,
+    grammars: Grammars,
     say: Callable[[str], None],
 ) -> Iterator[Channel]:
     """The drafters of this process: these models, on the target's device, and lookups."""
     for name in models:
         say(f"loading the draft model {without_revision(name)} inline")
         alone = settings.model_copy(update={"draft": name})
-        drafter = assemble_drafter(alone, "inline", settings.target_device or "cpu", native)
+        drafter = assemble_drafter(alone, "inline", settings.target_device or "cpu", native, grammars)
         check_hello(hello, drafter.hello)
         yield InlineChannel(drafter.core, drafter.hello)
     for name in settings.lookups:
-        yield instant_channel(name, settings, hello, facts.eos_token_ids)
+        yield instant_channel(name, settings, hello, ends, grammars if settings.draft_grammars else None)
 
 
 def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:

@@ -128,7 +128,7 @@ class Engine:
             try:
                 grammar = self.grammars.begin(message.parameters.grammar, message.output)
             except GrammarError as error:
-                return Refused(message.request, str(error), "grammar")
+                return Refused(message.request, f"structured output: {error}", "grammar")
         bounds = self._bounds
         return self._queue(accept(message, shared, bounds.tree_nodes, bounds.vocabulary, grammar))
 

@@ -12,16 +12,20 @@ import numpy.typing as npt
 
 from ssd_serve.cache.tree import Node
 from ssd_serve.messages import SamplingParameters
+from ssd_serve.sampling.grammar import Mask
 
 if TYPE_CHECKING:
     import torch
 
 
 class NodeRequest(NamedTuple):
-    """Expand the node `at` of the tree of `request`; all its ancestors have been expanded."""
+    """Expand the node `at` of the tree of `request`; all its ancestors have been expanded. `allowed`: the
+    tokens that may follow, where that is known. Guesses of others are left out, so a source may heed it or
+    not."""
 
     request: int
     at: Node
+    allowed: Mask | None = None
 
     @property
     def node(self) -> int:

@@ -20,6 +20,8 @@ from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
+from ssd_serve.sampling.grammar import Mask
+from ssd_serve.sampling.masking import only_masked
 from ssd_serve.sampling.native.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy
@@ -63,11 +65,13 @@ class StepRows:
 
 
 class RowsToRank(NamedTuple):
-    """How the rows of a step are ranked, and where their noise lies, if all of it fits."""
+    """How the rows of a step are ranked, where their noise lies, if all of it fits, and which tokens may
+    follow, where that is known."""
 
     keys: ChoiceKeys
     lines: list[int] | None
     scales: list[float]
+    allowed: list[Mask | None]
 
 
 _Place = tuple[int, int, int]
@@ -207,7 +211,13 @@ class ModelSource:
             choices.temperatures.extend([held.temperature] * len(indices))
         # Before the forward: on ROCm a copy to the device waits for what was started there.
         lines = self._noise.lines_of(choices.seeds, choices.positions)
-        ranked = self._ranked_or_none(groups, RowsToRank(choices, lines, [scales[index] for index in wanted]))
+        wish = RowsToRank(
+            choices,
+            lines,
+            [scales[index] for index in wanted],
+            [picks[index].allowed for index in wanted],
+        )
+        ranked = self._ranked_or_none(groups, wish)
         if ranked is None:
             release_memory()
             return [None] * len(picks)
@@ -229,7 +239,7 @@ class ModelSource:
         self._captured_now = result.captured_now
         self.computed(result, groups)
         try:
-            return within_memory(lambda: self._rank(result.logits, wish))
+            return within_memory(lambda: self._rank(only_masked(result.logits, wish.allowed), wish))
         except DeviceMemoryError:
             return None
 

@@ -267,6 +267,9 @@ class Settings(BaseSettings):
         description="tokens of requests that are over in which the draft 'suffix' looks too, always for "
         "requests of the same key and salt only; 0: none",
     )
+    draft_grammars: bool = Field(
+        default=True, description="drafters guess only what the grammar of a structured output allows"
+    )
     draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
     draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
     cache_dir: Path = Field(

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.errors import PairMismatchError, SettingsError
 from ssd_serve.messages import Hello, Open, SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.sampling.grammar_text import of_choice, written
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 
@@ -30,6 +32,17 @@ def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
     part.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
     (growth,) = part.core.step()
     assert len(growth.tokens) == 4 * settings("").draft_fan_out
+
+
+@pytest.mark.parametrize(("keeps", "kept"), [(True, 1), (False, 16)])
+def test_a_drafter_keeps_to_grammars_unless_it_shall_not(keeps: bool, kept: int) -> None:
+    named = settings("embedded").model_copy(update={"draft_grammars": keeps})
+    core = assemble_drafter(named, "d0", "cpu", None).core
+    forced = SamplingParameters(temperature=0.0, grammar=written(of_choice(["\n"])))
+    core.handle(Open(1, 1, (5, 6, 7), (), forced, 0, root=1))
+    time.sleep(0.5)  # it is compiled beside
+    (growth,) = core.step()
+    assert len(growth.tokens) == 4 * kept
 
 
 def grown(target: Path, draft: Path) -> tuple[Hello, list[int], list[float]]:

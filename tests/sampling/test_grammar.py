@@ -128,6 +128,7 @@ def test_an_output_that_does_not_match_is_refused() -> None:
         (grammar_of_rules(3_000), "rules"),
         (grammar_of_references(1_500), "nested"),
         (lark(f'start: {" ".join(["a?"] * 9_000)}\na: "q"'), "too big"),
+        (LLMatcher.grammar_from_json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "anyOf"),
     ],
 )
 def test_what_cannot_be_compiled_says_where(grammar: str, words: str) -> None:
@@ -135,6 +136,25 @@ def test_what_cannot_be_compiled_says_where(grammar: str, words: str) -> None:
         with pytest.raises(GrammarError, match=re.escape(words)):
             check(grammar)
     assert not GRAMMARS.knows(grammar)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (lark("start: start"), "no text"),
+        (LLMatcher.grammar_from_json_schema({"$ref": "#"}), "no text"),
+        (LLMatcher.grammar_from_regex("a?" * 1_100), "takes too long"),
+    ],
+)
+def test_what_only_its_matcher_finds_out_says_so_too(grammar: str, words: str) -> None:
+    with pytest.raises(GrammarError, match=words):
+        GRAMMARS.compile(grammar)
+
+
+def test_what_is_wrong_with_a_long_grammar_does_not_repeat_it() -> None:
+    with pytest.raises(GrammarError) as told:
+        check_grammar(LLMatcher.grammar_from_regex("(" * 900))
+    assert len(str(told.value)) < 500
 
 
 def test_few_grammars_are_kept_and_forgotten_ones_are_compiled_again() -> None:

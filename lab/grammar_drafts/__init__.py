@@ -1,0 +1,1 @@
+"""What drafts are worth that keep to the grammar of a structured output, beside those that do not."""
