@@ -25,8 +25,8 @@ from ssd_serve.bench.ssd_table.commands import add_ssd_table
 from ssd_serve.cli.flags import Commands, add_settings_flags
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import this_machine
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import EMBEDDED
 
 _SETTINGS = ("real", "emulated", "both")
 _MODES_FILES = ("modes", "mode_settings", "stage", "kept_stage", "one_call", "rotation", "statistics")

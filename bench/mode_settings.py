@@ -17,7 +17,8 @@ from ssd_serve.bench.stage import RigStage
 from ssd_serve.bench.timed_request import TimedRequest
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
 from ssd_serve.devices import pin
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.engine_settings import EMBEDDED, Mode
+from ssd_serve.settings import Settings
 
 _EMULATED_WIDTH = 12
 TUNING_PROMPTS = 8

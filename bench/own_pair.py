@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ssd_serve.bench.datasets import as_prompts, read_questions
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import PairMismatchError, UserError
 from ssd_serve.models.config import positive_size, read_raw
 from ssd_serve.models.hub import find_model, resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 
 def prompts_of(

@@ -25,6 +25,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import instant_channel
 from ssd_serve.drafter.sources.whole_model import DraftModel
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SsdError
 from ssd_serve.hub_id import pinned
 from ssd_serve.kernels.native.library import native_library
@@ -37,7 +38,7 @@ from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine

@@ -8,9 +8,10 @@ from ssd_serve.bench.datasets import as_prompts, read_questions
 from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, choose, held_out_prompts
 from ssd_serve.bench.rig import EngineWay, Rig
 from ssd_serve.bench.timed_request import Runner
+from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.recipes.ballast import add_ballast
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Settings
 
 BALLAST_HIDDEN, TARGET_LAYERS, DRAFT_LAYERS = 1024, 16, 2
 

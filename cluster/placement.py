@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from ssd_serve.devices import Device, Machine, check_device, parse_device
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
 from ssd_serve.setting_values import NO_DRAFT
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

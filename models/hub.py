@@ -21,9 +21,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from ssd_serve.engine_settings import EMBEDDED, EMBEDDED_HEAD
 from ssd_serve.errors import CheckpointError, HubError, MemoryShortError, in_a_line
 from ssd_serve.hub_id import HubId, hub_id
-from ssd_serve.settings import EMBEDDED, EMBEDDED_HEAD, Settings
+from ssd_serve.settings import Settings
 
 Role = Literal["target", "draft"]
 

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ssd_serve import __version__
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.messages import Ready
 from ssd_serve.server.service import model_name
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 ASSUMED_ACCEPTANCE = 0.7
 """How often the draft's first guess is taken to be right; true of a well-distilled pair."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from ssd_serve import __version__
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.hub_id import hub_id
 from ssd_serve.messages import NOISE_SCHEME, Ready
@@ -21,7 +22,7 @@ from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics import ServerMetrics
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 OtherPages = Callable[[], Awaitable[bytes]]
 """Gets the metrics page of all servers behind this address."""

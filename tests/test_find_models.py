@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from ssd_serve import find_models as finding
+from ssd_serve.engine_settings import Mode
 from ssd_serve.hub_id import HubId, hub_id, pinned, without_revision
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

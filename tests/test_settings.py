@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.cli.settings_table import as_env
+from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import (
     flag_name,
     origins,

@@ -15,6 +15,7 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import instant_channel
 from ssd_serve.drafter.sources.registry import is_head, is_source, own_layers
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import MemoryShortError
 from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.attention.checked import DifferenceLog
@@ -35,7 +36,7 @@ from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.owned import cache_folder
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.model_defaults import model_defaults
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello
 from ssd_serve.verifier.drafts.drafters import Drafters

@@ -23,7 +23,8 @@ def main(job: dict[str, Any]) -> None:
     from ssd_serve.bench.rig import EngineWay, Rig, remote_drafter, use_cores
     from ssd_serve.bench.stage import CORES
     from ssd_serve.bench.timed_request import Runner
-    from ssd_serve.settings import Mode, Settings
+    from ssd_serve.engine_settings import Mode
+    from ssd_serve.settings import Settings
 
     use_cores(str(CORES.target))
     settings = Settings(target=job["target"], draft=job["draft"], mode=Mode.SSD, prefix_cache=False)

@@ -13,8 +13,9 @@ from ssd_serve.bench.numbers import count, count_or_zero, positive, positive_or_
 from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.devices import this_machine
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import UserError
-from ssd_serve.settings import KEY_SETTINGS, Mode
+from ssd_serve.settings import KEY_SETTINGS
 
 SERVER_FLAGS = (
     *("mode", "host", "port", "run_dir", "prefix_cache", "served_model_name", "root_path", "cors_origins"),

@@ -9,9 +9,9 @@ from functools import partial
 from ssd_serve.bench.load.client import LoadRequest
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import EMBEDDED
 
 _PREFIXES = 4
 

@@ -29,10 +29,11 @@ from ssd_serve.bench.load.traffic import told
 from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.bench.workload import ballast_pair
 from ssd_serve.devices import this_machine
+from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.errors import UserError
 from ssd_serve.models.hub import find_model, resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Settings
 
 
 def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> dict[str, object]:

@@ -22,9 +22,9 @@ from ssd_serve.bench.load.traffic import arriving, capacities, replay_row
 from ssd_serve.bench.prompts import refuse_loops
 from ssd_serve.bench.statistics import percentile
 from ssd_serve.devices import Device
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SsdError
 from ssd_serve.memory import settle_memory
-from ssd_serve.settings import Mode
 
 _REST_S = 0.1
 """Between bursts: the server that was measured comes to rest."""

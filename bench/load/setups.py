@@ -11,8 +11,9 @@ from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Device, Machine
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import UserError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 Devices = Literal["same", "all", "both"]
 """The same device for the target in every mode, or for the target whatever a mode leaves free, or both."""

@@ -9,8 +9,9 @@ from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.bench.provenance import ENGINE
 from ssd_serve.cli.flags import Commands
 from ssd_serve.devices import this_machine
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 
 def add_lossless(commands: Commands) -> None:

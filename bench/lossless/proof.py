@@ -21,6 +21,7 @@ from ssd_serve.bench.lossless.named import load_named
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, LoadedTarget, Outputs, run_case
 from ssd_serve.devices import pin
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model
@@ -28,7 +29,7 @@ from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy, needs_counts
 from ssd_serve.sampling.processors import TokenCounts, process
 from ssd_serve.seeds import choice_seed, mix
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 NEAR_TIE = 1e-5
 """Score gap, in float64, below which a first difference is floating-point noise."""

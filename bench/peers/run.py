@@ -19,9 +19,10 @@ from ssd_serve.bench.peers.ways import BF16, Q8_0, Pair, Peers, Place, gguf_of
 from ssd_serve.bench.rig import use_cores
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
 from ssd_serve.devices import Device
+from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Settings
 
 _ROLES: tuple[Role, ...] = ("target", "draft")
 

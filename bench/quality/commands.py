@@ -5,8 +5,8 @@ import argparse
 from ssd_serve.bench.document import say
 from ssd_serve.bench.experiment import Report, add_experiment
 from ssd_serve.cli.flags import Commands
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import UserError
-from ssd_serve.settings import EMBEDDED
 
 _DTYPES = ("fp32", "bf16", "fp16", "int8")
 

@@ -20,10 +20,11 @@ from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.statistics import percentile, ratio_interval
 from ssd_serve.cluster.placement import Placement, place
 from ssd_serve.devices import Machine
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.sizes import model_sizes
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 MODES = (Mode.AR, Mode.SD, Mode.SSD)
 

@@ -11,8 +11,9 @@ from typing import cast
 
 from ssd_serve.cluster.placement import Placement, chosen_mode
 from ssd_serve.devices import Device, parse_device
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 STRATEGY = "PACK"
 _KIND = "accelerator_type:"

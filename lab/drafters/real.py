@@ -16,9 +16,10 @@ from ssd_serve.bench.prompts import held_out_prompts
 from ssd_serve.bench.rig import EngineWay, Rig, remote_drafter
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import pin, this_machine
+from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.memory import settle_memory
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.engine import Engine
 
 

@@ -12,10 +12,11 @@ from ssd_serve.cluster.placement import Placement, place
 from ssd_serve.devices import Device, Machine, this_machine
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.width import choose_width, widths_to_measure
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
 from ssd_serve.models.interface import Model
 from ssd_serve.models.warmup import measure_steps
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.planning.cost import CostTable, HostCost
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.startup_benchmark import measure_cost

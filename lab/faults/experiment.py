@@ -25,8 +25,9 @@ from lab.faults.report import FaultOutcome
 from lab.faults.site import Site
 from ssd_serve.bench.emulated import emulated_table
 from ssd_serve.bench.load.servers import served
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SsdError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 _BEGUN = 8
 """Tokens that every client has when the fault strikes."""

@@ -7,12 +7,13 @@ import torch
 from lab.virtual.rig import DRAFT_SLOTS, SLOTS, TimedPair
 from ssd_serve.bench.device_tables import device_table
 from ssd_serve.bench.prompts import Prompt, held_out_prompts
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 
 def embedded_pair(table: str, features: tuple[int, ...] = ()) -> tuple[TimedPair, list[Prompt]]:

@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.drafter.sources.registry import is_source, own_layers
+from ssd_serve.engine_settings import Mode
 from ssd_serve.hub_id import pinned
 from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.sampling.model_defaults import model_defaults
 from ssd_serve.setting_values import LOOKUPS
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

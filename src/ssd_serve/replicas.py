@@ -24,6 +24,7 @@ from ssd_serve.cluster.ray.token import warn_of_strangers
 from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.devices import Machine, parse_device, this_machine
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.find_models import find_models
 from ssd_serve.logs import Logger, get_logger
@@ -35,7 +36,7 @@ from ssd_serve.server.access.keys import read_keys
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.metrics_pages import join_pages
-from ssd_serve.settings import SECRETS, Mode, Settings
+from ssd_serve.settings import SECRETS, Settings
 from ssd_serve.settings_sources import refuse_empty_keys, resolve, successor, variable_name
 
 DEPLOYMENT = "ssd"

@@ -22,6 +22,7 @@ from ssd_serve.cli.main import main
 from ssd_serve.devices import Device, Machine
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.attention.backends import AttentionWish, ChosenAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
@@ -29,7 +30,7 @@ from ssd_serve.messages import Open, SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 FIRST, SECOND = Device("cuda", (0,)), Device("cuda", (1,))
 SAMPLED = SamplingParameters(temperature=0.8, max_tokens=8)

@@ -3,11 +3,11 @@
 import pytest
 
 from ssd_serve.bench.prompts import NEW_TOKENS, Prompt, choose, held_out_prompts, refuse_loops, repeated_share
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.recipes.corpus import standard_library
-from ssd_serve.settings import EMBEDDED
 
 FINE, LOOP = list(range(NEW_TOKENS)), [1, 2, 3] * (NEW_TOKENS // 3)
 POOL = [Prompt(f"file {number}", (number,), number) for number in range(100)]

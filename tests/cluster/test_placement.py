@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from ssd_serve.cluster.placement import Placement, of_drafter, of_rank, place, resolved
 from ssd_serve.devices import Device, Machine, parse_device
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 
 def cpu(*cores: int) -> Device:

@@ -10,8 +10,9 @@ from ssd_serve.cluster.ray.placement import (
     node_of,
     ray_place,
 )
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 MI300X = "AMD-Instinct-MI300X-OAM"
 

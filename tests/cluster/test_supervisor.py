@@ -15,8 +15,9 @@ from ssd_serve.cluster.supervision import supervisor
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.hang_detector import HangDetector
 from ssd_serve.cluster.supervision.supervisor import Supervisor
+from ssd_serve.engine_settings import Mode
 from ssd_serve.messages import Progress
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from tests.cluster.dummies import MACHINE, QUIET, alive, beats, workers
 from tests.waiting import until
 

@@ -21,6 +21,7 @@ from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.cluster.ray.placement import STRATEGY, ray_place
 from ssd_serve.cluster.ray.workers import ALL_VISIBLE
 from ssd_serve.cluster.running import RunningEngine
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
 from ssd_serve.llm.engine_access import EngineProcesses
 from ssd_serve.llm.in_flight import Asked, Conversation
@@ -28,7 +29,7 @@ from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.logs import get_logger
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.checks import engine_parameters
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import visible_gpus
 from tests.end_to_end.tiny_pair import write_pair
 from tests.waiting import until

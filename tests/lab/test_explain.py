@@ -10,8 +10,9 @@ from lab.explain.experiment import LayoutChoice, Situation, explain, govern
 from lab.explain.measurement import MeasuredPair, measure_pair
 from lab.explain.page import as_json, page
 from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
 from ssd_serve.verifier.planning.layout import Layout
 

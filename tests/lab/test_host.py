@@ -6,8 +6,9 @@ from lab.host.drafting import PARTS, measure_drafter
 from lab.host.experiment import NODES_EACH, measure_rounds
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.rig import Rig
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.settings import EMBEDDED, Settings
+from ssd_serve.settings import Settings
 
 pytestmark = pytest.mark.slow
 

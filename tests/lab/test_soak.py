@@ -14,7 +14,8 @@ from lab.soak.experiment import SoakPlan, run_soak
 from lab.soak.processes import Series
 from lab.soak.report import judge, process_figures, soak_table
 from lab.soak.statistics import STRETCHES, after_warm_up, slope
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.engine_settings import Mode
+from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 
 SECONDS = [float(second) for second in range(1800)]

@@ -4,10 +4,10 @@ import pytest
 
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.settings import EMBEDDED
 
 pytestmark = pytest.mark.slow
 

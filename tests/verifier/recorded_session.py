@@ -13,6 +13,7 @@ import torch
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.engine_settings import Mode
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
@@ -32,7 +33,7 @@ from ssd_serve.messages import (
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.choice import Sampled, sample
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.environment import Environment, MeasuredStart

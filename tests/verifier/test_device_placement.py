@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
+from ssd_serve.engine_settings import Mode
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.messages import SamplingParameters, Submit
@@ -16,7 +17,7 @@ from ssd_serve.models import load
 from ssd_serve.models.architectures.dense.decoder import DenseDecoder
 from ssd_serve.models.interface import Inputs, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.planning import startup_benchmark
 from ssd_serve.verifier.request import Request

@@ -4,8 +4,9 @@ memory."""
 import pytest
 
 from ssd_serve.cluster.channels.rank_sockets import Leader
+from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.errors import MemoryShortError
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.ranks import LeadingRank
 

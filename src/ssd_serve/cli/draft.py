@@ -17,8 +17,9 @@ from ssd_serve.cluster.channels.listener import check_address
 from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.worker import leave_worker
 from ssd_serve.devices import Device, check_device, parse_device, pin, this_machine
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import DeviceHangError, NoGpuError, SettingsError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import resolve
 
 

@@ -8,13 +8,14 @@ import math
 import sys
 from dataclasses import dataclass
 
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import RequestError, SettingsError
 from ssd_serve.llm.llm import LLM
 from ssd_serve.llm.outputs import Output
 from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.messages import Ready
 from ssd_serve.seeds import MASK64
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.terminal import ProgressLine
 
 

@@ -13,6 +13,7 @@ from ssd_serve.cluster.engines import chosen_launcher, start_engine
 from ssd_serve.cluster.placement import place, resolved
 from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.devices import Machine, parse_device, pin
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger
 from ssd_serve.messages import (
@@ -26,7 +27,7 @@ from ssd_serve.messages import (
     Refused,
     SubmitChoices,
 )
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 
 _LOOK_EVERY_S = 0.2
 _LONGEST_END_S = 60.0

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from typing_extensions import Self
 
 from ssd_serve.cluster.engines import usable_machine
+from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.errors import EngineDeadError, RequestError
 from ssd_serve.find_models import find_models
 from ssd_serve.llm.engine_access import reach_engine
@@ -33,7 +34,7 @@ from ssd_serve.sampling.checks import (
     output_limit,
 )
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
-from ssd_serve.settings import EMBEDDED, Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import resolve_arguments
 
 Prompt = str | Sequence[int]

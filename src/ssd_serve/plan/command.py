@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ssd_serve.cli.flags import Commands
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import this_machine
+from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import MemoryShortError, SettingsError
 from ssd_serve.plan.device_tables import device_sheet, sheet_names
-from ssd_serve.settings import EMBEDDED
 from ssd_serve.settings_sources import resolve
 
 if TYPE_CHECKING:

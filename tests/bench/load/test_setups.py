@@ -10,8 +10,9 @@ from ssd_serve.cli.flags import given_flags
 from ssd_serve.cli.main import build_parser
 from ssd_serve.cluster.placement import place
 from ssd_serve.devices import Device, Machine
+from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import UserError
-from ssd_serve.settings import Mode, Settings
+from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import resolve
 
 MODES = ("ar", "sd", "ssd", "auto")
