@@ -12,20 +12,21 @@ from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import Branch, NodeRequest
 from ssd_serve.errors import GrammarError
 from ssd_serve.messages import SamplingParameters
-from ssd_serve.sampling.grammar import Grammars, GrammarState, Mask
+from ssd_serve.sampling.grammar import Grammars, Mask, OutputState
+from ssd_serve.sampling.thinking import output_state
 
 
 class _Text:
     """An output that must match a grammar."""
 
-    __slots__ = ("compiling", "grammar", "output", "state")
+    __slots__ = ("compiling", "output", "parameters", "state")
 
-    def __init__(self, grammar: str, output: list[int], compiling: Future[None]) -> None:
-        self.grammar = grammar
+    def __init__(self, parameters: SamplingParameters, output: list[int], compiling: Future[None]) -> None:
+        self.parameters = parameters
         self.compiling = compiling
         self.output = output
         """Until there is a state."""
-        self.state: GrammarState | None = None
+        self.state: OutputState | None = None
 
 
 class GrammarPaths:
@@ -40,9 +41,9 @@ class GrammarPaths:
     def open(self, request: int, parameters: SamplingParameters, output: Sequence[int]) -> None:
         """Begin with a request, or begin it again."""
         self.close(request)
-        if parameters.grammar:
-            compiling = self._compiler.submit(self._grammars.compile, parameters.grammar)
-            self._texts[request] = _Text(parameters.grammar, list(output), compiling)
+        if parameters.grammar or parameters.thinking_budget:
+            compiling = self._compiler.submit(self._compile, parameters.grammar)
+            self._texts[request] = _Text(parameters, list(output), compiling)
 
     def commit(self, request: int, tokens: Sequence[int]) -> None:
         """The output goes on."""
@@ -92,7 +93,11 @@ class GrammarPaths:
             for tokens, values in [only(masks[row], branch.tokens, branch.log_probabilities)]
         ]
 
-    def _state(self, request: int) -> GrammarState | None:
+    def _compile(self, grammar: str) -> None:
+        if grammar:
+            self._grammars.compile(grammar)
+
+    def _state(self, request: int) -> OutputState | None:
         """Where a request's output stands, once that is known."""
         text = self._texts.get(request)
         if text is None or not text.compiling.done():
@@ -100,7 +105,8 @@ class GrammarPaths:
         if text.state is None:
             try:
                 text.compiling.result()
-                text.state = self._grammars.begin(text.grammar, text.output)
+                vocabulary = self._grammars.vocabulary
+                text.state = output_state(text.parameters, text.output, vocabulary, self._grammars)
             except GrammarError:
                 self.close(request)
                 return None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from ssd_serve.errors import ContextLengthError, RequestError
-from ssd_serve.messages import Ready, SamplingParameters
+from ssd_serve.messages import Ready, SamplingParameters, ThinkingBudget
 from ssd_serve.sampling.parameters import PARAMETERS
 
 AS_MANY_AS_FIT = -1
@@ -16,6 +16,9 @@ AS_MANY_AS_FIT = -1
 
 _UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
 """Parameters that could leave no token where the output must match something."""
+
+_UNFORCED = ("allowed_token_ids", "bad_words")
+"""Those that could where thoughts must end."""
 
 Words = tuple[tuple[int, ...], ...]
 """Token sequences that an output must not hold."""
@@ -110,6 +113,7 @@ def engine_parameters(
     bad_words: Words = (),
     ending: Collection[int] = (),
     grammar: str = "",
+    thinking_budget: ThinkingBudget | None = None,
 ) -> SamplingParameters:
     """Everything that decides the tokens besides prompt and seed, as the engine takes it.
 
@@ -122,6 +126,7 @@ def engine_parameters(
         "prompt_logprobs": prompt_logprobs,
         "bad_words": bad_words,
         "grammar": grammar,
+        "thinking_budget": thinking_budget,
     }
     asked: dict[str, Any] = {name: value for name, value in ready.sampling.items() if name not in own}
     for each in PARAMETERS:
@@ -133,7 +138,7 @@ def engine_parameters(
             asked[name] = tuple(asked[name])
     if not 0 < asked.get("top_k", 0) < ready.vocabulary:
         asked["top_k"] = 0  # all of the vocabulary is no restriction
-    for name in _UNMATCHED if grammar else ():
+    for name in _UNMATCHED if grammar else _UNFORCED if thinking_budget else ():
         if getattr(request, name):
             raise RequestError(
                 f"{name}: could leave no token where the output must match something; give one of them", name

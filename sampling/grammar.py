@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,36 @@ _KEPT = 64
 _ANY = -1
 
 
+class OutputState(Protocol):
+    """Where one output stands in what it must match."""
+
+    def copy(self) -> "OutputState":
+        """Another output that stands there."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing more can be matched, if so."""
+        ...
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """The output goes on; how many of the tokens may come."""
+        ...
+
+    def masks(
+        self,
+        tokens: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        wanted: Collection[int] | None = None,
+    ) -> Masks:
+        """Of what comes next, and of what comes behind each node of a tree below: `parents` are places among
+        the nodes, each before its children, -1 for the first row. Behind a node that cannot come itself
+        anything may: nobody gets there. `wanted`: the rows that matter, the first one being 0; None: all."""
+        ...
+
+
 class GrammarState:
-    """Where one output stands in its grammar."""
+    """Where one output stands in its grammar; see `OutputState`."""
 
     def __init__(self, matcher: "LLMatcher", words: int, ends: Collection[int]) -> None:
         self._matcher = matcher
@@ -47,7 +75,6 @@ class GrammarState:
         self._ends = ends
 
     def copy(self) -> "GrammarState":
-        """Another output that stands there."""
         return GrammarState(self._matcher.deep_copy(), self._words, self._ends)
 
     @property
@@ -68,9 +95,6 @@ class GrammarState:
         parents: Sequence[int] = (),
         wanted: Collection[int] | None = None,
     ) -> Masks:
-        """Of what comes next, and of what comes behind each node of a tree below: `parents` are places among
-        the nodes, each before its children, -1 for the first row. Behind a node that cannot come itself
-        anything may: nobody gets there. `wanted`: the rows that matter, the first one being 0; None: all."""
         masks = np.full((1 + len(tokens), self._words), _ANY, dtype=np.int32)
         below: list[list[int]] = [[] for _ in range(1 + len(tokens))]
         for node, parent in enumerate(parents):
@@ -100,7 +124,7 @@ class Grammars:
         """`tokenizer` gives what tokenizer.json tells; `vocabulary`: ids of the model, perhaps more than the
         tokenizer's; `ends`: what may come where a text may end."""
         self._tokenizer_json = tokenizer
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._ends = list(ends)
         self._tokenizer: LLTokenizer | None = None
         self._known: OrderedDict[str, GrammarState] = OrderedDict()
@@ -149,7 +173,7 @@ class Grammars:
             from llguidance import LLTokenizer
 
             self._tokenizer = LLTokenizer(
-                self._tokenizer_json(), n_vocab=self._vocabulary, eos_token=self._ends or None
+                self._tokenizer_json(), n_vocab=self.vocabulary, eos_token=self._ends or None
             )
         return self._tokenizer
 
@@ -161,7 +185,7 @@ class Grammars:
         matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise GrammarError(_plain(matcher.get_error()))
-        state = GrammarState(matcher, -(-self._vocabulary // 32), self._ends)
+        state = GrammarState(matcher, -(-self.vocabulary // 32), self._ends)
         state.masks()
         if state.trouble:
             raise GrammarError("no text matches it")

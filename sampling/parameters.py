@@ -80,6 +80,7 @@ class Parameter:
 
 PARAMETERS = (
     Parameter("grammar", "", Stage.GRAMMAR),
+    Parameter("thinking_budget", None, Stage.GRAMMAR),
     Parameter("allowed_token_ids", None, Stage.TOKENS, "keep_only", token_ids=True),
     Parameter("bad_words", (), Stage.TOKENS, "mask_words", needs_counts=_has_several_tokens),
     Parameter("logit_bias", {}, Stage.TOKENS, "add_bias", Range(-100, 100), token_ids=True),

@@ -42,14 +42,15 @@ class ApiError(SsdError):
         self.headers = headers or {}
 
     def body(self) -> dict[str, object]:
-        """The JSON object that OpenAI clients expect."""
+        """The JSON object that clients of OpenAI and of Anthropic expect."""
         return {
+            "type": "error",
             "error": {
                 "message": self.message,
                 "type": self.kind,
                 "param": self.param,
                 "code": self.code,
-            }
+            },
         }
 
     def response(self) -> JSONResponse:

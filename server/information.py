@@ -1,5 +1,6 @@
 """Endpoints that only tell something: health, models, version, load, metrics. All cheap."""
 
+import json
 from dataclasses import dataclass
 
 from fastapi import Response
@@ -10,6 +11,10 @@ from ssd_serve import __version__
 from ssd_serve.hub_id import hub_id
 from ssd_serve.messages import Decided, Price
 from ssd_serve.server.service import Service
+from ssd_serve.settings import SECRETS, Settings
+
+_OF_ENGINE = ("target", "draft", "mode", "target_device", "draft_device", "vocabulary", "slots")
+_PRIVATE = frozenset({"system_prompt", "api_keys_file", "tls_key", "tls_certificate", "record", "run_dir"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,23 @@ class InformationEndpoints:
         more = {"speculation": _speculation(decided)} if decided is not None else {}
         return JSONResponse({"server_load": engine.active, **more})
 
+    async def server_info(self) -> Response:
+        """What serves, on what, and which settings are not the usual ones. Of a setting that may be a secret
+        or a private text only that it is set."""
+        service, ready = self.service, self.service.engine.ready
+        status = service.engine.status
+        told: dict[str, object] = {
+            "version": __version__,
+            "model": service.model,
+            **{name: getattr(ready, name, None) for name in _OF_ENGINE},
+            "max_model_len": ready.context if ready else None,
+            "tree_decode_backend": status.attention if status else None,
+            "layout": status.layout if status else None,
+            "drafters": status.drafters_alive if status else None,
+            "settings": _changed(service.settings),
+        }
+        return JSONResponse(told)
+
     async def metrics(self) -> Response:
         """The Prometheus page; of all servers where there are several behind this address."""
         page = await self.service.others() if self.service.others else self.service.metrics.render()
@@ -65,8 +87,15 @@ class InformationEndpoints:
             "root": found.name if found else target,
             "revision": found.commit if found else None,
             "max_model_len": ready.context if ready else None,
+            "draft": ready.draft if ready else None,
             "default_sampling_params": ready.sampling if ready else None,
         }
+
+
+def _changed(settings: Settings) -> dict[str, object]:
+    """The settings that are not the usual ones."""
+    told: dict[str, object] = json.loads(settings.model_dump_json(exclude_defaults=True))
+    return {name: "set" if name in SECRETS | _PRIVATE else value for name, value in told.items()}
 
 
 def _speculation(decided: Decided) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Prometheus metrics: what the server measures itself, and what the engine last reported.
 
-Base names follow vLLM's, so that dashboards carry over; the prefix is `ssd_`. Has its own registry: two
-servers in one process do not meet.
+Base names follow vLLM's, so that dashboards carry over; the prefix is `ssd_` where no setting says another.
+Has its own registry: two servers in one process do not meet.
 """
 
 import time
@@ -12,10 +12,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ssd_serve import __version__
 from ssd_serve.depths import POSITIONS, bounded, by_position
 from ssd_serve.messages import AcceptanceHealth, Figures, Ready, SourceFigures, Status
 from ssd_serve.server.access.tenants import Tenants, Used
 
+PREFIX = "ssd_"
 SECONDS = (
     0.001,
     0.0025,
@@ -35,12 +37,17 @@ SECONDS = (
     120.0,
     300.0,
 )
+ROUND_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000)
 
 _GAUGES: dict[str, tuple[str, Callable[[Status], float]]] = {
     "num_requests_running": ("requests that decode", lambda s: s.running),
     "num_requests_waiting": ("requests in the queue", lambda s: s.waiting),
     "kv_cache_usage_perc": ("share of KV slots in use, 0 to 1", lambda s: s.slots_used / max(1, s.slots)),
+    "speculation_nodes": (
+        "nodes that the last round verified, over all requests",
+        lambda s: s.decision.nodes if s.decision is not None else 0,
+    ),
     "drafters_alive": ("drafters with a device of their own that answer", lambda s: s.drafters_alive),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
@@ -72,6 +79,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
         "rounds that a device had too little memory for, and that were run again smaller",
         lambda s: s.memory_shortages,
     ),
+    "speculation_expected_tokens": (
+        "tokens that rounds with drafts should have given, by their cost model",
+        lambda s: s.expected_tokens,
+    ),
+    "speculation_given_tokens": ("tokens that these rounds gave", lambda s: s.given_tokens),
     "engine_forward_seconds": ("time in target forwards", lambda s: s.forward_s),
     "engine_wait_seconds": ("time waiting for drafts or requests", lambda s: s.wait_s),
     "engine_host_seconds": ("time in scheduling, sampling and messages", lambda s: s.host_s),
@@ -134,6 +146,10 @@ class EngineCollector(Collector):
             mode = GaugeMetricFamily("ssd_mode", "1 for the mode; ssd has a drafter", labels=["mode"])
             mode.add_metric([ready.mode], 1.0)
             yield mode
+            names = ("version", "target", "draft", "mode", "target_device", "draft_device")
+            info = GaugeMetricFamily("ssd_info", "1, with what serves as labels", labels=names)
+            info.add_metric([__version__, *(str(getattr(ready, name)) for name in names[1:])], 1.0)
+            yield info
         status = self._engine.status
         if status is None:
             return
@@ -237,8 +253,13 @@ class ServerMetrics:
         up: Callable[[], bool],
         tenants: Tenants | None = None,
         tell_cached: bool = True,
+        model: str = "",
+        prefix: str = PREFIX,
     ) -> None:
-        """Without `tell_cached` nothing on the page says how much of a prompt was found in the cache."""
+        """Without `tell_cached` nothing on the page says how much of a prompt was found in the cache. Names
+        begin with `prefix`, and all series have the `model` as a label, if there is one."""
+        self._model, self._prefix = model, prefix
+        self._tell_cached = tell_cached
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(EngineCollector(engine, up, tell_cached))
         if tenants is not None:
@@ -249,6 +270,11 @@ class ServerMetrics:
         )
         self.whole = self._histogram("e2e_request_latency_seconds", "until the last token", SECONDS)
         self.decoding = self._histogram("request_decode_time_seconds", "from first to last token", SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "until it left the queue", SECONDS)
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "from then to the first token", SECONDS
+        )
+        self.round_tokens = self._histogram("request_round_tokens", "tokens a round", ROUND_TOKENS)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "prompt tokens of a request", TOKENS)
         self.output_tokens = self._histogram(
             "request_generation_tokens", "output tokens of a request", TOKENS
@@ -262,7 +288,34 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes."""
-        return generate_latest(self.registry)
+        return generate_latest(_Renamed(self.registry, self._model, self._prefix))
+
+    def observe_prompt(self, first_token_s: float, prompt_s: float) -> None:
+        """A prompt was read in `prompt_s` of the seconds to its first token. Both times would tell what was
+        cached."""
+        if self._tell_cached and prompt_s > 0:
+            self.queue.observe(max(0.0, first_token_s - prompt_s))
+            self.prefill.observe(prompt_s)
+
+
+class _Renamed(Collector):
+    """All families of another collector, by their names on the page."""
+
+    def __init__(self, metrics: Collector, model: str, prefix: str) -> None:
+        self._metrics, self._prefix = metrics, prefix
+        self._labels = {"model_name": model} if model else {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Each with its samples."""
+        for family in self._metrics.collect():
+            renamed = Metric(self._named(family.name), family.documentation, family.type)
+            for sample in family.samples:
+                labels = {**self._labels, **sample.labels}
+                renamed.samples.append(sample._replace(name=self._named(sample.name), labels=labels))
+            yield renamed
+
+    def _named(self, name: str) -> str:
+        return self._prefix + name.removeprefix(PREFIX)
 
 
 class Stopwatch:
@@ -275,6 +328,16 @@ class Stopwatch:
         self._first: float | None = None
         self._last = self._begun
 
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds to the first token; None: none has come."""
+        return None if self._first is None else self._first - self._begun
+
+    @property
+    def decoding_s(self) -> float:
+        """Seconds from the first tokens to the last."""
+        return 0.0 if self._first is None else self._last - self._first
+
     def tokens(self, count: int) -> None:
         """`count` tokens arrived together."""
         now = time.monotonic()
@@ -285,6 +348,13 @@ class Stopwatch:
             for _ in range(count):
                 self._metrics.between.observe((now - self._last) / count)
         self._last = now
+
+    def figures(self, figures: Figures) -> None:
+        """The engine has told what it did."""
+        if self._first is not None:
+            self._metrics.observe_prompt(self._first - self._begun, figures.prompt_s)
+        if figures.rounds:
+            self._metrics.round_tokens.observe(figures.tokens / figures.rounds)
 
     def end(self, reason: str, tokens: int) -> None:
         """The choice ended: `stop`, `length`, `abort` or `error`."""

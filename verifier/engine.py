@@ -23,7 +23,8 @@ from ssd_serve.messages import (
     Why,
 )
 from ssd_serve.models.memory import release_memory
-from ssd_serve.sampling.grammar import Grammars, GrammarState
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.sampling.thinking import output_state
 from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.features import FeatureStore
@@ -60,6 +61,7 @@ class Engine:
         """`observer`: whoever looks on. `features`: what drafters may read of the target. `grammars`: what
         outputs may have to match; None: none can."""
         self.grammars = grammars
+        self._round_began = 0.0
         self._features = features
         self.scheduler = scheduler
         self.drafters = drafters
@@ -121,15 +123,11 @@ class Engine:
 
     def _accept(self, message: Submit, shared: Shared) -> Refused | Finished | None:
         """Queue a request, unless its output cannot match what it must."""
-        grammar: GrammarState | None = None
-        if message.parameters.grammar:
-            if self.grammars is None:
-                return Refused(message.request, "this engine follows no grammars", "grammar")
-            try:
-                grammar = self.grammars.begin(message.parameters.grammar, message.output)
-            except GrammarError as error:
-                return Refused(message.request, f"structured output: {error}", "grammar")
         bounds = self._bounds
+        try:
+            grammar = output_state(message.parameters, message.output, bounds.vocabulary, self.grammars)
+        except GrammarError as error:
+            return Refused(message.request, f"structured output: {error}", "grammar")
         return self._queue(accept(message, shared, bounds.tree_nodes, bounds.vocabulary, grammar))
 
     def _queue(self, request: Request) -> Finished | None:
@@ -158,7 +156,7 @@ class Engine:
 
     def step(self) -> list[VerifierReport]:
         """One round over everything that is running; returns what the front end must know."""
-        started = self._clock()
+        started = self._round_began = self._clock()
         self.drain()
         parts = self._choose_parts()
         if not parts:
@@ -167,6 +165,7 @@ class Engine:
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
         self.observer.decided(walks, self.decision)
+        self.totals.compare(self.decision, walks)
         if self._features is not None:
             self._features.take(flight, walks)
         reports = [report for walk in walks for report in self._commit(walk)]
@@ -224,6 +223,7 @@ class Engine:
     def _choose_parts(self) -> list[ScheduledChunk]:
         for request in self.scheduler.admit():
             self._active[request.number] = request
+            request.began = self._round_began if request.began is None else request.began
             self.drafters.open(request)
         scheduler, decoding = self.scheduler, self.scheduler.decoding
         reading = decoding < len(scheduler.running)
@@ -257,6 +257,8 @@ class Engine:
             self.drafters.read(request)
             return [Committed(request.number, (), prompt_logprobs=told)] if told else []
         before = request.generated
+        if request.began is not None and not request.figures.prompt_s:
+            request.figures.prompt_s = self._clock() - request.began
         request.tokens.extend(walk.tokens)
         if request.counts is not None:
             request.counts.extend(walk.tokens)
@@ -309,7 +311,7 @@ class Engine:
         self, flight: InFlight, walks: Sequence[Walk], forward_s: float, waited_s: float, total_s: float
     ) -> None:
         self.clocked.add(flight.rows, forward_s, waited_s, total_s)
-        decoding = [walk for walk in walks if len(walk.work.part.slots) == 1 and walk.tokens]
+        decoding = [walk for walk in walks if walk.decoded]
         if decoding:
             self.watch.judge(self.drafters.working)
         if flight.result.captured_now:

@@ -12,7 +12,7 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
 from ssd_serve.sampling.edits import Edits
-from ssd_serve.sampling.grammar import GrammarState
+from ssd_serve.sampling.grammar import OutputState
 from ssd_serve.sampling.parameters import needs_counts, needs_editing
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.seeds import root_name
@@ -66,14 +66,18 @@ class Request:
     vocabulary: int
     edits: Edits | None = None
     """What the parameters do to single tokens, where they do."""
-    grammar: GrammarState | None = None
+    grammar: OutputState | None = None
     """Where its output stands in what it must match."""
     slots: SlotTable = field(default_factory=SlotTable)
     salt: bytes = b""
     """Whose texts it may read in the prefix cache, and who may read its own."""
     priority: int = 0
     """Lower ones go first."""
+    max_nodes: int | None = None
+    """Most nodes of a round; None: as many as pay."""
     handle: PrefixHandle | None = None
+    began: float | None = None
+    """When it was first taken from the queue."""
     epoch: int = 0
     replica: Replica | None = None
     figures: Figures = field(default_factory=Figures)
@@ -99,6 +103,11 @@ class Request:
         """Positions of the prompt whose rows must tell the log-probability of the next token."""
         asked = self.parameters.prompt_logprobs is not None
         return range(self.scored, self.prompt_length - 1) if asked else range(0)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether anything may be guessed for it."""
+        return self.max_nodes != 0
 
     @property
     def pending(self) -> int:
@@ -165,7 +174,7 @@ def share(message: Submit, eos: tuple[int, ...]) -> Shared:
 
 
 def accept(
-    message: Submit, shared: Shared, limit: int, vocabulary: int, grammar: GrammarState | None = None
+    message: Submit, shared: Shared, limit: int, vocabulary: int, grammar: OutputState | None = None
 ) -> Request:
     """The state of a request that was just submitted."""
     return Request(
@@ -183,4 +192,5 @@ def accept(
         scored=message.scored,
         salt=message.salt,
         priority=message.priority,
+        max_nodes=message.max_nodes,
     )

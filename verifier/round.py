@@ -117,6 +117,11 @@ class Walk(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
+    def decoded(self) -> bool:
+        """Whether nothing of a prompt was read."""
+        return len(self.work.part.slots) == 1 and bool(self.tokens)
+
+    @property
     def kept(self) -> list[int]:
         """Slots of the accepted nodes."""
         return [self.work.node_slots[index] for index in self.accepted]

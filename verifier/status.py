@@ -35,6 +35,8 @@ def engine_status(engine: Engine) -> Status:
         drafter_moves=engine.drafters.moves,
         expansions=engine.drafters.expansions,
         awaited_expansions=engine.totals.awaited_expansions,
+        expected_tokens=engine.totals.expected_tokens,
+        given_tokens=engine.totals.given_tokens,
         totals=engine.figures,
         forward_s=clocked.forward_s,
         wait_s=clocked.wait_s,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ssd_serve.cache.replica import Replica
 from ssd_serve.messages import Figures
 from ssd_serve.verifier.acceptance import Acceptance
+from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import Walk
 
@@ -44,6 +45,16 @@ class Totals:
     prompt_tokens: int = 0
     awaited_expansions: int = 0
     """Expanded nodes that a round waited for."""
+    expected_tokens: float = 0.0
+    """What rounds with drafts should have given by the reach of their nodes, and what they gave."""
+    given_tokens: int = 0
+
+    def compare(self, decision: Decision, walks: Iterable[Walk]) -> None:
+        """What a round gave beside what was expected of it, where it had the nodes that were chosen."""
+        chosen = decision.chosen
+        if chosen is not None and decision.nodes and decision.nodes == chosen.nodes:
+            self.expected_tokens += chosen.tokens
+            self.given_tokens += sum([len(walk.tokens) for walk in walks if walk.decoded])
 
     def told(self, running: Iterable[Request], sources: Sequence[str]) -> Figures:
         """A copy of the figures, with the acceptance of the requests that run, too. `sources` are named in

@@ -95,11 +95,11 @@ class Doorkeeper:
 
 
 def _bearer(scope: Scope) -> bytes:
-    """The key of a request, or nothing."""
+    """The key of a request, or nothing. Anthropic's clients have a header of their own for it."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    given = next((value for name, value in headers if name == b"authorization"), b"")
-    scheme, _, token = given.partition(b" ")
-    return token if scheme.lower() == b"bearer" else b""
+    given = {name: value for name, value in reversed(headers) if name in (b"authorization", b"x-api-key")}
+    scheme, _, token = given.get(b"authorization", b"").partition(b" ")
+    return token if scheme.lower() == b"bearer" else given.get(b"x-api-key", b"")
 
 
 def _unknown(message: str) -> ApiError:

@@ -133,7 +133,13 @@ class EngineClient:
         """`submit_all` of one request."""
         return self.submit_all([Wanted(prompt, parameters, seed, deliver, output)], salt)[0]
 
-    def submit_all(self, wanted: Sequence[Wanted], salt: bytes = b"", priority: int = 0) -> list[int]:
+    def submit_all(
+        self,
+        wanted: Sequence[Wanted],
+        salt: bytes = b"",
+        priority: int = 0,
+        max_nodes: int | None = None,
+    ) -> list[int]:
         """Send requests, all or none of them, and return their numbers; `deliver` is called on the event loop
         with each report.
 
@@ -149,7 +155,14 @@ class EngineClient:
         for each in wanted:
             number = next(self._numbers)
             message = Submit(
-                number, each.prompt, each.parameters, each.seed, each.output, salt=salt, priority=priority
+                number,
+                each.prompt,
+                each.parameters,
+                each.seed,
+                each.output,
+                salt=salt,
+                priority=priority,
+                max_nodes=max_nodes,
             )
             made.append(Submitted(message, each.deliver, list(each.output)))
         if self._trial.over and not self._line.closed:

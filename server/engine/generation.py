@@ -51,6 +51,9 @@ class Ending:
     figures: Figures
     complete: bool = True
     """False: the engine did not tell its figures in time, `figures` holds what could be counted here."""
+    first_token_s: float | None = None
+    decoding_s: float = 0.0
+    """From the first tokens to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class ChoiceOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     offsets: list[int] = field(default_factory=list[int])
     ending: Ending | None = None
+    rounds: list[int] = field(default_factory=list[int])
+    """Tokens of each round; the first one ended the prompt."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     """Of the prompt's tokens from the second on, where they were asked for."""
     before: str = ""
@@ -92,6 +97,7 @@ class ChoiceOutput:
         """Append one piece."""
         self.texts.append(piece.text)
         self.tokens.extend(piece.tokens)
+        self.rounds += [len(piece.tokens)] * bool(piece.tokens)
         self.logprobs.extend(piece.logprobs)
         self.offsets.extend(piece.offsets)
         self.prompt_logprobs.extend(piece.prompt_logprobs)
@@ -171,8 +177,9 @@ class _Choice:
         reason = "stop" if self.stopped else report.reason
         cause = self.assembler.stopped_by if self.stopped else report.stop_token
         figures = self._seen() if self.interrupted else report.figures
+        self.watch.figures(figures)
         self.close(reason)
-        ending = Ending(reason, cause, figures, complete=not self.interrupted)
+        ending = self._ending(reason, cause, figures, not self.interrupted)
         return ChoicePiece(self.index, text, (), (), (), ending, before=self._before_it())
 
     def close(self, reason: str) -> None:
@@ -184,8 +191,11 @@ class _Choice:
     def end_alone(self) -> ChoicePiece:
         """The text is complete but the engine did not say so: only what was seen here is known."""
         self.close("stop")
-        ending = Ending("stop", self.assembler.stopped_by, self._seen(), complete=False)
+        ending = self._ending("stop", self.assembler.stopped_by, self._seen(), False)
         return ChoicePiece(self.index, "", (), (), (), ending, before=self._before_it())
+
+    def _ending(self, reason: str, cause: str | int | None, figures: Figures, complete: bool) -> Ending:
+        return Ending(reason, cause, figures, complete, self.watch.first_token_s, self.watch.decoding_s)
 
     def _seen(self) -> Figures:
         """Usage as far as the pieces here tell it."""
@@ -198,11 +208,16 @@ class Run:
     """The choices of one HTTP request: `async with Run(...) as run: async for piece in run.pieces()`."""
 
     def __init__(
-        self, service: Service, plans: Sequence[ChoicePlan], salt: bytes = b"", priority: int = 0
+        self,
+        service: Service,
+        plans: Sequence[ChoicePlan],
+        salt: bytes = b"",
+        priority: int = 0,
+        max_nodes: int | None = None,
     ) -> None:
         self._service = service
         self._plans = plans
-        self._salt, self._priority = salt, priority
+        self._salt, self._priority, self._max_nodes = salt, priority, max_nodes
         self._choices: list[_Choice] = []
         self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
         self._unread = 0
@@ -248,7 +263,7 @@ class Run:
             if not choice.stopped
         ]
         wanted = [each for _, each in asked]
-        numbers = self._service.engine.submit_all(wanted, self._salt, self._priority)
+        numbers = self._service.engine.submit_all(wanted, self._salt, self._priority, self._max_nodes)
         for (choice, _), number in zip(asked, numbers, strict=True):
             choice.request = number
         for choice in choices:

@@ -118,7 +118,9 @@ def together(submits: Iterable[Submit]) -> list[Submit | SubmitChoices]:
 
 def _alike(one: Submit, other: Submit) -> bool:
     """Whether they are choices of one prompt."""
-    same = one.prompt is other.prompt and (one.salt, one.priority) == (other.salt, other.priority)
+    if one.prompt is not other.prompt:
+        return False
+    same = one.salt == other.salt and (one.priority, one.max_nodes) == (other.priority, other.max_nodes)
     return same and (one.parameters is other.parameters or one.parameters == other.parameters)
 
 
@@ -127,4 +129,4 @@ def _message(group: list[Submit]) -> Submit | SubmitChoices:
     if len(group) == 1:
         return first
     choices = tuple([Choice(each.request, each.seed, each.output, each.scored) for each in group])
-    return SubmitChoices(first.prompt, first.parameters, choices, first.salt, first.priority)
+    return SubmitChoices(first.prompt, first.parameters, choices, first.salt, first.priority, first.max_nodes)

@@ -15,6 +15,7 @@ from ssd_serve.errors import SsdError
 from ssd_serve.server.access.auth import Doorkeeper
 from ssd_serve.server.access.exposure import metrics_may_tell_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
+from ssd_serve.server.anthropic.endpoint import MessagesEndpoint
 from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
@@ -31,8 +32,9 @@ from ssd_serve.server.openai.completions import CompletionsEndpoint
 from ssd_serve.server.openai.envelope import HEADER as IGNORED
 from ssd_serve.server.openai.envelope import Envelope
 from ssd_serve.server.openai.openapi import Doors, describe
+from ssd_serve.server.openai.responses.endpoint import ResponsesEndpoint
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
-from ssd_serve.server.service import OtherPages, Service, StopGate
+from ssd_serve.server.service import OtherPages, Service, StopGate, model_name
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.settings import Settings
 
@@ -65,7 +67,12 @@ def create_app(
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
         metrics=ServerMetrics(
-            engine_client, lambda: service.trouble() is None, tenants, metrics_may_tell_cached(settings)
+            engine_client,
+            lambda: service.trouble() is None,
+            tenants,
+            metrics_may_tell_cached(settings),
+            model_name(settings),
+            settings.metrics_prefix,
         ),
         bodies=Bodies(limits, Envelope(settings.strict_requests)),
         off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
@@ -124,16 +131,20 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/v1/models/{name:path}": information.model,
         "/version": information.version,
         "/load": information.load,
+        "/server_info": information.server_info,
         "/metrics": information.metrics,
     }
     for path, handler in gets.items():
         app.add_api_route(path, handler, methods=["GET", "HEAD"])
     app.add_api_route("/ping", information.health, methods=["GET", "HEAD", "POST"])
 
-    tokenizing = TokenizingEndpoints(service)
+    tokenizing, messages = TokenizingEndpoints(service), MessagesEndpoint(service)
     posts: dict[str, Handler] = {
         "/v1/completions": CompletionsEndpoint(service).handle,
         "/v1/chat/completions": ChatEndpoint(service).handle,
+        "/v1/responses": ResponsesEndpoint(service).handle,
+        "/v1/messages": messages.handle,
+        "/v1/messages/count_tokens": messages.count,
         "/tokenize": tokenizing.tokenize,
         "/detokenize": tokenizing.detokenize,
     }

@@ -8,7 +8,7 @@ import base64
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from ssd_serve.errors import SsdError
-from ssd_serve.server.errors import from_ssd_error, internal
+from ssd_serve.server.errors import ApiError, from_ssd_error, internal
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ class ClientGoneError(SsdError):
 def event(value: dict[str, object]) -> bytes:
     """The data as one server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(name: str, value: Mapping[str, object]) -> bytes:
+    """The data as one event that has a name."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 def obfuscated(value: dict[str, object]) -> bytes:
@@ -81,16 +86,23 @@ class EventStream(Response):
     """A response of server-sent events.
 
     Headers are sent with the first event (or ping), so that a request which is refused gets its proper
-    status. An error after that is sent as an event, without the closing `[DONE]`.
+    status. An error after that is sent as an event, without the closing `[DONE]`; `failed` writes it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], ping_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        ping_s: float,
+        failed: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._ping_s = ping_s
+        self._failed = failed or (lambda error: event(error.body()))
         self._turn = asyncio.Lock()
         self._begun = False
         self._sent_at = 0.0
@@ -108,7 +120,7 @@ class EventStream(Response):
             if not self._begun:
                 await answer.response()(scope, receive, send)
             else:
-                await self._send(send, event(answer.body()), more=False)
+                await self._send(send, self._failed(answer), more=False)
 
     async def _send_all(self, send: Send) -> None:
         pinging = asyncio.ensure_future(self._send_pings(send))

@@ -26,6 +26,7 @@ class ErrorDetail(TypedDict):
 class Error(TypedDict):
     """Every answer that is not a success, and the last event of a stream that broke off."""
 
+    type: Literal["error"]
     error: ErrorDetail
 
 
@@ -49,6 +50,7 @@ class ModelCard(TypedDict):
         str | None, Field(description="the commit of the hub's repository that was asked for")
     ]
     max_model_len: Annotated[int | None, Field(description="null until the model is loaded")]
+    draft: Annotated[str | None, Field(description="what drafts for it; null until the model is loaded")]
     default_sampling_params: Annotated[
         dict[str, float] | None,
         Field(description="what the model asks for where a request leaves it out; null until it is loaded"),
@@ -60,6 +62,27 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class ServerInfo(TypedDict):
+    """What serves; null until it is known."""
+
+    version: str
+    model: str
+    target: str | None
+    draft: str | None
+    mode: str | None
+    target_device: str | None
+    draft_device: str | None
+    vocabulary: int | None
+    slots: Annotated[int | None, Field(description="tokens that the KV cache holds")]
+    max_model_len: int | None
+    tree_decode_backend: str | None
+    layout: Annotated[str | None, Field(description="how it speculates now")]
+    drafters: int | None
+    settings: Annotated[
+        dict[str, object], Field(description="those that are not the usual ones; of private ones: 'set'")
+    ]
 
 
 class Version(TypedDict):
@@ -177,8 +200,27 @@ class Metrics(TypedDict):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class Timings(TypedDict):
+    """Where the time went, by llama.cpp's names and ours; of several choices the slowest."""
+
+    queue_ms: Annotated[
+        float | None, Field(description="null: not known, or it would tell what others have asked")
+    ]
+    prompt_n: int
+    prompt_ms: float | None
+    prompt_per_second: float | None
+    first_token_ms: Annotated[float | None, Field(description="null: no token came")]
+    predicted_n: int
+    predicted_ms: Annotated[float, Field(description="from the first tokens to the last")]
+    predicted_per_second: float | None
+    draft_n: Annotated[int, Field(description="guesses that were verified")]
+    draft_n_accepted: int
+
+
 class Ended(TypedDict):
     """How a choice ended; null while it goes on."""
+
+    rounds: NotRequired[Annotated[list[int], Field(description="tokens of each round, where it is traced")]]
 
     finish_reason: FinishReason | None
     stop_reason: Annotated[str | int | None, Field(description="the stop string or the token id that came")]
@@ -199,6 +241,7 @@ class Chunk(Head):
     seed: NotRequired[int]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[Metrics]
+    timings: NotRequired[Timings]
     obfuscation: NotRequired[Annotated[str, Field(description="padding that was asked for")]]
 
 
@@ -246,6 +289,7 @@ class Completion(Head):
     choices: list[CompletionChoice]
     usage: Usage
     metrics: Metrics
+    timings: Timings
 
 
 class CompletionChunk(Chunk):
@@ -328,6 +372,7 @@ class ChatCompletion(Head):
     choices: list[ChatChoice]
     usage: Usage
     metrics: Metrics
+    timings: Timings
     prompt_token_ids: NotRequired[list[int]]
 
 

@@ -17,7 +17,7 @@ from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import HEADER
 from ssd_serve.server.http.streaming import DONE, EventStream, event, obfuscated, while_connected
 from ssd_serve.server.openai.envelope import told_ignored
-from ssd_serve.server.openai.replies import ResponseHead, speculation, usage
+from ssd_serve.server.openai.replies import ResponseHead, speculation, timings, usage
 from ssd_serve.server.service import Service
 
 _SCORED_UNITS = 32
@@ -76,6 +76,12 @@ class Job:
     asked: Privacy = Privacy()
     priority: int = 0
     """Lower ones go first."""
+    max_nodes: int | None = None
+    """Most guesses that a round verifies; None: as many as pay."""
+    traced: bool = False
+    """Whether the tokens of each round are told."""
+    told_figures: bool = True
+    """Whether a stream's last chunk tells the figures of speculation."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,12 +106,22 @@ class Visit:
 
     def run(self) -> Run:
         """The job's choices, to be entered."""
-        return Run(self.service, self.job.plans, self.salt, self.job.priority)
+        job = self.job
+        return Run(self.service, job.plans, self.salt, job.priority, job.max_nodes)
+
+    def timings(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
+        """Where the time went; what was read of the prompt, and for how long, only to whom it may be told."""
+        return timings(self.job.prompt_tokens, tokens, list(endings.values()), self._tells_cached)
+
+    @property
+    def _tells_cached(self) -> bool:
+        """Whether only the client's own prompts can have been cached, or all may know of it."""
+        return bool(self.salt) or self.service.settings.tell_cached_tokens
 
     def usage(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
         """Usage so far. What was cached is told where only the client's own prompts can be."""
         job = self.job
-        if not self.salt and not self.service.settings.tell_cached_tokens:
+        if not self._tells_cached:
             return usage(job.prompt_tokens, tokens, None)
         firsts = range(0, len(job.plans), job.choices)
         # An answer that goes on may have found some of its own tokens in the cache too.
@@ -142,23 +158,27 @@ async def _whole(visit: Visit) -> dict[str, object]:
         written: list[msgspec.Raw] = []
         for i, output in enumerate(outputs):
             whole = yield from job.shape.whole(i, output)
+            if job.traced:
+                whole["rounds"] = output.rounds
             written.append(msgspec.Raw(msgspec.json.encode(whole)))
             yield
         return written
 
-    units = sum(
-        len(output.tokens) + _SCORED_UNITS * (len(output.logprobs) + len(output.prompt_logprobs))
-        for output in outputs
-    )
-    choices = await visit.service.off_loop.steps(units, write())
+    choices = await visit.service.off_loop.steps(sum(map(output_units, outputs)), write())
     return {
         **job.head.object(job.shape.whole_kind),
         "seed": job.head.seed,
         "choices": choices,
         "usage": visit.usage(sum(len(output.tokens) for output in outputs), endings),
         "metrics": _metrics(endings),
+        "timings": visit.timings(sum(len(output.tokens) for output in outputs), endings),
         **job.shape.extra(),
     }
+
+
+def output_units(output: ChoiceOutput) -> int:
+    """How much work it is to write a whole choice."""
+    return len(output.tokens) + _SCORED_UNITS * (len(output.logprobs) + len(output.prompt_logprobs))
 
 
 async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
@@ -166,6 +186,8 @@ async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
     job, shape, tokens, begun = visit.job, visit.job.shape, 0, False
     write = obfuscated if job.asked.obfuscate else event
     endings: dict[int, Ending] = {}
+    rounds: dict[int, list[int]] = {}
+    """Those that are not told yet, by choice."""
     base = job.head.object(shape.chunk_kind)
     if job.told_usage != "never":
         base["usage"] = visit.usage(0, {}) if job.told_usage == "always" else None
@@ -180,15 +202,20 @@ async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
             if job.told_usage == "always":
                 base["usage"] = visit.usage(tokens, endings)
             part = shape.part(piece)
+            if job.traced:
+                rounds.setdefault(piece.choice, []).extend([len(piece.tokens)] * bool(piece.tokens))
+                part = None if part is None else {**part, "rounds": rounds.pop(piece.choice)}
             last: dict[str, object] = {}
             if piece.ending is not None:
                 endings[piece.choice] = piece.ending
-                if len(endings) == len(job.plans):
-                    last = {"metrics": _metrics(endings)}
+                if len(endings) == len(job.plans) and job.told_figures:
+                    last = {"metrics": _metrics(endings), "timings": visit.timings(tokens, endings)}
             if part is not None:
                 yield write({**base, "choices": [part], **last})
     if job.told_usage != "never":
-        totals = {"usage": visit.usage(tokens, endings), "metrics": _metrics(endings)}
+        totals = {"usage": visit.usage(tokens, endings)}
+        if job.told_figures:
+            totals |= {"metrics": _metrics(endings), "timings": visit.timings(tokens, endings)}
         yield write({**base, "choices": [], **totals})
     yield DONE
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from fastapi import Request, Response
 
-from ssd_serve.messages import Ready
+from ssd_serve.messages import Ready, ThinkingBudget
 from ssd_serve.sampling.checks import engine_parameters, output_limit
 from ssd_serve.sampling.grammar_text import Part
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
@@ -29,7 +29,7 @@ from ssd_serve.server.openai.structured import grammar_of
 from ssd_serve.server.openai.tools.call_grammar import CONSTRAINED, forced_calls, strict_calls
 from ssd_serve.server.openai.tools.formats import FORMATS, format_of
 from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
-from ssd_serve.server.openai.tools.reasoning import BEGIN, begins_in_thought
+from ssd_serve.server.openai.tools.reasoning import BEGIN, END, begins_in_thought
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -146,6 +146,7 @@ class ChatEndpoint:
             bad_words=await bad_word_tokens(service, body.bad_words),
             ending=rules.ending_tokens,
             grammar=grammar,
+            thinking_budget=thinking_budget(service, body, message.thinking),
         )
         seed = random_seed() if body.seed is None else body.seed
         # Marks of calls may be special tokens.
@@ -185,6 +186,14 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
         names = frozenset(tool.function.name for tool in body.tools)
         rules = MessageRules(known, names, given(body.parallel_tool_calls, True), thinking, keeps)
     return rules
+
+
+def thinking_budget(service: Service, body: ChatRequest, thinking: bool | None) -> ThinkingBudget | None:
+    """How long this model may think; None where it does not, or as long as it likes."""
+    if thinking is None or body.thinking_token_budget is None:
+        return None
+    begin, end = (tuple(service.tokenizer.encode(mark, add_special_tokens=False)) for mark in (BEGIN, END))
+    return ThinkingBudget(body.thinking_token_budget, () if thinking else begin, end)
 
 
 def call_rules(body: ChatRequest, message: MessageRules) -> Callable[[], Sequence[Part]] | None:

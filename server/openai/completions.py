@@ -234,7 +234,7 @@ def job_of(
     body: GenerationRequest, head: ResponseHead, plans: Sequence[ChoicePlan], shape: AnswerShape
 ) -> Job:
     """A checked request with what all of them have in common."""
-    options = body.stream_options
+    options, guessing = body.stream_options, body.speculation
     padded = options is not None and bool(options.include_obfuscation)
     return Job(
         head,
@@ -245,6 +245,9 @@ def job_of(
         _usage_wanted(options),
         Privacy(body.cache_salt, padded),
         given(body.priority, 0),
+        None if guessing is None else guessing.most_nodes,
+        guessing is not None and bool(guessing.trace),
+        options is None or options.include_speculation is not False,
     )
 
 

@@ -223,6 +223,23 @@ LogitBias = Annotated[
 ]
 
 
+class SpeculationWish(Lenient):
+    """How much is guessed for a request; its text is the same."""
+
+    mode: Literal["auto", "off"] | None = Field(None, description="off: nothing; auto: as much as pays")
+    max_nodes: Annotated[int, Field(ge=0, le=1024)] | None = Field(
+        None, description="most guesses that a round verifies"
+    )
+    trace: bool | None = Field(
+        None, description="tell the tokens of each round: all but a round's last one had been guessed"
+    )
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Most nodes of a round; None: as many as pay."""
+        return 0 if self.mode == "off" else self.max_nodes
+
+
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 RequestName = Annotated[str, Field(pattern=f"^{NAME}$")]
 

@@ -16,10 +16,14 @@ from pydantic import BaseModel, TypeAdapter
 
 from ssd_serve.server.access.auth import METRICS_PATH
 from ssd_serve.server.access.tenants import RATE_HEADERS
+from ssd_serve.server.anthropic import answer as message_answer
+from ssd_serve.server.anthropic.request import CountRequest, MessagesRequest
 from ssd_serve.server.http.request_ids import HEADER
 from ssd_serve.server.openai import answer_models as answers
 from ssd_serve.server.openai import protocol
 from ssd_serve.server.openai.envelope import HEADER as IGNORED
+from ssd_serve.server.openai.responses import answer as response_answer
+from ssd_serve.server.openai.responses.request import ResponsesRequest
 
 Schema = dict[str, Any]
 
@@ -39,7 +43,7 @@ _PROBLEMS = {
     "message has `content` but where it calls tools, whose arguments are JSON, and a tool's message says "
     "which call it answers; how the model calls tools is known; a prompt's log-probabilities are told "
     "once, and not streamed. A field that is not known is a 400 where its name nearly is a known one, or "
-    "where the server is strict.",
+    "where the server is strict. `/v1/responses` and `/v1/messages` answer once (`n`).",
     401: "The key is missing or wrong.",
     403: "The figures tell of all keys: they are for the operator's.",
     404: "The model is not served here.",
@@ -129,6 +133,7 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/models/{name}": Operation("one model", answers.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)),
     "/version": Operation("the version of the package", answers.Version),
     "/load": Operation("requests in flight, and why it speculates or not", answers.Load),
+    "/server_info": Operation("what serves, on what, and how it is set", answers.ServerInfo),
     METRICS_PATH: Operation("figures for Prometheus", PLAIN),
     "/openapi.json": Operation("this document", dict),
     "/v1/completions": Operation(
@@ -147,6 +152,32 @@ OPERATIONS: dict[str, Operation] = {
         protocol.ChatRequest,
         {"messages": _ASK, "max_tokens": 16, "stream": True},
         answers.ChatChunk,
+        methods=("post",),
+    ),
+    "/v1/responses": Operation(
+        "answer in a conversation, as OpenAI's newer API does; nothing is kept",
+        response_answer.Answered,
+        _BODY,
+        ResponsesRequest,
+        {"input": "What is speculative decoding?", "max_output_tokens": 16},
+        response_answer.ResponseEvent,
+        methods=("post",),
+    ),
+    "/v1/messages": Operation(
+        "answer in a conversation, as Anthropic's API does",
+        message_answer.AnsweredMessage,
+        _BODY,
+        MessagesRequest,
+        {"messages": _ASK, "max_tokens": 16},
+        message_answer.MessageEvent,
+        methods=("post",),
+    ),
+    "/v1/messages/count_tokens": Operation(
+        "how many tokens a conversation has",
+        message_answer.CountedTokens,
+        _BODY,
+        CountRequest,
+        {"messages": _ASK},
         methods=("post",),
     ),
     "/tokenize": Operation(

@@ -4,13 +4,13 @@ Every field of the OpenAI API is known here by name: built, ignored by definitio
 Unknown fields are errors. Ranges that need the model (vocabulary, context) are checked elsewhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
 from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
-from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOOLS
+from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,
     BadWords,
@@ -24,6 +24,7 @@ from ssd_serve.server.openai.fields import (
     Prompt,
     RequestName,
     SomeTokenIds,
+    SpeculationWish,
     Stop,
     StopTokenIds,
     TemplateVariables,
@@ -46,6 +47,9 @@ class StreamOptions(Lenient):
     continuous_usage_stats: bool | None = Field(
         None, description="with include_usage: every chunk tells the usage so far"
     )
+    include_speculation: bool | None = Field(
+        None, description="false: the last chunk does not tell the figures of speculation"
+    )
     include_obfuscation: bool | None = Field(
         None, description="pad every chunk with random characters, so that its length tells nothing; null: no"
     )
@@ -59,11 +63,11 @@ def _named(*names: str) -> Any:
 _STREAMED = {"properties": {"stream": {"const": True}}, "required": ["stream"]}
 _SEEDED = {"properties": {"seed": {"type": "integer"}}, "required": ["seed"]}
 _FRESH: dict[str, object] = {"properties": {"generated_token_ids": {"enum": [None, []]}}}
-_RULES = {
+RULES = {
     **only_where("stream_options", [None], _STREAMED),
     **only_where("generated_token_ids", [None, []], _SEEDED),
 }
-"""Of fields that go together; they are checked where they are used."""
+"""Of fields that go together, for the document; they are checked where they are used."""
 _SCORED_OR_STREAMED = [
     {"properties": {"logprobs": {"enum": [None]}}},
     {"properties": {"stream": {"enum": [None, False]}}},
@@ -135,6 +139,7 @@ class GenerationRequest(Lenient):
     prompt_logprobs: TopLogprobs | None = Field(
         None, description="tell of each token of the prompt its log-probability, and those of as many others"
     )
+    speculation: SpeculationWish | None = Field(None, description="how much is guessed")
     cache_salt: CacheSalt | None = Field(
         None,
         description="a secret: only requests with the same one reuse what was read of their prompts",
@@ -153,7 +158,6 @@ class GenerationRequest(Lenient):
     repetition_detection: NotBuilt = None
     spaces_between_special_tokens: Annotated[object, not_built(True)] = None
     return_tokens_as_token_ids: Annotated[object, not_built(False)] = None
-    thinking_token_budget: NotBuilt = None
     use_beam_search: Annotated[object, not_built(False)] = None
     vllm_xargs: NotBuilt = None
 
@@ -175,7 +179,7 @@ class CompletionRequest(GenerationRequest):
     model_config = ConfigDict(
         json_schema_extra={
             "dependentSchemas": {
-                **_RULES,
+                **RULES,
                 **only_where("echo", [None, False], {**_FRESH, "anyOf": _SCORED_OR_STREAMED}),
             }
         }
@@ -190,6 +194,7 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(None, ge=1, description="only as many as n: choosing among more is not built")
     prompt_embeds: NotBuilt = None
     suffix: Annotated[object, not_built("")] = None
+    thinking_token_budget: NotBuilt = None
 
 
 class CalledFunction(Lenient):
@@ -275,13 +280,21 @@ class Message(Lenient):
         return entry
 
 
+def model_message(words: str, thoughts: str, calls: Sequence[ToolCall]) -> Message:
+    """A message of the model's own; templates may read what it thought."""
+    fields: dict[str, Any] = {"role": "assistant", "content": words, "tool_calls": list(calls) or None}
+    if thoughts:
+        fields["reasoning_content"] = thoughts
+    return Message.model_construct(**fields)
+
+
 class ChatRequest(GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
     model_config = ConfigDict(
         json_schema_extra={
             "dependentSchemas": {
-                **_RULES,
+                **RULES,
                 **only_where(
                     "top_logprobs",
                     [None, 0],
@@ -308,6 +321,11 @@ class ChatRequest(GenerationRequest):
         None, description="for the model's chat template, with enable_thinking: whether it is not none"
     )
     include_reasoning: bool | None = Field(None, description="false: thoughts are not told")
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN_IDS)] | None = Field(
+        None,
+        validation_alias=AliasChoices("thinking_token_budget", "thinking_budget", "reasoning_budget"),
+        description="most tokens of thoughts; then they end, and the answer begins",
+    )
 
     audio: NotBuilt = None
     best_of: Annotated[object, not_built(1)] = None

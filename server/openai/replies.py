@@ -11,6 +11,7 @@ import msgspec
 
 from ssd_serve.depths import added, rates
 from ssd_serve.messages import Figures, TokenLogprobs
+from ssd_serve.server.engine.generation import Ending
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -93,6 +94,33 @@ def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]
         "preemptions": sum(one.preemptions for one in figures),
     }
     return {"speculative_decoding": {**seen, **(known if complete else dict.fromkeys(known))}}
+
+
+def timings(
+    prompt_tokens: int, tokens: int, endings: Sequence[Ending], tells_cached: bool
+) -> dict[str, object]:
+    """Where the time went, by llama.cpp's names and ours; of several choices the slowest. Null: not known, or
+    it would tell what others have asked."""
+    firsts = [each.first_token_s for each in endings if each.first_token_s is not None]
+    prompt_s = max((each.figures.prompt_s for each in endings), default=0.0)
+    first_s, decoding_s = max(firsts, default=0.0), max((each.decoding_s for each in endings), default=0.0)
+    known = tells_cached and bool(firsts) and prompt_s > 0
+    return {
+        "queue_ms": _ms(max(0.0, first_s - prompt_s)) if known else None,
+        "prompt_n": prompt_tokens,
+        "prompt_ms": _ms(prompt_s) if known else None,
+        "prompt_per_second": ratio(prompt_tokens, prompt_s) if known else None,
+        "first_token_ms": _ms(first_s) if firsts else None,
+        "predicted_n": tokens,
+        "predicted_ms": _ms(decoding_s),
+        "predicted_per_second": ratio(tokens, decoding_s),
+        "draft_n": sum(each.figures.drafted for each in endings),
+        "draft_n_accepted": sum(each.figures.accepted for each in endings),
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
 
 
 def _sources(figures: Sequence[Figures]) -> dict[str, dict[str, int]]:

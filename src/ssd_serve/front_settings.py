@@ -1,7 +1,7 @@
 """How a server is reached, by whom, and how it speaks. Other settings are in `settings.py`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings
@@ -59,6 +59,10 @@ class FrontSettings(BaseSettings):
     )
     metrics_key: Key | None = Field(
         default=None, description="when set, /metrics needs this bearer token instead of an API key"
+    )
+    metrics_prefix: Annotated[str, Field(pattern="^[a-zA-Z_:][a-zA-Z0-9_:]{0,31}$")] = Field(
+        default="ssd_",
+        description="what names of metrics begin with; 'vllm:' for dashboards and routers that know those",
     )
     metrics_port: int | None = Field(
         default=None,

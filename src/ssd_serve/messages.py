@@ -19,6 +19,15 @@ FINAL = -1
 """In place of a layer's number: what the target's head reads, the normed output of its last layer."""
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Most tokens of thoughts, their end not counted. `begin` and `end` are the tokens of their marks. Empty,
+    `begin` says that an output begins among thoughts; else there are thoughts where it begins with that."""
+
+    tokens: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that decides a request's tokens besides weights, prompt and seed.
 
@@ -40,6 +49,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """Token sequences that the output never holds: the last token is masked after the others."""
     grammar: str = ""
     """What the output must match, as llguidance reads it; empty: anything may come."""
+    thinking_budget: ThinkingBudget | None = None
     min_tokens: int = 0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
@@ -66,6 +76,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Only requests with the same one read each other's prompts and outputs in the prefix cache."""
     priority: int = 0
     """Of those that wait, lower ones begin first; of those that run, they are interrupted last."""
+    max_nodes: int | None = None
+    """Most nodes that a round verifies for it; None: as many as pay."""
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +97,7 @@ class SubmitChoices(msgspec.Struct, frozen=True, tag=True):
     choices: tuple[Choice, ...]
     salt: bytes = b""
     priority: int = 0
+    max_nodes: int | None = None
 
     def each(self) -> list[Submit]:
         """As requests of their own, which share the prompt."""
@@ -98,6 +111,7 @@ class SubmitChoices(msgspec.Struct, frozen=True, tag=True):
                 each.scored,
                 self.salt,
                 self.priority,
+                self.max_nodes,
             )
             for each in self.choices
         ]
@@ -157,6 +171,8 @@ class Figures(msgspec.Struct, kw_only=True):
     """Sum over rounds of the depth of the ready tree below the root when the round was planned."""
     ready_nodes: int = 0
     cached_prompt_tokens: int = 0
+    prompt_s: float = 0.0
+    """Seconds from when it was taken from the queue to its first token."""
     preemptions: int = 0
 
 
@@ -285,6 +301,9 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Nodes that drafters have expanded."""
     awaited_expansions: int = 0
     """Those of them that a round waited for; the others came while the target worked."""
+    expected_tokens: float = 0.0
+    """What rounds with drafts should have given by the reach of their nodes, and what they gave."""
+    given_tokens: int = 0
     totals: Figures
     forward_s: float
     wait_s: float

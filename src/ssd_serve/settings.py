@@ -22,7 +22,7 @@ OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
 SECRETS = frozenset({"api_key", "metrics_key", "cluster_key", "hf_token"})
 KEY_SETTINGS = (
     *("api_key", "api_keys_file", "key_requests_per_minute", "key_tokens_per_minute", "salt_by_key"),
-    *("tell_cached_tokens", "metrics_key", "metrics_port"),
+    *("tell_cached_tokens", "metrics_key", "metrics_port", "metrics_prefix"),
 )
 """Who may ask for what: a benchmark, which asks itself, has none of them."""
 GONE = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}

@@ -19,7 +19,7 @@ from ssd_serve.server.openai.protocol import CompletionRequest
 from tests.server.fakes import READY, ByteTokenizer
 
 RANGED = [pytest.param(each, each.range, id=each.name) for each in PARAMETERS if each.range is not None]
-OUT_OF_REACH = {"prompt_logprobs", "grammar"}
+OUT_OF_REACH = {"prompt_logprobs", "grammar", "thinking_budget"}
 """Asked by `echo` with `logprobs` only, and made of what people say of an output."""
 MODEL = msgspec.structs.replace(READY, vocabulary=100, context=50)
 

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import asdict, replace
 
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.messages import SamplingParameters, ThinkingBudget
 from ssd_serve.sampling.batched_processors import BATCHED, edited, process_rows
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.native.choosing import COMPILED, NativeChoice
@@ -33,6 +33,7 @@ VOCABULARY = 12
 PROMPT, OUTPUT, ENDS = (1, 2, 3, 4), (5, 5, 6), (0,)
 OTHER: dict[str, tuple[Any, ...]] = {
     "grammar": ("any",),
+    "thinking_budget": (ThinkingBudget(3, (), (7,)),),
     "allowed_token_ids": ((0, 3, 5, 7),),
     "bad_words": (((5,), (9,)), ((5, 6, 7), (6, 2))),
     "logit_bias": ({2: 3.0, 7: -100.0},),

@@ -99,7 +99,8 @@ class Contract:
 def _check_body(document: dict[str, Any], content: dict[str, Any], body: bytearray) -> Iterator[str]:
     if "itemSchema" in content:
         schema = content["itemSchema"]["properties"]["data"]["anyOf"][1]["contentSchema"]
-        events = [event[6:] for event in body.decode().split("\n\n") if event.startswith("data: {")]
+        lines = body.decode().splitlines()
+        events = [line[6:] for line in lines if line.startswith("data: {")]
         if len(events) > MAX_EVENTS:  # a long stream repeats itself
             events = [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]
         yield from _errors(

@@ -14,8 +14,8 @@ from tests.server.fakes import VOCABULARY
 SERVED = "ssd-embedded"
 LARGEST_ID = 2**31 - 1
 IDS = {"prompt", "tokens", "stop_token_ids", "allowed_token_ids", "generated_token_ids"}
-LIMITS = ("max_tokens", "max_completion_tokens")
-SMALL = {"max_tokens": 16, "max_completion_tokens": 16, "min_tokens": 2, "n": 3}
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+SMALL = {**dict.fromkeys(LIMITS, 16), "min_tokens": 2, "n": 3}
 TOLD = (
     r"token id \d+ is outside the vocabulary",
     r"tokens; prompt and output together may have",
@@ -45,6 +45,10 @@ TOLD = (
     r"^(min_tokens|allowed_token_ids|bad_words|ignore_eos): could leave no token",
     r"^tools: (none can be called where|asks for another output|calls in the format)",
     r"^tool_choice: (tools have none to call|calls in the format)",
+    r"^tool_choice\.name: field required",
+    r"^max_tokens: field required",
+    r"^n: a (response|message) is one",
+    r"^(input: says|messages: say) nothing",
 )
 """The rules that the document tells in words, with the answer 400, because only the model decides them."""
 
@@ -58,7 +62,8 @@ def before_call(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) -
         asked = [case.body.get(name) for name in LIMITS]
         case.body = {name: value for name, value in case.body.items() if name not in LIMITS or value != -1}
         unlimited = all(value in (None, -1) for value in asked)
-        if case.operation.path.endswith("/completions") and unlimited:
+        generates = case.operation.path.endswith(("/completions", "/responses"))
+        if generates and unlimited:
             case.body["max_tokens"] = SMALL["max_tokens"]  # a real engine would go on to the context's end
 
 

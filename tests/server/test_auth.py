@@ -129,11 +129,11 @@ async def test_metrics_name_holders_and_never_keys_and_forget_who_left(keys: Pat
         write(keys, f"ben {BEN}")
         await asyncio.sleep(1.1)
         later = (await house.http.get("/metrics", headers=bearer("m" * 32))).text
-    assert 'ssd_key_requests_total{key="anna"} 1.0' in page
-    assert 'ssd_key_prompt_tokens_total{key="anna"} 4.0' in page
-    assert 'ssd_key_generation_tokens_total{key="anna"} 6.0' in page
-    assert 'ssd_key_over_limit_total{key="ben",limit="tokens"} 0.0' in page
-    assert "ssd_unknown_keys_total 1.0" in page
+    assert 'ssd_key_requests_total{key="anna",model_name="ssd-embedded"} 1.0' in page
+    assert 'ssd_key_prompt_tokens_total{key="anna",model_name="ssd-embedded"} 4.0' in page
+    assert 'ssd_key_generation_tokens_total{key="anna",model_name="ssd-embedded"} 6.0' in page
+    assert 'ssd_key_over_limit_total{key="ben",limit="tokens",model_name="ssd-embedded"} 0.0' in page
+    assert 'ssd_unknown_keys_total{model_name="ssd-embedded"} 1.0' in page
     assert ANNA not in page
     assert "anna" not in later
 

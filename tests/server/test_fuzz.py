@@ -7,12 +7,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_serve.server.anthropic.request import CountRequest, MessagesRequest
 from ssd_serve.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from ssd_serve.server.openai.responses.request import ResponsesRequest
 from tests.examples import examples
 from tests.server.fakes import say
 from tests.server.played_servers import open_house
@@ -31,6 +33,9 @@ ASK = [{"role": "user", "content": "Hi"}]
 VALID: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/v1/completions": ({"prompt": "a"}, list(CompletionRequest.model_fields)),
     "/v1/chat/completions": ({"messages": ASK}, list(ChatRequest.model_fields)),
+    "/v1/responses": ({"input": "Hi"}, list(ResponsesRequest.model_fields)),
+    "/v1/messages": ({"messages": ASK, "max_tokens": 9}, list(MessagesRequest.model_fields)),
+    "/v1/messages/count_tokens": ({"messages": ASK}, list(CountRequest.model_fields)),
     "/tokenize": ({"prompt": "a"}, list(TokenizeRequest.model_fields)),
     "/detokenize": ({"tokens": [97]}, list(DetokenizeRequest.model_fields)),
 }

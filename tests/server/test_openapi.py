@@ -21,6 +21,9 @@ ASK = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": ASK},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": ASK, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": ASK},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [97]},
 }
@@ -93,6 +96,8 @@ async def test_every_success_is_as_the_document_says() -> None:
         for more in ({}, streamed, steady, {"stream": True}):
             await house.http.post("/v1/completions", json={"prompt": "a", **rich, **more})
             await house.http.post("/v1/chat/completions", json={"messages": ASK, **chatty, **more})
+        for path in ("/v1/responses", "/v1/messages"):
+            await house.http.post(path, json={**BODIES[path], "stream": True})
         await house.http.post("/v1/completions", json={"prompt": "a", "echo": True, "logprobs": 1})
         await house.http.post("/tokenize", json={"prompt": "a", "return_token_strs": True})
         seen = {(path, method, kind) for path, method, status, kind in house.contract.seen if status == 200}
@@ -136,7 +141,8 @@ async def test_every_problem_is_as_the_document_says() -> None:
     async with open_house(lambda _: Script((), refused=Refused(0, "no room", retry_after_s=2.5))) as house:
         for stream in (False, True):
             await house.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
-            await house.http.post("/v1/chat/completions", json={"messages": ASK, "stream": stream})
+            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+                await house.http.post(path, json={**BODIES[path], "stream": stream})
         note(house)
     async with open_house(lambda _: say("x"), Settings(key_requests_per_minute=1)) as house:
         for path, body in BODIES.items():

@@ -116,8 +116,13 @@ async def test_nothing_else_of_an_answer_depends_on_what_was_cached(monkeypatch:
     async with open_house(lambda _: say("xyz")) as house:
         for tokens in (0, 3):
             monkeypatch.setattr(FIGURES, "cached_prompt_tokens", tokens)
+            monkeypatch.setattr(FIGURES, "prompt_s", tokens / 1e3)
             answer = await post(house, COMPLETIONS, prompt="abc", seed=1)
-            found.append({name: answer[name] for name in answer if name not in ("id", "created")})
+            assert {answer["timings"][name] for name in ("queue_ms", "prompt_ms", "prompt_per_second")} == {
+                None
+            }
+            unsteady = ("id", "created", "timings")
+            found.append({name: answer[name] for name in answer if name not in unsteady})
     assert found[0] == found[1]
 
 

@@ -1,6 +1,7 @@
 """Health, models, metrics and the rest; loading, engine death, shutting down."""
 
 import asyncio
+import re
 import subprocess
 import sys
 
@@ -8,12 +9,13 @@ import pytest
 from msgspec.structs import replace
 from pydantic import TypeAdapter
 
+from ssd_serve.bench.metrics_page import metric
 from ssd_serve.messages import Decided, Price, Progress, Ready, Status, Why
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.openai.answer_models import Load
 from ssd_serve.server.service import model_name
 from ssd_serve.settings import Settings
-from tests.server.fakes import CONTEXT, READY, STATUS, say
+from tests.server.fakes import CONTEXT, FIGURES, READY, STATUS, say
 from tests.server.played_servers import House, open_house, post
 
 pytestmark = pytest.mark.anyio
@@ -160,8 +162,10 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
         await post(house, COMPLETIONS, prompt="a")
         await post(house, COMPLETIONS, prompt="a", stop="cd")
         page = (await house.http.get("/metrics")).text
-    assert "ssd_engine_up 1.0" in before
+    assert 'ssd_engine_up{model_name="ssd-embedded"} 1.0' in before
     assert "ssd_num_requests_running" not in before
+    named = ',model_name="ssd-embedded"|model_name="ssd-embedded",?'
+    lines = re.sub(named, "", page).replace("{}", "").splitlines()
     for line in (
         "ssd_num_requests_running 1.0",
         "ssd_num_requests_waiting 2.0",
@@ -198,7 +202,43 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
         "ssd_e2e_request_latency_seconds_count 2.0",
         "ssd_request_generation_tokens_sum 10.0",
     ):
-        assert line in page.splitlines(), line
+        assert line in lines, line
+
+
+async def test_metrics_have_the_names_that_the_operator_wants() -> None:
+    settings = Settings(metrics_prefix="vllm:", served_model_name="mine")
+    async with open_house(lambda _: say("abcdef", group=3), settings) as house:
+        await until_told(house, STATUS)
+        page = (await house.http.get("/metrics")).text
+    assert 'vllm:num_requests_running{model_name="mine"} 1.0' in page.splitlines()
+    assert 'vllm:spec_decode_num_drafts_total{model_name="mine"} 100.0' in page.splitlines()
+    assert "ssd_" not in page
+
+
+@pytest.mark.parametrize(("tells", "count"), [(True, 1.0), (False, 0.0)])
+async def test_times_of_prompts_are_measured_where_they_may_be_told(
+    monkeypatch: pytest.MonkeyPatch, tells: bool, count: float
+) -> None:
+    monkeypatch.setattr(FIGURES, "prompt_s", 0.001)
+    settings = Settings(tell_cached_tokens=tells, api_key="key-of-this-test")
+    headers = {"Authorization": "Bearer key-of-this-test"}
+    async with open_house(lambda _: say("abcdef", group=3), settings) as house:
+        await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
+        page = (await house.http.get("/metrics", headers=headers)).text
+    assert metric(page, "ssd_request_round_tokens_count") == 1.0
+    assert metric(page, "ssd_request_prefill_time_seconds_count") == count
+    assert metric(page, "ssd_request_queue_time_seconds_count") == count
+
+
+async def test_what_serves_is_told() -> None:
+    settings = Settings(draft_depth=7, system_prompt="A secret of the operator's")
+    async with open_house(lambda _: say("x"), settings) as house:
+        await until_told(house, STATUS)
+        info = (await house.http.get("/server_info")).json()
+    assert (info["target"], info["draft"], info["mode"]) == ("fake-target", "fake-draft", "ssd")
+    assert (info["target_device"], info["draft_device"]) == ("cpu:0", "cpu:1")
+    assert info["tree_decode_backend"] == "triton"
+    assert info["settings"] == {"draft_depth": 7, "system_prompt": "set"}
 
 
 async def test_the_commit_of_a_hub_model_is_told() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd_serve.messages import ThinkingBudget
 from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
 from ssd_serve.settings import Settings
 from tests.server.fakes import END, ByteTokenizer, Script, say, tokens
@@ -183,3 +184,19 @@ def test_an_answer_that_goes_on_tells_the_rest(had: int) -> None:
     rest.push(SAID[had:], last=True)
     assert rest.message().get("tool_calls") == whole.message().get("tool_calls")
     assert str(whole.message()["content"]).endswith(str(rest.message()["content"] or ""))
+
+
+async def test_thoughts_may_be_bounded() -> None:
+    tokenizer = Qwen()
+    async with open_house(lambda _: speak("Yes."), tokenizer=tokenizer) as house:
+        await post(house, PATH, messages=ASK, thinking_token_budget=9)
+        await post(house, PATH, messages=ASK, reasoning_budget=0)
+        await post(house, PATH, messages=ASK)
+        budgets = [submit.parameters.thinking_budget for submit in house.engine.submits()]
+    begin, end = (tuple(mark.encode()) for mark in ("<think>", "</think>"))
+    assert budgets == [ThinkingBudget(9, begin, end), ThinkingBudget(0, begin, end), None]
+    async with open_house(lambda _: speak("Yes.")) as house:  # does not think at all
+        await post(house, PATH, messages=ASK, thinking_token_budget=9)
+        assert house.engine.submits()[0].parameters.thinking_budget is None
+        refused = await house.http.post(PATH, json={"messages": ASK, "thinking_token_budget": -1})
+    assert refused.status_code == 400

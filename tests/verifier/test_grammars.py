@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Refused, Submit
+from ssd_serve.messages import Refused, Submit, ThinkingBudget
 from ssd_serve.verifier.engine import Engine
 from tests.counting_grammar import TIRED, Counting, CountingGrammars
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
@@ -47,6 +47,38 @@ def test_speculation_changes_nothing_and_every_output_matches(case: Case) -> Non
         if submit.parameters.grammar:
             output = list(plain[submit.request].tokens)
             assert Counting((), 1000).take(output) == len(output)
+
+
+def test_thoughts_end_in_time_with_any_drafts() -> None:
+    """The end of thoughts is forced in the middle of what a round walks."""
+    end = 7, 9
+    submits = [
+        replace(each, parameters=replace(each.parameters, thinking_budget=ThinkingBudget(place % 9, (), end)))
+        for place, each in enumerate(asked(""))
+    ]
+    plain, drafted = run(house(False), submits), run(house(True), submits)
+    assert {number: each.tokens for number, each in drafted.items()} == {
+        number: each.tokens for number, each in plain.items()
+    }
+    assert any(each.figures.accepted for each in drafted.values())
+    bounded = 0
+    for place, submit in enumerate(submits):
+        tokens = plain[submit.request].tokens
+        if len(tokens) >= place % 9 + 2 and EOS not in tokens[:-1]:
+            begun = [at for at in range(len(tokens) - 1) if tokens[at : at + 2] == end]
+            assert begun[0] <= place % 9
+            bounded += begun[0] == place % 9
+    assert bounded
+
+
+def test_for_a_request_without_drafts_nothing_is_verified() -> None:
+    submits = [replace(each, max_nodes=0 if place % 2 else None) for place, each in enumerate(asked(""))]
+    plain, some = run(house(False), asked("")), run(house(True), submits)
+    for submit in submits:
+        assert some[submit.request].tokens == plain[submit.request].tokens
+        assert not (submit.max_nodes == 0 and some[submit.request].figures.drafted)
+    assert any(each.figures.drafted for each in some.values())
+    assert all(each.figures.prompt_s > 0 for each in some.values())
 
 
 def test_an_output_goes_on_in_its_grammar() -> None:

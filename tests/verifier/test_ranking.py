@@ -15,9 +15,9 @@ Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
 """Path, tokens, probabilities and source."""
 
 
-def ranked(*expansions: Expansion, instant: int = 0) -> Ranking:
+def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) -> Ranking:
     """Of one request, whose tree has grown so."""
-    submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1)
+    submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1, max_nodes=most)
     request: Request = accept(submit, share(submit, ()), 64, 50)
     request.slots.extend([0])
     tree = request.open().tree
@@ -37,6 +37,17 @@ def test_nodes_come_by_falling_reach_with_their_parents_first() -> None:
     assert [reach for reach, *_ in found.nodes] == pytest.approx([0.6, 0.54, 0.3])
     assert list(found.leaves) == pytest.approx([0.54, 0.3])
     assert (found.missed, found.trees) == (0, 1)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_request_has_no_more_nodes_than_it_wants(most: int) -> None:
+    grown: list[Expansion] = [((), [1, 2], [0.6, 0.3], MODEL), ((1,), [3], [0.9], MODEL)]
+    assert ranked(*grown, most=most).nodes == ranked(*grown).nodes[:most]
+
+
+def test_for_a_request_without_drafts_nothing_is_ranked_nor_awaited() -> None:
+    found = ranked(((), [1, 2], [0.6, 0.3], MODEL), most=0)
+    assert (found.nodes, len(found.leaves), found.missed, found.trees) == ([], 0, 0, 0)
 
 
 def test_a_root_below_which_nothing_grew_is_the_best_leaf() -> None:

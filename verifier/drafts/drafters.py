@@ -169,9 +169,11 @@ class Drafters:
             self._pause(link)
 
     def open(self, request: Request) -> None:
-        """Start drafting for a request, or start again at its current tokens, under a new epoch."""
+        """Start drafting for a request, if it may have drafts, or start again at its current tokens, under a
+        new epoch."""
         request.open()
-        self._homes.open(request)
+        if request.drafted:
+            self._homes.open(request)
 
     def outcome(self, request: Request) -> None:
         """Publish what a round committed, with the next `flush`; call after the request's tokens were

@@ -62,7 +62,8 @@ class Homes:
     def join(self, link: Link, requests: Requests) -> None:
         """A drafter has joined."""
         link.team = self._teams.setdefault(_key(link), Team())
-        self._move(link.team.join(link.number, requests), requests)
+        drafted = [number for number, request in requests.items() if request.drafted]
+        self._move(link.team.join(link.number, drafted), requests)
 
     def leave(self, link: Link, requests: Requests) -> None:
         """A drafter is gone."""

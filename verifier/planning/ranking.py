@@ -20,8 +20,8 @@ root."""
 _Entry = tuple[float, int, int, Node, int, int]
 """Negative log reach, order of arrival, index of the part, parent, its place, which of its children."""
 
-_Tree = tuple[SpeculationTree, int, float, frozenset[int]]
-"""A tree, its deepest level, the log reach of its root, and what ends its text."""
+_Tree = tuple[SpeculationTree, int, float, frozenset[int], float]
+"""A tree, its deepest level, the log reach of its root, what ends its text, and most nodes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def rank(
     missed = len(leaves)
     # One entry for each node that was looked at: its best child that is not taken yet.
     heap: list[_Entry] = []
-    for index, (tree, deepest, base, _) in trees.items():
+    for index, (tree, deepest, base, _, _) in trees.items():
         if tree.root.tokens and tree.root.depth < deepest:
             heap.append((base - tree.root.cumulatives[0], len(heap), index, tree.root, -1, 0))
     heapq.heapify(heap)
@@ -61,7 +61,10 @@ def rank(
         reach = math.exp(-cost)
         if reach < least:
             break
-        tree, deepest, base, ends = trees[index]
+        tree, deepest, base, ends, most_here = trees[index]
+        if counts[index] >= most_here:
+            heapq.heappop(heap)
+            continue
         tokens, place, deeper = parent.tokens, counts[index], parent.depth + 1 < deepest
         token = tokens[rank]
         ranked.append((reach, index, token, above))
@@ -97,12 +100,13 @@ def _trees(
     missed: list[float] = []
     for index, part in enumerate(parts):
         request, replica = part.request, part.request.replica
-        if replica is None or not request.decoding:
+        if replica is None or not request.decoding or not request.drafted:
             continue
         deepest = min(request.left - 1, context - len(request.tokens))
         if deepest > 0:
             tree = replica.tree
-            trees[index] = (tree, tree.root.depth + deepest, tree.root.cumulative, request.ends)
+            most = math.inf if request.max_nodes is None else request.max_nodes
+            trees[index] = tree, tree.root.depth + deepest, tree.root.cumulative, request.ends, most
             if not tree.root.tokens or (instant and not tree.root.sources & ~instant):
                 missed.append(_left(tree.root))
     return trees, missed

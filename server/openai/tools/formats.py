@@ -200,9 +200,9 @@ class MistralReader:
         if self._in_list:
             return self._list()
         self._held = self._held.lstrip()
-        if self._held.startswith("["):
-            self._in_list, self._held = True, self._held[1:]
-            return []
+        if self._held.startswith(("[", "{")):  # a model may forget the bracket
+            self._in_list, self._held = True, self._held.removeprefix("[")
+            return self._list()
         return self._name()
 
     def _outside(self) -> list[Event]:

@@ -197,3 +197,8 @@ def test_pieces_of_any_size_are_read_alike(
 )
 def test_the_template_tells_the_format(template: str, name: str | None) -> None:
     assert format_of(template) == name
+
+
+def test_a_call_in_mistrals_format_without_its_list_is_one() -> None:
+    text = '[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Ulm"}}'
+    assert calls(MessageRules("mistral", TOOLS, True, None), text) == [("weather", {"city": "Ulm"})]

@@ -1,0 +1,167 @@
+"""`/v1/responses`: conversations, tools and schemas, whole and streamed, as OpenAI's client reads them."""
+
+import json
+from typing import Any, cast
+
+import pytest
+from openai import AsyncOpenAI
+
+from ssd_serve.messages import Submit
+from tests.server.fakes import END, Script, say, tokens
+from tests.server.played_servers import House, open_house, post
+from tests.server.template_reader import TemplateReader
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/responses"
+TEMPLATE = "{{ '<tool_call> <think> </think>' }}"
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+SAID = (
+    "<think>Hm.</think>I look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+)
+CALL = {"type": "function_call", "call_id": "abc", "name": "weather", "arguments": '{"city": "Ulm"}'}
+
+
+def speak(text: str, group: int = 3) -> Script:
+    return tokens([*text.encode(), END], group=group)
+
+
+def client(house: House) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url="http://house/v1", api_key="none", http_client=cast(Any, house.http))
+
+
+async def test_a_text_is_answered_by_a_message() -> None:
+    async with open_house(lambda _: speak("Hello")) as house:
+        response = await client(house).responses.create(model="ssd-embedded", input="Hi", temperature=0.5)
+    assert (response.output_text, response.status) == ("Hello", "completed")
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (len("user: Hi\nassistant: "), 6)
+    assert response.temperature == 0.5
+    assert response.id.startswith("resp_")
+
+
+async def test_what_does_not_fit_is_incomplete() -> None:
+    async with open_house(lambda _: say("Hello, hello")) as house:
+        answer = await post(house, PATH, input="Hi", max_output_tokens=5)
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["output"][0]["content"][0]["text"] == "Hello"
+
+
+async def test_thoughts_words_and_calls_are_items() -> None:
+    async with open_house(lambda _: speak(SAID), tokenizer=TemplateReader(TEMPLATE)) as house:
+        answer = await post(house, PATH, input="Hi", tools=[WEATHER])
+    kinds = [item["type"] for item in answer["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert answer["output"][0]["content"][0]["text"] == "Hm."
+    assert [json.loads(item["arguments"])["city"] for item in answer["output"][2:]] == ["Ulm", "Bonn"]
+    assert len({item["id"] for item in answer["output"]}) == 4
+    assert 0 < answer["usage"]["output_tokens_details"]["reasoning_tokens"] < len(SAID)
+
+
+@pytest.mark.parametrize("group", [1, 4, 300])
+async def test_the_events_of_a_stream_add_up_to_the_whole(group: int) -> None:
+    tokenizer = TemplateReader(TEMPLATE)
+    asked: dict[str, Any] = {"model": "ssd-embedded", "input": "Hi", "tools": [WEATHER]}
+    async with open_house(lambda _: speak(SAID, group), tokenizer=tokenizer) as house:
+        whole = await client(house).responses.create(**asked, extra_body={"seed": 3})
+        stream = await client(house).responses.create(**asked, stream=True, extra_body={"seed": 3})
+        events: list[Any] = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+    last = events[-1].response
+
+    def told(response: Any) -> list[Any]:
+        return [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+
+    assert told(last) == told(whole)
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.id for item in done] == [item.id for item in last.output]
+    words = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(words) == whole.output_text == "I look."
+    arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(arguments) == '{"city": "Ulm"}{"city": "Bonn"}'
+    assert last.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_a_conversation_reaches_the_template() -> None:
+    """What the model thought, said and called is one message; what a call gave is a tool's."""
+    tokenizer = TemplateReader(TEMPLATE)
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Rain?"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        CALL,
+        {"type": "function_call_output", "call_id": "abc", "output": "rain"},
+    ]
+    async with open_house(lambda _: speak("Yes"), tokenizer=tokenizer) as house:
+        await post(
+            house, PATH, input=items, instructions="Be kind.", tools=[WEATHER], reasoning={"effort": "low"}
+        )
+    roles = [entry["role"] for entry in tokenizer.entries]
+    assert roles == ["system", "user", "assistant", "tool"]
+    answer = tokenizer.entries[2]
+    assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "I look.")
+    assert answer["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Ulm"}}
+    assert (tokenizer.entries[3]["tool_call_id"], tokenizer.entries[3]["content"]) == ("abc", "rain")
+    assert tokenizer.variables["reasoning_effort"] == "low"
+    assert tokenizer.variables["tools"][0]["function"]["name"] == "weather"
+
+
+async def test_a_schema_reaches_the_engine() -> None:
+    seen: list[Submit] = []
+
+    def play(submit: Submit) -> Script:
+        seen.append(submit)
+        return speak("{}")
+
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    async with open_house(play) as house:
+        answer = await post(house, PATH, input="Hi", text={"format": form}, temperature=0, seed=5)
+    assert '"type": "object"' in seen[0].parameters.grammar
+    assert (seen[0].parameters.temperature, answer["seed"]) == (0, 5)
+    assert answer["text"]["format"]["schema"] == {"type": "object"}
+
+
+async def test_probabilities_are_told_where_they_are_included() -> None:
+    async with open_house(lambda _: speak("Hi")) as house:
+        answer = await post(house, PATH, input="Hi", include=["message.output_text.logprobs"], top_logprobs=2)
+    scored = answer["output"][0]["content"][0]["logprobs"]
+    assert [entry["token"] for entry in scored][:2] == ["H", "i"]
+    assert len(scored[0]["top_logprobs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id: not built"),
+        ({"background": True}, "background: not built"),
+        ({"n": 2}, "n: a response is one"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"input": [{"type": "computer_call"}]}, "Input should have one of the types".lower()),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"max_output_token": 3}, "did you mean max_output_tokens"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"tool_choice": "required"}, "tool_choice: tools have none to call"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused(more: dict[str, Any], words: str) -> None:
+    async with open_house(lambda _: say("Hello")) as house:
+        answer = await house.http.post(PATH, json={"input": "Hi", **more})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"].lower() or words in answer.json()["error"]["message"]
+
+
+async def test_a_stream_that_breaks_off_says_so() -> None:
+    async with open_house(lambda _: Script(((72, 105),), error="out of luck")) as house:
+        answer = await house.http.post(PATH, json={"input": "Hi", "stream": True})
+    last = answer.text.strip().split("\n\n")[-1]
+    name, data = last.splitlines()
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "server_error"
