@@ -27,11 +27,15 @@ Captured = pytest.CaptureFixture[str]
     ("arguments", "sentence"),
     [
         (["serv"], "the command 'serv' is unknown; did you mean serve?"),
-        (["x"], "the command 'x' is unknown; there are serve, generate"),
+        (["x"], "the command 'x' is unknown; there are serve, chat, generate"),
         (["serve", "--prot", "9000"], "the flag --prot is unknown; did you mean --port?"),
         (["serve", "--por", "9000"], "the flag --por is unknown; did you mean --port?"),
         (["serve", "--emulate", "x"], "the flag --emulate is unknown; use --model-wrapper=ssd_serve.bench"),
-        (["serve", "a", "b"], "the argument 'b' is one too many"),
+        (["serve", "a", "b", "c"], "the argument 'c' is one too many"),
+        (["serve", "a", "b", "--draft", "c"], "the draft is given twice"),
+        (["serve", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["chat", "--temperature", "-1"], "--temperature must be 0 or more"),
+        (["pull"], "required: MODEL"),
         (["serve", "a", "--target", "b"], "the target is given twice"),
         (["serve", "--port", "many"], "the flag --port: input should be a valid integer"),
         (["settings", "--port", "70000"], "the flag --port: input should be less than"),
@@ -221,3 +225,65 @@ def test_a_broken_benchmark_stops_no_other_command(monkeypatch: pytest.MonkeyPat
     for words in (["bench", "modes"], ["recipe", "ballast"]):
         with pytest.raises(ImportError, match=r"\.commands"):
             cli.main(words)
+
+
+def test_other_servers_names_of_flags_are_taken(capsys: Captured) -> None:
+    words = ["-m", "/t", "-md", "/d", "-tp", "2", "--max-model-len", "512", "-np", "3", "--alias", "mine"]
+    assert cli.main(["settings", "--json", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    names = ("TARGET", "DRAFT", "TENSOR_PARALLEL", "CONTEXT", "MAX_RUNNING", "SERVED_MODEL_NAME")
+    assert [told[f"SSD_{name}"]["value"] for name in names] == ["/t", "/d", "2", "512", "3", "mine"]
+
+
+def test_help_tells_choices_types_and_what_is_usual(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for words in ("--mode {ar,sd,ssd,auto}", "--port N", "(8000)", "--cache-dir PATH", "front end (each is"):
+        assert words in told
+
+
+def test_a_file_comes_after_flags_and_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "ssd.yaml"
+    file.write_text("port: 1\nmax-running: 5\nmode: sd\ndraft: [ngram, suffix]\ngrow_first: false\n")
+    monkeypatch.setenv("SSD_MODE", "ar")
+    assert cli.main(["settings", "--json", "--config", str(file), "--port", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    found = {name: (told[f"SSD_{name}"]["value"], told[f"SSD_{name}"]["origin"]) for name in ("PORT", "MODE")}
+    assert found == {"PORT": ("2", "flag"), "MODE": ("ar", "variable")}
+    assert (told["SSD_MAX_RUNNING"]["value"], told["SSD_MAX_RUNNING"]["origin"]) == ("5", "file")
+    assert (told["SSD_DRAFT"]["value"], told["SSD_GROW_FIRST"]["value"]) == ("ngram,suffix", "False")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "there is no setting prot; did you mean port?"),
+        ("port: many", "port of the configuration file: input should be a valid integer"),
+        ("- port", "must be a mapping"),
+        ("port: [", "is no YAML"),
+        ("port: {a: 1}", "must be one value"),
+        ("max-running: 1\nmax_running: 2", "given twice"),
+        ("!!python/object:os.system {}", "is no YAML"),
+    ],
+)
+def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "ssd.yaml").write_text(text)
+    assert cli.main(["settings", "--config", str(tmp_path / "ssd.yaml")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_version_and_what_it_runs_on(capsys: Captured) -> None:
+    assert cli.main(["version"]) == 0
+    short = capsys.readouterr().out
+    assert cli.main(["version", "--full"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert short.strip() == f"ssd {told['version']}"
+    assert {"versions", "hardware"} <= set(told)
+
+
+def test_a_model_that_is_here_need_not_be_pulled(capsys: Captured) -> None:
+    assert cli.main(["pull", "embedded"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()

@@ -31,6 +31,19 @@ def test_every_field_can_be_a_variable_and_says_what_it_means() -> None:
         assert name == name.lower()
 
 
+def test_what_kubernetes_sets_for_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in ("SSD", "SSD_SERVE"):
+        monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.0.0.1")
+        monkeypatch.setenv(f"{service}_SERVICE_PORT_HTTP", "8000")
+        monkeypatch.setenv(f"{service}_PORT", "tcp://10.0.0.1:9000")
+        monkeypatch.setenv(f"{service}_PORT_9000_TCP_ADDR", "10.0.0.1")
+    assert resolve({}).port == 8000
+    assert resolve({"port": "7000"}).port == 7000
+    monkeypatch.setenv("SSD_METRIC_PORT", "9000")
+    with pytest.raises(SettingsError, match="did you mean SSD_METRICS_PORT"):
+        resolve({})
+
+
 def test_unknown_variable_is_an_error_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_PROT", "9000")
     with pytest.raises(SettingsError, match="SSD_PROT is not a setting; did you mean SSD_PORT"):

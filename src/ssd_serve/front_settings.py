@@ -1,19 +1,30 @@
 """How a server is reached, by whom, and how it speaks. Other settings are in `settings.py`."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings
 
 from ssd_serve.setting_values import Hosts, Key, Origins, RootPath
+
+_USUAL_PORT = 8000
+_SERVICE = re.compile("(tcp|udp|sctp)://")
+
+
+def _port(value: object) -> object:
+    """Kubernetes sets SSD_PORT to the address of a service named `ssd`: that is no wish."""
+    return _USUAL_PORT if isinstance(value, str) and _SERVICE.match(value) else value
 
 
 class FrontSettings(BaseSettings):
     """Settings of the HTTP front end."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; loopback by default")
-    port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    port: Annotated[int, BeforeValidator(_port)] = Field(
+        default=_USUAL_PORT, ge=0, le=65535, description="HTTP port; 0 takes a free one"
+    )
     api_key: Key | None = Field(
         default=None, description="when set, every request but /health and /ping needs this bearer token"
     )

@@ -6,7 +6,8 @@ settings, not what they mean.
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -15,6 +16,9 @@ from pydantic import ValidationError
 
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import GONE, OTHER_VARIABLES, PREFIX, SECRETS, Settings
+
+_OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+"""Variables that Kubernetes gives every container for a service whose name begins with ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Origin:
     variable: str
     flag: str
     shown: str
-    origin: Literal["flag", "variable", "default"]
+    origin: Literal["flag", "variable", "file", "default"]
     meaning: str
 
 
@@ -78,19 +82,36 @@ def resolve_arguments(arguments: Mapping[str, object]) -> Settings:
 
 
 def resolve(
-    flags: Mapping[str, object], called: Callable[[str], str] = lambda field: f"the flag {flag_name(field)}"
+    flags: Mapping[str, object],
+    called: Callable[[str], str] = lambda field: f"the flag {flag_name(field)}",
+    config: Mapping[str, object] | None = None,
 ) -> Settings:
-    """Settings from flags (by field name), variables and defaults. Everything wrong is a `SettingsError`, in
-    which a flag is `called` what the user typed."""
+    """Settings from flags (by field name), variables, a `config` file and defaults, in this order. Everything
+    wrong is a `SettingsError`, in which a flag is `called` what the user typed."""
     known = [variable_name(field) for field in Settings.model_fields]
-    for variable in os.environ:
-        if variable.startswith(PREFIX) and variable not in known:
+    for variable, value in os.environ.items():
+        if variable.startswith(PREFIX) and variable not in known and not _of_kubernetes(variable, value):
             hint = successor(variable, variable_name) or suggestion(variable, known)
             raise SettingsError(f"the variable {variable} is not a setting{hint} (`ssd settings` lists all)")
+    from_file = {
+        name: value
+        for name, value in (config or {}).items()
+        if name not in flags and not _variable_is_set(name)
+    }
+
+    def named(field: str) -> str:
+        return f"{field} of the configuration file" if field in from_file else called(field)
+
+    given = {**from_file, **flags}
     try:
-        return Settings.model_validate(dict(flags))
+        return Settings.model_validate(given)
     except ValidationError as error:
-        raise SettingsError(_explain(error, flags, called)) from error
+        raise SettingsError(_explain(error, given, named)) from error
+
+
+def _of_kubernetes(variable: str, value: str) -> bool:
+    address = variable.endswith("_PORT") and "://" in value
+    return address or _OF_KUBERNETES.search(variable) is not None
 
 
 def refuse_empty_keys() -> None:
@@ -103,8 +124,8 @@ def refuse_empty_keys() -> None:
             )
 
 
-def origins(settings: Settings, flags: Mapping[str, object]) -> list[Origin]:
-    """Where each value came from, in the order of the class."""
+def origins(settings: Settings, flags: Mapping[str, object], config: Collection[str] = ()) -> list[Origin]:
+    """Where each value came from, in the order of the class; `config`: what a file names."""
     rows: list[Origin] = []
     for name, field in Settings.model_fields.items():
         value: object = getattr(settings, name)
@@ -114,11 +135,21 @@ def origins(settings: Settings, flags: Mapping[str, object]) -> list[Origin]:
                 variable=variable_name(name),
                 flag=flag_name(name),
                 shown=_shown(name, value),
-                origin="flag" if name in flags else "variable" if _variable_is_set(name) else "default",
+                origin=_origin(name, flags, config),
                 meaning=field.description or "",
             )
         )
     return rows
+
+
+def _origin(
+    name: str, flags: Collection[str], config: Collection[str]
+) -> Literal["flag", "variable", "file", "default"]:
+    if name in flags:
+        return "flag"
+    if _variable_is_set(name):
+        return "variable"
+    return "file" if name in config else "default"
 
 
 def _variable_is_set(field: str) -> bool:

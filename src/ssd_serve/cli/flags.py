@@ -5,9 +5,16 @@ Every field of `Settings` becomes a flag; commands of other rooms may add them t
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from ssd_serve.engine_settings import EngineSettings
 from ssd_serve.errors import SettingsError
+from ssd_serve.front_settings import FrontSettings
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import flag_name, resolve, successor, suggestion
 
@@ -16,6 +23,27 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # p
 
 _PREFIX = "setting_"
 """Keeps settings apart from other arguments of the same name."""
+_GROUPS: dict[str, type[BaseSettings]] = {
+    "models, devices and speculation": EngineSettings,
+    "front end": FrontSettings,
+    "processes": Settings,
+}
+ALIASES: dict[str, tuple[str, ...]] = {
+    "target": ("-m", "--model"),
+    "draft": ("-md", "--model-draft", "--speculative-model"),
+    "tensor_parallel": ("-tp", "--tensor-parallel-size"),
+    "context": ("-c", "--ctx-size", "--max-model-len"),
+    "max_running": ("-np", "--parallel", "--max-num-seqs"),
+    "prefill_chunk": ("-ub", "--ubatch-size"),
+    "draft_device": ("-devd", "--device-draft"),
+    "served_model_name": ("-a", "--alias"),
+    "prefix_cache": ("--enable-prefix-caching",),
+    "root_path": ("--api-prefix",),
+    "tls_certificate": ("--ssl-cert-file", "--ssl-certfile"),
+    "tls_key": ("--ssl-key-file", "--ssl-keyfile"),
+    "tool_parser": ("--tool-call-parser",),
+}
+"""Names that vLLM's and llama.cpp's users type for the same."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,25 +79,56 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message} (`{self.prog} --help` explains)")
 
 
-def add_settings_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
-    """A flag for every setting, without values of its own: what is not given comes from variables."""
-    group = parser.add_argument_group("settings (each is also a variable SSD_<NAME>)")
-    for name, field in Settings.model_fields.items():
-        if name in leave_out:
-            continue
-        text = (field.description or "").replace("%", "%%")
-        if field.annotation is bool:
-            group.add_argument(
-                flag_name(name),
-                dest=_PREFIX + name,
-                action=argparse.BooleanOptionalAction,
-                default=argparse.SUPPRESS,
-                help=text,
-            )
-        else:
-            group.add_argument(
-                flag_name(name), dest=_PREFIX + name, metavar="X", default=argparse.SUPPRESS, help=text
-            )
+def add_settings_flags(
+    parser: argparse.ArgumentParser, leave_out: Sequence[str] = (), others: bool = False
+) -> None:
+    """A flag for every setting, without values of its own: what is not given comes from variables. `others`:
+    also by the names that other servers have for it, and from a file."""
+    if others:
+        parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, below variables")
+    for title, kind in _GROUPS.items():
+        group = parser.add_argument_group(f"{title} (each is also a variable SSD_<NAME>)")
+        for name in _own_fields(kind):
+            if name not in leave_out:
+                _add_flag(group, name, Settings.model_fields[name], ALIASES.get(name, ()) if others else ())
+
+
+def _own_fields(kind: type[BaseSettings]) -> list[str]:
+    """The settings that a class adds to those of its bases."""
+    inherited = {name for base in kind.__bases__ for name in getattr(base, "model_fields", {})}
+    return [name for name in kind.model_fields if name not in inherited]
+
+
+def _add_flag(group: Any, name: str, field: FieldInfo, aliases: Sequence[str]) -> None:
+    text = (field.description or "").replace("%", "%%")
+    if field.default is not None and field.default != "":
+        usual = field.default.value if isinstance(field.default, Enum) else field.default
+        text += f" ({str(usual).lower() if isinstance(usual, bool) else usual})"
+    how: dict[str, Any] = {"dest": _PREFIX + name, "default": argparse.SUPPRESS, "help": text}
+    if field.annotation is bool:
+        group.add_argument(flag_name(name), *aliases, action=argparse.BooleanOptionalAction, **how)
+    else:
+        group.add_argument(flag_name(name), *aliases, metavar=_metavar(field.annotation), **how)
+
+
+def _metavar(annotation: Any) -> str:
+    """What a value looks like: its choices, or a word for its type."""
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    if all(isinstance(kind, str) for kind in kinds):  # a Literal
+        return "{" + ",".join(kind or "''" for kind in kinds) + "}"
+    kind = kinds[0]
+    if get_origin(kind) is Literal:
+        return _metavar(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "{" + ",".join(str(each.value) for each in kind) + "}"
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+
+
+def given_config(args: argparse.Namespace) -> dict[str, object]:
+    """The settings of the file that was named, if one was."""
+    from ssd_serve.config_file import read_config
+
+    return {} if args.config is None else read_config(args.config)
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, object]:

@@ -5,16 +5,17 @@ Each command's work lives where its subject lives; nothing heavy is imported bef
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ssd_serve import __version__
 from ssd_serve.cli.draft import add_draft
-from ssd_serve.cli.flags import Commands, Parser, add_settings_flags, given_flags
+from ssd_serve.cli.flags import Commands, Parser, add_settings_flags, given_config, given_flags
 from ssd_serve.cli.replay_command import add_replay
 from ssd_serve.doctor.command import add_doctor, add_report
 from ssd_serve.errors import (
@@ -32,7 +33,11 @@ from ssd_serve.errors import (
     SsdError,
 )
 from ssd_serve.plan.command import add_plan
+from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import Origin, flag_name, origins, resolve, suggestion
+
+if TYPE_CHECKING:
+    from ssd_serve.cli.generate import GenerateOptions
 
 INTERRUPTED = 130
 HUNG_UP = 129
@@ -105,13 +110,16 @@ def build_parser() -> Parser:
     commands = cast(Commands, parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=Parser))
     parser.set_defaults(run=lambda _args: _no_command(parser))
     _add_serve(commands)
+    _add_chat(commands)
     _add_generate(commands)
+    _add_pull(commands)
     add_draft(commands)
     _add_settings(commands)
     add_plan(commands)
     add_doctor(commands)
     add_report(commands)
     add_replay(commands)
+    _add_version(commands)
     for name, (module, text) in _OTHER_ROOMS.items():
         commands.add_parser(name, help=text, fill=partial(_fill, module))
     _add_worker(commands)
@@ -146,22 +154,50 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 def _add_serve(commands: Commands) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP, OpenAI-compatible")
     parser.add_argument("model", nargs="?", metavar="TARGET", help="the same as --target")
-    add_settings_flags(parser)
+    parser.add_argument("draft", nargs="?", metavar="DRAFT", help="the same as --draft")
+    add_settings_flags(parser, others=True)
     parser.set_defaults(run=_run_serve)
 
 
 def _add_generate(commands: Commands) -> None:
     parser = commands.add_parser("generate", help="continue one text in the terminal")
     parser.add_argument("text", help="the text to continue; - reads it from stdin")
+    _add_choice(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, nothing else")
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_generate)
+
+
+def _add_chat(commands: Commands) -> None:
+    parser = commands.add_parser("chat", help="talk with a model in the terminal")
+    parser.add_argument("model", nargs="?", metavar="TARGET", help="the same as --target")
+    parser.add_argument("draft", nargs="?", metavar="DRAFT", help="the same as --draft")
+    _add_choice(parser)
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_chat)
+
+
+def _add_pull(commands: Commands) -> None:
+    parser = commands.add_parser("pull", help="download a model, so that a server finds it here")
+    parser.add_argument("model", metavar="MODEL", help="a hub id, or a state of it as owner/name@revision")
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_pull)
+
+
+def _add_version(commands: Commands) -> None:
+    parser = commands.add_parser("version", help="the version, and with --full all that a report needs")
+    parser.add_argument("--full", action="store_true", help="also of what it runs on, as JSON")
+    parser.set_defaults(run=_run_version)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
     parser.add_argument("--temperature", type=float, help="0: always the best token (the model's, or 1.0)")
     parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens only")
     parser.add_argument("--top-p", type=float, help="sample from this much probability only")
     parser.add_argument("--min-p", type=float, help="drop tokens below this share of the best")
     parser.add_argument("--seed", type=int, help="the same seed gives the same text (a random one)")
     parser.add_argument("--max-tokens", type=int, help="most new tokens (the model's, or 128)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, nothing else")
-    add_settings_flags(parser)
-    parser.set_defaults(run=_run_generate)
 
 
 def _add_settings(commands: Commands) -> None:
@@ -170,7 +206,7 @@ def _add_settings(commands: Commands) -> None:
     style.add_argument("--json", action="store_true", help="as JSON")
     style.add_argument("--markdown", action="store_true", help="the values as a Markdown table")
     style.add_argument("--env", action="store_true", help="as a .env file, for containers")
-    add_settings_flags(parser)
+    add_settings_flags(parser, others=True)
     parser.set_defaults(run=_run_settings)
 
 
@@ -196,19 +232,59 @@ def _add_worker(commands: Commands) -> None:
 def _run_serve(args: argparse.Namespace) -> int:
     from ssd_serve.cli.serve import run_serve
 
+    return run_serve(_settings_of_models(args))
+
+
+def _settings_of_models(args: argparse.Namespace) -> Settings:
+    """Settings of a command whose first words may be the target and the draft."""
     flags = given_flags(args)
-    if args.model is not None:
-        if flags.get("target", args.model) != args.model:
-            raise SettingsError(f"the target is given twice: {args.model} and {flag_name('target')}")
-        flags["target"] = args.model
-    return run_serve(resolve(flags))
+    for name, word in (("target", args.model), ("draft", args.draft)):
+        if word is not None:
+            if flags.get(name, word) != word:
+                raise SettingsError(f"the {name} is given twice: {word} and {flag_name(name)}")
+            flags[name] = word
+    return resolve(flags, config=given_config(args))
+
+
+def _run_chat(args: argparse.Namespace) -> int:
+    from ssd_serve.cli.chat import run_chat
+
+    return run_chat(_settings_of_models(args), _choice(args, ""))
+
+
+def _run_pull(args: argparse.Namespace) -> int:
+    from ssd_serve.models.hub import find_model
+    from ssd_serve.terminal import ProgressLine
+
+    line = ProgressLine()
+    settings = resolve(given_flags(args), config=given_config(args))
+    folder = find_model(settings, args.model, "target", report=line.show)
+    line.clear()
+    print(folder)
+    return 0
+
+
+def _run_version(args: argparse.Namespace) -> int:
+    if not args.full:
+        print(f"ssd {__version__}")
+        return 0
+    from ssd_serve.bench.machine import hardware, versions
+
+    print(json.dumps({"version": __version__, "versions": versions(), "hardware": hardware()}, indent=2))
+    return 0
 
 
 def _run_generate(args: argparse.Namespace) -> int:
-    from ssd_serve.cli.generate import GenerateOptions, run_generate
+    from ssd_serve.cli.generate import run_generate
 
-    text = sys.stdin.read() if args.text == "-" else args.text
-    wish = GenerateOptions(
+    wish = _choice(args, sys.stdin.read() if args.text == "-" else args.text)
+    return run_generate(resolve(given_flags(args), config=given_config(args)), wish, as_json=args.json)
+
+
+def _choice(args: argparse.Namespace, text: str) -> "GenerateOptions":
+    from ssd_serve.cli.generate import GenerateOptions
+
+    return GenerateOptions(
         text=text,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -217,14 +293,13 @@ def _run_generate(args: argparse.Namespace) -> int:
         seed=args.seed,
         max_tokens=args.max_tokens,
     )
-    return run_generate(resolve(given_flags(args)), wish, as_json=args.json)
 
 
 def _run_settings(args: argparse.Namespace) -> int:
     from ssd_serve.cli.settings_table import as_env, as_json, as_markdown, as_table
 
-    flags = given_flags(args)
-    rows: list[Origin] = origins(resolve(flags), flags)
+    flags, config = given_flags(args), given_config(args)
+    rows: list[Origin] = origins(resolve(flags, config=config), flags, config)
     chosen = ((args.json, as_json), (args.markdown, as_markdown), (args.env, as_env), (True, as_table))
     print(next(style for wanted, style in chosen if wanted)(rows))
     return 0

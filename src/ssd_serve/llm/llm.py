@@ -128,17 +128,31 @@ class LLM:
     ) -> list[Output]:
         """The n answers to a conversation of `{"role": ..., "content": ...}`; `variables` are those of the
         model's chat template."""
-        text = self.tokenizer.apply_chat_template(messages, **variables)
-        ids = self._ids(text, special=False)  # chat templates write the begin token themselves
-        params = params or self.get_default_sampling_params()
-        return self._outputs(self._asked([(ids, params)], self.ready.context), bar=False)
+        return self._outputs(self._asked_of_chat(messages, params, variables), bar=False)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        **variables: Any,
+    ) -> Iterator[Piece]:
+        """The answer to a conversation, piece by piece; the last piece has the whole output."""
+        return self._pieces(self._asked_of_chat(messages, _of_one(params), variables))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The continuation of one prompt, piece by piece; the last piece has the whole output."""
-        params = params or self.get_default_sampling_params()
-        if params.n != 1:
-            raise RequestError("n: a stream is one text", "n")
+        params = _of_one(params) or self.get_default_sampling_params()
         return self._pieces(self._asked([(self._ids(prompt), params)]))
+
+    def _asked_of_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None,
+        variables: Mapping[str, Any],
+    ) -> list[Asked]:
+        text = self.tokenizer.apply_chat_template(messages, **variables)
+        ids = self._ids(text, special=False)  # chat templates write the begin token themselves
+        return self._asked([(ids, params or self.get_default_sampling_params())], self.ready.context)
 
     def _pieces(self, asked: Sequence[Asked]) -> Iterator[Piece]:
         conversation = self._conversation()
@@ -224,6 +238,12 @@ class LLM:
         if self._open is None:
             raise EngineDeadError("this LLM has been closed")
         return self._open
+
+
+def _of_one(params: SamplingParams | None) -> SamplingParams | None:
+    if params is not None and params.n != 1:
+        raise RequestError("n: a stream is one text", "n")
+    return params
 
 
 def _usual_here(settings: Settings) -> Settings:
