@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from ssd_serve.bench.metrics_page import metric
 from tests.deploy.files import ROOT, Dockerfile, environment, read_dockerfile, services
 from tests.servers import free_port
 
@@ -75,7 +76,7 @@ class Network:
 
     def await_drafters(self, count: int) -> None:
         deadline = time.monotonic() + 120
-        while f"ssd_drafters_alive {float(count)}" not in httpx.get(f"{self.url}/metrics").text:
+        while metric(httpx.get(f"{self.url}/metrics").text, "ssd_drafters_alive") != count:
             assert time.monotonic() < deadline
             time.sleep(0.1)
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from ssd_serve.bench.emulated import emulating
+from ssd_serve.bench.metrics_page import metric
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import children, free_port, gone, running
 
@@ -97,8 +98,7 @@ class Serving:
         return clients
 
     def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+        return metric(httpx.get(f"{self.url}/metrics").text, name)
 
 
 @pytest.fixture(scope="module")

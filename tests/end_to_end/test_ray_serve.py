@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from lab.faults.ray_nodes import two_nodes
+from ssd_serve.bench.metrics_page import metric
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import Server, free_port, running
 
@@ -83,7 +84,7 @@ def test_a_server_joins_the_cluster_at_an_address_and_leaves_it_running(
                 body = {"prompt": "def f(", "max_tokens": 16, "seed": 3}
                 answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
                 assert answer.json()["usage"]["completion_tokens"] == 16, answer.text
-                assert "ssd_drafters_alive 1.0" in httpx.get(f"{url}/metrics").text
+                assert metric(httpx.get(f"{url}/metrics").text, "ssd_drafters_alive") == 1
                 workers = actors()
                 assert len(workers) == 2
                 assert not set(workers) & set(psutil.Process(process.pid).children(recursive=True))
