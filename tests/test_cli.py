@@ -281,9 +281,34 @@ def test_the_version_and_what_it_runs_on(capsys: Captured) -> None:
     assert cli.main(["version", "--full"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert short.strip() == f"ssd {told['version']}"
-    assert {"versions", "hardware"} <= set(told)
+    assert told["packages"]["torch"]
+    assert told["cores"] >= 1
 
 
 def test_a_model_that_is_here_need_not_be_pulled(capsys: Captured) -> None:
     assert cli.main(["pull", "embedded"]) == 0
     assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(shell: str, capsys: Captured) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "serve chat generate" in script
+    assert ("-l draft-width" if shell == "fish" else "--draft-width") in script
+    assert "worker" not in script
+
+
+def test_bash_completes_what_was_begun(tmp_path: Path, capsys: Captured) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = tmp_path / "complete.bash"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _ssd; echo ${{COMPREPLY[@]}}"
+        command = ["bash", "-c", f"source {script}; compopt() {{ :; }}; {line}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("ssd", "ser") == ["serve"]
+    assert completed("ssd", "serve", "--draft-w") == ["--draft-width"]
+    assert completed("ssd", "version", "--f") == ["--full"]

@@ -70,7 +70,7 @@ class OutputConfig(Lenient):
     format: OutputSchema | None = None
 
 
-class Conversation(Lenient):
+class AskedConversation(Lenient):
     """What both paths are asked of."""
 
     messages: AnthropicMessages
@@ -109,13 +109,13 @@ class Conversation(Lenient):
         return ChatRequest.model_construct(**asked)
 
 
-class CountRequest(Conversation):
+class CountRequest(AskedConversation):
     """Body of `/v1/messages/count_tokens`."""
 
     model: str | None = None
 
 
-class MessagesRequest(Conversation, GenerationRequest):
+class MessagesRequest(AskedConversation, GenerationRequest):
     """Body of `/v1/messages`."""
 
     model_config = ConfigDict(

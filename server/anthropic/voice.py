@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ssd_serve.server.errors import ApiError
-from ssd_serve.server.openai.message_answers import Counted, Entry, Told
+from ssd_serve.server.openai.message_answers import Entry, TokenCount, Told
 from ssd_serve.server.openai.replies import ResponseHead
 
 
@@ -19,7 +19,7 @@ class AnthropicVoice:
         """Of the last block, where it is a call."""
         self._open = False
 
-    def opening(self, counted: Counted) -> Iterator[Told]:
+    def opening(self, counted: TokenCount) -> Iterator[Told]:
         """The message has begun."""
         message = {**self._message(), "stop_reason": None, "stop_sequence": None, "usage": _usage(counted)}
         yield _event("message_start", {"message": message})
@@ -34,13 +34,13 @@ class AnthropicVoice:
         for call in delta.get("tool_calls", ()):
             yield from self._call(call)
 
-    def closing(self, entry: Entry, counted: Counted) -> Iterator[Told]:
+    def closing(self, entry: Entry, counted: TokenCount) -> Iterator[Told]:
         """The last block's end, and why it ended."""
         yield from self._end()
         yield _event("message_delta", {"delta": _ended(entry), "usage": _usage(counted)})
         yield _event("message_stop", {})
 
-    def whole(self, entry: Entry, counted: Counted) -> Mapping[str, object]:
+    def whole(self, entry: Entry, counted: TokenCount) -> Mapping[str, object]:
         """All of it at once."""
         for _ in self.part({"delta": entry["message"]}):
             pass
@@ -106,7 +106,7 @@ def _event(kind: str, told: Mapping[str, object]) -> Told:
     return kind, {"type": kind, **told}
 
 
-def _usage(counted: Counted) -> dict[str, object]:
+def _usage(counted: TokenCount) -> dict[str, object]:
     return {
         "input_tokens": counted.prompt_tokens - counted.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -200,7 +200,7 @@ class Metrics(TypedDict):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Timings(TypedDict):
+class RequestTimings(TypedDict):
     """Where the time went, by llama.cpp's names and ours; of several choices the slowest."""
 
     queue_ms: Annotated[
@@ -241,7 +241,7 @@ class Chunk(Head):
     seed: NotRequired[int]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[Metrics]
-    timings: NotRequired[Timings]
+    timings: NotRequired[RequestTimings]
     obfuscation: NotRequired[Annotated[str, Field(description="padding that was asked for")]]
 
 
@@ -289,7 +289,7 @@ class Completion(Head):
     choices: list[CompletionChoice]
     usage: Usage
     metrics: Metrics
-    timings: Timings
+    timings: RequestTimings
 
 
 class CompletionChunk(Chunk):
@@ -372,7 +372,7 @@ class ChatCompletion(Head):
     choices: list[ChatChoice]
     usage: Usage
     metrics: Metrics
-    timings: Timings
+    timings: RequestTimings
     prompt_token_ids: NotRequired[list[int]]
 
 

@@ -30,7 +30,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class TokenCount:
     """Tokens so far. `cached_tokens` are 0 where they would tell what others have asked."""
 
     prompt_tokens: int
@@ -44,7 +44,7 @@ class Counted:
 class MessageVoice(Protocol):
     """How one API tells a message. Of a stream all methods are called but `whole`, in this order."""
 
-    def opening(self, counted: Counted) -> Iterable[Told]:
+    def opening(self, counted: TokenCount) -> Iterable[Told]:
         """Before the first token."""
         ...
 
@@ -52,11 +52,11 @@ class MessageVoice(Protocol):
         """More of the message."""
         ...
 
-    def closing(self, entry: Entry, counted: Counted) -> Iterable[Told]:
+    def closing(self, entry: Entry, counted: TokenCount) -> Iterable[Told]:
         """The end; `entry` is the last one."""
         ...
 
-    def whole(self, entry: Entry, counted: Counted) -> Mapping[str, object]:
+    def whole(self, entry: Entry, counted: TokenCount) -> Mapping[str, object]:
         """All of it."""
         ...
 
@@ -126,10 +126,10 @@ async def _events(visit: Visit, voice: MessageVoice) -> AsyncGenerator[bytes, No
         yield named_event(*told)
 
 
-def _counted(visit: Visit, tokens: int, thoughts: int, ending: Ending | None) -> Counted:
+def _counted(visit: Visit, tokens: int, thoughts: int, ending: Ending | None) -> TokenCount:
     usage = cast("Mapping[str, Any]", visit.usage(tokens, {} if ending is None else {0: ending}))
     cached: Mapping[str, int] = usage["prompt_tokens_details"] or {}
-    return Counted(
+    return TokenCount(
         usage["prompt_tokens"],
         tokens,
         cached.get("cached_tokens", 0),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ssd_serve.server.errors import ApiError
-from ssd_serve.server.openai.message_answers import Counted, Entry, Told
+from ssd_serve.server.openai.message_answers import Entry, TokenCount, Told
 from ssd_serve.server.openai.replies import ResponseHead
 
 Scored = Sequence[object] | msgspec.Raw
@@ -26,7 +26,7 @@ class ResponseVoice:
         """Whether the last item goes on."""
         self._events = 0
 
-    def opening(self, counted: Counted) -> Iterator[Told]:
+    def opening(self, counted: TokenCount) -> Iterator[Told]:
         """The response has begun."""
         del counted
         for kind in ("response.created", "response.in_progress"):
@@ -43,13 +43,13 @@ class ResponseVoice:
         for call in delta.get("tool_calls", ()):
             yield from self._call(call)
 
-    def closing(self, entry: Entry, counted: Counted) -> Iterator[Told]:
+    def closing(self, entry: Entry, counted: TokenCount) -> Iterator[Told]:
         """The last item's end, and all of it."""
         yield from self._end("completed")
         response = self._finished(entry, counted)
         yield self._event(f"response.{response['status']}", {"response": response})
 
-    def whole(self, entry: Entry, counted: Counted) -> Mapping[str, object]:
+    def whole(self, entry: Entry, counted: TokenCount) -> Mapping[str, object]:
         """All of it at once."""
         for _ in self.part({"delta": entry["message"], "logprobs": entry.get("logprobs")}):
             pass
@@ -62,7 +62,7 @@ class ResponseVoice:
         told = {"code": error.code, "message": error.message, "param": error.param}
         return self._event("error", {**told, **error.body()})
 
-    def _finished(self, entry: Entry, counted: Counted) -> dict[str, object]:
+    def _finished(self, entry: Entry, counted: TokenCount) -> dict[str, object]:
         cut = entry.get("finish_reason") == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         return {

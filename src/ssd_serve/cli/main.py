@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from ssd_serve import __version__
+from ssd_serve.cli.completion import SHELLS, completion
 from ssd_serve.cli.draft import add_draft
 from ssd_serve.cli.flags import Commands, Parser, add_settings_flags, given_config, given_flags
 from ssd_serve.cli.replay_command import add_replay
@@ -120,6 +121,7 @@ def build_parser() -> Parser:
     add_report(commands)
     add_replay(commands)
     _add_version(commands)
+    _add_completion(commands)
     for name, (module, text) in _OTHER_ROOMS.items():
         commands.add_parser(name, help=text, fill=partial(_fill, module))
     _add_worker(commands)
@@ -188,6 +190,18 @@ def _add_version(commands: Commands) -> None:
     parser = commands.add_parser("version", help="the version, and with --full all that a report needs")
     parser.add_argument("--full", action="store_true", help="also of what it runs on, as JSON")
     parser.set_defaults(run=_run_version)
+
+
+def _add_completion(commands: Commands) -> None:
+    parser = commands.add_parser("completion", help="a script that completes words in a shell")
+    parser.add_argument("shell", choices=SHELLS, help='for bash: eval "$(ssd completion bash)"')
+    parsers = commands.choices
+
+    def run(args: argparse.Namespace) -> int:
+        print(completion(args.shell, {name: parsers[name] for name in parsers if name != "worker"}), end="")
+        return 0
+
+    parser.set_defaults(run=run)
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
@@ -268,9 +282,9 @@ def _run_version(args: argparse.Namespace) -> int:
     if not args.full:
         print(f"ssd {__version__}")
         return 0
-    from ssd_serve.bench.machine import hardware, versions
+    from ssd_serve.cli.version import full_version
 
-    print(json.dumps({"version": __version__, "versions": versions(), "hardware": hardware()}, indent=2))
+    print(json.dumps(full_version(), indent=2))
     return 0
 
 
