@@ -18,9 +18,8 @@ from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
 from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.hub import find_model, model_here
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.ranks.parallel import Parallel
-from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.settings import Settings
 
@@ -51,10 +50,7 @@ def assemble_drafter(
     limits = GrowthLimits(
         widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes, context=texts.context
     )
-    if not settings.draft_grammars:
-        grammars = None
-    elif grammars is None:
-        grammars = _grammars(settings, draft, texts)
+    followed = (grammars or _grammars(texts)) if settings.draft_grammars else None
     core = build_core(
         CoreParts(
             guesses=loaded.source,
@@ -63,7 +59,7 @@ def assemble_drafter(
             name=name,
             log=log,
             widths=widths,
-            paths=None if grammars is None else GrammarPaths(grammars),
+            paths=None if followed is None else GrammarPaths(followed),
         )
     )
     return AssembledDrafter(core, greeting(loaded, draft, name, loaded.seconds[widths.width]))
@@ -103,15 +99,13 @@ def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
     )
 
 
-def _grammars(settings: Settings, draft: str, texts: Texts) -> Grammars | None:
-    """Those of the texts, where this machine has files of a tokenizer of theirs."""
-    own = None if is_source(draft) or own_layers(draft) else model_here(draft, "draft")
-    for folder in (model_here(settings.target, "target"), own):
-        if folder is not None and (tokenizer := Tokenizer(folder)).vocabulary_hash() == texts.tokenizer:
-            grammars = Grammars(tokenizer.to_json, texts.vocabulary, texts.ends)
-            grammars.prepare()
-            return grammars
-    return None
+def _grammars(texts: Texts) -> Grammars | None:
+    """Those of the texts, where a source can spell them."""
+    if texts.spelled is None:
+        return None
+    grammars = Grammars(texts.spelled, texts.vocabulary, texts.ends)
+    grammars.prepare()
+    return grammars
 
 
 def _folder(settings: Settings, draft: str, layers: int | None) -> Path | None:

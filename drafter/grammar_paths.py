@@ -21,7 +21,9 @@ class _Text:
 
     __slots__ = ("compiling", "output", "parameters", "state")
 
-    def __init__(self, parameters: SamplingParameters, output: list[int], compiling: Future[None]) -> None:
+    def __init__(
+        self, parameters: SamplingParameters, output: list[int], compiling: Future[None] | None
+    ) -> None:
         self.parameters = parameters
         self.compiling = compiling
         self.output = output
@@ -42,7 +44,8 @@ class GrammarPaths:
         """Begin with a request, or begin it again."""
         self.close(request)
         if parameters.grammar or parameters.thinking_budget:
-            compiling = self._compiler.submit(self._compile, parameters.grammar)
+            named = parameters.grammar
+            compiling = self._compiler.submit(self._grammars.compile, named) if named else None
             self._texts[request] = _Text(parameters, list(output), compiling)
 
     def commit(self, request: int, tokens: Sequence[int]) -> None:
@@ -93,18 +96,15 @@ class GrammarPaths:
             for tokens, values in [only(masks[row], branch.tokens, branch.log_probabilities)]
         ]
 
-    def _compile(self, grammar: str) -> None:
-        if grammar:
-            self._grammars.compile(grammar)
-
     def _state(self, request: int) -> OutputState | None:
         """Where a request's output stands, once that is known."""
         text = self._texts.get(request)
-        if text is None or not text.compiling.done():
+        if text is None or (text.compiling is not None and not text.compiling.done()):
             return None
         if text.state is None:
             try:
-                text.compiling.result()
+                if text.compiling is not None:
+                    text.compiling.result()
                 vocabulary = self._grammars.vocabulary
                 text.state = output_state(text.parameters, text.output, vocabulary, self._grammars)
             except GrammarError:

@@ -35,7 +35,8 @@ _LONGEST_TROUBLE = 400
 """Characters of what the library says of a grammar; it repeats all of it."""
 _KEPT = 64
 """Compiled grammars that are kept, those that were used last."""
-_ANY = -1
+ANY = -1
+"""A word of a mask that leaves nothing out."""
 
 
 class OutputState(Protocol):
@@ -95,7 +96,7 @@ class GrammarState:
         parents: Sequence[int] = (),
         wanted: Collection[int] | None = None,
     ) -> Masks:
-        masks = np.full((1 + len(tokens), self._words), _ANY, dtype=np.int32)
+        masks = np.full((1 + len(tokens), self._words), ANY, dtype=np.int32)
         below: list[list[int]] = [[] for _ in range(1 + len(tokens))]
         for node, parent in enumerate(parents):
             below[1 + parent].append(node)

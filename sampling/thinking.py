@@ -10,9 +10,7 @@ import numpy as np
 
 from ssd_serve.errors import GrammarError
 from ssd_serve.messages import SamplingParameters, ThinkingBudget
-from ssd_serve.sampling.grammar import Grammars, Mask, Masks, OutputState
-
-_ANY = -1
+from ssd_serve.sampling.grammar import ANY, Grammars, Mask, Masks, OutputState
 
 
 class _Place(NamedTuple):
@@ -25,7 +23,7 @@ class _Place(NamedTuple):
 
 
 class ThinkingState:
-    """Where one output stands in its thoughts, and in what must follow them."""
+    """Where one output stands in its thoughts, and in what must follow them; see `OutputState`."""
 
     def __init__(self, budget: ThinkingBudget, words: int, inner: OutputState | None = None) -> None:
         """`words` of a row's mask; `inner`: what the output must match besides."""
@@ -35,18 +33,15 @@ class ThinkingState:
         self._place = _Place(begun=not budget.begin)
 
     def copy(self) -> "ThinkingState":
-        """Another output that stands there."""
         other = ThinkingState(self._budget, self._words, self._inner and self._inner.copy())
         other._place = self._place
         return other
 
     @property
     def trouble(self) -> str:
-        """Why nothing more can be matched, if so."""
         return self._inner.trouble if self._inner is not None else ""
 
     def take(self, tokens: Sequence[int]) -> int:
-        """The output goes on; how many of the tokens may come."""
         allowed = len(tokens) if self._inner is None else self._inner.take(tokens)
         for index, token in enumerate(tokens[:allowed]):
             if self._forced(self._place) not in (None, token):
@@ -60,10 +55,9 @@ class ThinkingState:
         parents: Sequence[int] = (),
         wanted: Collection[int] | None = None,
     ) -> Masks:
-        """See `GrammarState`."""
-        rows = 1 + len(tokens)
-        masks = np.full((rows, self._words), _ANY, dtype=np.int32)
-        if self._inner is not None:
+        if self._inner is None:
+            masks = np.full((1 + len(tokens), self._words), ANY, dtype=np.int32)
+        else:
             masks = self._inner.masks(tokens, parents, wanted)
         places = [self._place]
         for token, parent in zip(tokens, parents, strict=True):

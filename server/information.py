@@ -8,13 +8,15 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ssd_serve import __version__
+from ssd_serve.engine_settings import EngineSettings
 from ssd_serve.hub_id import hub_id
 from ssd_serve.messages import Decided, Price
 from ssd_serve.server.service import Service
-from ssd_serve.settings import SECRETS, Settings
+from ssd_serve.settings import Settings
 
 _OF_ENGINE = ("target", "draft", "mode", "target_device", "draft_device", "vocabulary", "slots")
-_PRIVATE = frozenset({"system_prompt", "api_keys_file", "tls_key", "tls_certificate", "record", "run_dir"})
+_TOLD = EngineSettings.model_fields.keys() - {"cache_dir", "drafter_address"}
+"""Settings whose values may be told: no secrets, no paths and addresses of the operator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class InformationEndpoints:
         return JSONResponse({"server_load": engine.active, **more})
 
     async def server_info(self) -> Response:
-        """What serves, on what, and which settings are not the usual ones. Of a setting that may be a secret
-        or a private text only that it is set."""
+        """What serves, on what, and which settings are not the usual ones; of those that do not say how it
+        generates only that they are set."""
         service, ready = self.service, self.service.engine.ready
         status = service.engine.status
         told: dict[str, object] = {
@@ -95,7 +97,7 @@ class InformationEndpoints:
 def _changed(settings: Settings) -> dict[str, object]:
     """The settings that are not the usual ones."""
     told: dict[str, object] = json.loads(settings.model_dump_json(exclude_defaults=True))
-    return {name: "set" if name in SECRETS | _PRIVATE else value for name, value in told.items()}
+    return {name: value if name in _TOLD else "set" for name, value in told.items()}
 
 
 def _speculation(decided: Decided) -> dict[str, object]:

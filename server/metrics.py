@@ -351,8 +351,8 @@ class Stopwatch:
 
     def figures(self, figures: Figures) -> None:
         """The engine has told what it did."""
-        if self._first is not None:
-            self._metrics.observe_prompt(self._first - self._begun, figures.prompt_s)
+        if self.first_token_s is not None:
+            self._metrics.observe_prompt(self.first_token_s, figures.prompt_s)
         if figures.rounds:
             self._metrics.round_tokens.observe(figures.tokens / figures.rounds)
 

@@ -3,7 +3,7 @@
 Knows settings and folders; not how anything is guessed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Texts:
     context: int
     ends: tuple[int, ...]
     """Ids that end a text."""
+    spelled: Callable[[], str] | None = None
+    """tokenizer.json, where grammars can be followed by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +65,5 @@ def texts_of(folder: Path, context: int | None) -> Texts:
     """Those of a model in this folder, of at most so many tokens."""
     config = load_description(folder).config
     most = min(context or config.context, config.context)
-    return Texts(Tokenizer(folder).vocabulary_hash(), config.vocabulary, most, config.eos_token_ids)
+    tokenizer, ends = Tokenizer(folder), config.eos_token_ids
+    return Texts(tokenizer.vocabulary_hash(), config.vocabulary, most, ends, tokenizer.to_json)

@@ -69,7 +69,9 @@ def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tupl
     """The model as it is where the target's ids mean the same to it, else one that translates them. Raises
     `PairMismatchError` where too few tokens are common. Without the target's files it speaks its own."""
     facts = model.facts
-    own_texts = Texts(own.vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids)
+    own_texts = Texts(
+        own.vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids, own.to_json
+    )
     folder = model_here(settings.target, "target") if "target" in settings.model_fields_set else None
     if folder is None:
         return model, own_texts

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from ssd_serve.server.limits import MAX_MESSAGES
-from ssd_serve.server.openai.fields import Lenient, ToolName
+from ssd_serve.server.openai.fields import Lenient, ToolName, by_type, text_or_list
 from ssd_serve.server.openai.protocol import CalledFunction, Message, ToolCall, model_message
 
 
@@ -49,30 +49,10 @@ class ToolUseBlock(_Block):
     input: dict[str, object]
 
 
-def _tags(kinds: Sequence[str]) -> Discriminator:
-    def kind_of(value: object) -> str | None:
-        kind: Any = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return f"<{kind}>" if kind in kinds else None
-
-    return Discriminator(
-        kind_of,
-        custom_error_type="block_type",
-        custom_error_message=f"Input should have one of the types {', '.join(kinds)}",
-    )
-
-
-def _text_or_list(value: object) -> str:
-    return "<text>" if isinstance(value, str) else "<list>"
-
-
 Texts = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[
-        list[Annotated[Annotated[TextBlock, Tag("<text>")], _tags(["text"])]],
-        Field(fail_fast=True, max_length=1024),
-        Tag("<list>"),
-    ],
-    Discriminator(_text_or_list),
+    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=1024), Tag("<list>")],
+    text_or_list("text blocks"),
 ]
 
 
@@ -91,7 +71,7 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    _tags(["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]),
+    by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 
 
@@ -102,7 +82,7 @@ class AnthropicMessage(Lenient):
     content: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[Block], Field(fail_fast=True, max_length=1024), Tag("<list>")],
-        Discriminator(_text_or_list),
+        text_or_list("blocks"),
     ]
 
 

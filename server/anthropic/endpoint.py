@@ -1,6 +1,6 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: their requests are chat requests in other words."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -11,8 +11,9 @@ from ssd_serve.server.anthropic.voice import AnthropicVoice
 from ssd_serve.server.openai.answers import Job
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.conversation import TemplateInput
+from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.envelope import told_ignored
-from ssd_serve.server.openai.message_answers import MessageVoice, read_and_answered
+from ssd_serve.server.openai.message_answers import Spoken
 from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.service import Service
 
@@ -25,7 +26,7 @@ class MessagesEndpoint:
 
     async def handle(self, request: Request) -> Response:
         """Check, run, answer."""
-        return await read_and_answered(self.service, request, MessagesRequest, self._plan)
+        return await checked_run_answered(self.service, request, MessagesRequest, self._plan)
 
     async def count(self, request: Request) -> Response:
         """How many tokens a conversation has."""
@@ -35,9 +36,9 @@ class MessagesEndpoint:
         )
         return JSONResponse({"input_tokens": count}, headers=told_ignored(request))
 
-    async def _plan(self, body: MessagesRequest, name: str) -> tuple[Job, MessageVoice]:
+    async def _plan(self, body: MessagesRequest, name: str) -> Job:
         job = await ChatEndpoint(self.service).job(body.asked(), name)
-        return job, AnthropicVoice(job.head)
+        return replace(job, manner=Spoken(AnthropicVoice(job.head)))
 
     async def _count(self, body: CountRequest, ready: Ready) -> int:
         service = self.service

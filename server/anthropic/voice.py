@@ -42,10 +42,6 @@ class AnthropicVoice:
 
     def whole(self, entry: Entry, counted: TokenCount) -> Mapping[str, object]:
         """All of it at once."""
-        for _ in self.part({"delta": entry["message"]}):
-            pass
-        for _ in self._end():
-            pass
         return {**self._message(), **_ended(entry), "usage": _usage(counted), "metrics": counted.metrics}
 
     def failed(self, error: ApiError) -> Told:

@@ -96,13 +96,13 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         headers: dict[str, str],
         ping_s: float,
-        failed: Callable[[ApiError], bytes] | None = None,
+        failed: Callable[[ApiError], bytes],
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._ping_s = ping_s
-        self._failed = failed or (lambda error: event(error.body()))
+        self._failed = failed
         self._turn = asyncio.Lock()
         self._begun = False
         self._sent_at = 0.0

@@ -3,7 +3,7 @@
 What differs between the two is a `AnswerShape`. Knows neither request bodies nor the engine.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,6 +13,7 @@ from fastapi import Request, Response
 from ssd_serve.server.access.auth import tenant_of
 from ssd_serve.server.access.tenants import Tenant
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending, Run
+from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import HEADER
 from ssd_serve.server.http.streaming import DONE, EventStream, event, obfuscated, while_connected
@@ -82,6 +83,8 @@ class Job:
     """Whether the tokens of each round are told."""
     told_figures: bool = True
     """Whether a stream's last chunk tells the figures of speculation."""
+    manner: "Manner | None" = None
+    """None: as chat completions and completions tell it."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -133,15 +136,45 @@ class Visit:
         return usage(job.prompt_tokens, tokens, cached)
 
 
+class Manner(Protocol):
+    """How a run becomes a response."""
+
+    async def whole(self, visit: Visit) -> Mapping[str, object]:
+        """The body of a response."""
+        ...
+
+    def events(self, visit: Visit) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of one that breaks off."""
+        ...
+
+
+class _InChoices:
+    """By a job's `AnswerShape`."""
+
+    async def whole(self, visit: Visit) -> Mapping[str, object]:
+        return await _whole(visit)
+
+    def events(self, visit: Visit) -> AsyncGenerator[bytes, None]:
+        return _events(visit)
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+
 async def answer(service: Service, request: Request, job: Job) -> Response:
     """Run the job for as long as the client stays connected. Raises 429 where its key has no tokens left."""
     tenant = tenant_of(request)
     tenant.begin_prompt(job.charged_tokens)
     visit = Visit(service, job, tenant, service.tenants.salt(tenant, job.asked.cache_salt))
     headers = {HEADER: job.head.name, **told_ignored(request)}
+    manner = job.manner or _InChoices()
     if job.stream:
-        return EventStream(_events(visit), headers, service.limits.ping_s)
-    body = await while_connected(request.receive, _whole(visit))
+        return EventStream(manner.events(visit), headers, service.limits.ping_s, manner.failed)
+    body = await while_connected(request.receive, manner.whole(visit))
     return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
 
 
@@ -164,7 +197,11 @@ async def _whole(visit: Visit) -> dict[str, object]:
             yield
         return written
 
-    choices = await visit.service.off_loop.steps(sum(map(output_units, outputs)), write())
+    units = sum(
+        len(output.tokens) + _SCORED_UNITS * (len(output.logprobs) + len(output.prompt_logprobs))
+        for output in outputs
+    )
+    choices = await visit.service.off_loop.steps(units, write())
     return {
         **job.head.object(job.shape.whole_kind),
         "seed": job.head.seed,
@@ -174,11 +211,6 @@ async def _whole(visit: Visit) -> dict[str, object]:
         "timings": visit.timings(sum(len(output.tokens) for output in outputs), endings),
         **job.shape.extra(),
     }
-
-
-def output_units(output: ChoiceOutput) -> int:
-    """How much work it is to write a whole choice."""
-    return len(output.tokens) + _SCORED_UNITS * (len(output.logprobs) + len(output.prompt_logprobs))
 
 
 async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:

@@ -164,15 +164,34 @@ def _one_or_list(value: object) -> str | None:
     return "<list>" if isinstance(value, list) else None
 
 
+def text_or_list(of: str) -> Discriminator:
+    """Tells `<text>` from a `<list>` of something."""
+    return Discriminator(
+        _one_or_list,
+        custom_error_type="text_or_list",
+        custom_error_message=f"Input should be a string or a list of {of}",
+    )
+
+
+def by_type(*kinds: str, usual: str | None = None) -> Discriminator:
+    """Tells objects by their `type`; `usual` is that of one that does not say it."""
+
+    def kind_of(value: object) -> str | None:
+        kind: Any = value.get("type", usual) if isinstance(value, dict) else getattr(value, "type", None)
+        return f"<{kind}>" if isinstance(kind, str) and kind in kinds else None
+
+    return Discriminator(
+        kind_of,
+        custom_error_type="by_type",
+        custom_error_message=f"Input should have one of the types {', '.join(kinds)}",
+    )
+
+
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     Annotated[StopText, Tag("<text>")]
     | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("<list>")],
-    Discriminator(
-        _one_or_list,
-        custom_error_type="stop_type",
-        custom_error_message="Input should be a string or a list of strings",
-    ),
+    text_or_list("strings"),
 ]
 
 
@@ -285,9 +304,5 @@ class TextPart(Lenient):
 Content = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024), Tag("<list>")],
-    Discriminator(
-        _one_or_list,
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
+    text_or_list("text parts"),
 ]

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 
+from ssd_serve.server import information_models
 from ssd_serve.server.access.auth import METRICS_PATH
 from ssd_serve.server.access.tenants import RATE_HEADERS
 from ssd_serve.server.anthropic import answer as message_answer
@@ -121,19 +122,23 @@ class Operation:
 _BODY = (400, 404, 408, 413, 415, 429)
 _ASK = [{"role": "user", "content": "What is speculative decoding?"}]
 OPERATIONS: dict[str, Operation] = {
-    "/health": Operation("can a token be generated now?", answers.Health, open=True),
-    "/ping": Operation("the same as /health", answers.Health, open=True, methods=("get", "head", "post")),
+    "/health": Operation("can a token be generated now?", information_models.Health, open=True),
+    "/ping": Operation(
+        "the same as /health", information_models.Health, open=True, methods=("get", "head", "post")
+    ),
     "/v1/models": Operation(
         "the served model",
-        answers.ModelList,
+        information_models.ModelList,
         links={
             "card": {"operationId": "get_v1_models_name", "parameters": {"name": "$response.body#/data/0/id"}}
         },
     ),
-    "/v1/models/{name}": Operation("one model", answers.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)),
-    "/version": Operation("the version of the package", answers.Version),
-    "/load": Operation("requests in flight, and why it speculates or not", answers.Load),
-    "/server_info": Operation("what serves, on what, and how it is set", answers.ServerInfo),
+    "/v1/models/{name}": Operation(
+        "one model", information_models.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)
+    ),
+    "/version": Operation("the version of the package", information_models.Version),
+    "/load": Operation("requests in flight, and why it speculates or not", information_models.Load),
+    "/server_info": Operation("what serves, on what, and how it is set", information_models.ServerInfo),
     METRICS_PATH: Operation("figures for Prometheus", PLAIN),
     "/openapi.json": Operation("this document", dict),
     "/v1/completions": Operation(

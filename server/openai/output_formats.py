@@ -3,12 +3,12 @@
 Knows their shapes, not what follows from them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Discriminator, Field, Tag
+from pydantic import AliasChoices, Field, Tag
 
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS
-from ssd_serve.server.openai.fields import Lenient, not_built
+from ssd_serve.server.openai.fields import Lenient, by_type, not_built
 
 Schema = Annotated[dict[str, object], Field(description="a JSON schema")]
 Expression = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
@@ -58,22 +58,12 @@ class StructuralTags(Lenient):
     triggers: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(min_length=1, max_length=64)
 
 
-def _type_of(value: object) -> str | None:
-    kind: Any = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if isinstance(kind, str) and kind in _KINDS else None
-
-
-_KINDS = ("text", "json_object", "json_schema", "structural_tag")
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[JsonObject, Tag("<json_object>")]
     | Annotated[JsonOfSchema, Tag("<json_schema>")]
     | Annotated[StructuralTags, Tag("<structural_tag>")],
-    Discriminator(
-        _type_of,
-        custom_error_type="response_format",
-        custom_error_message=f"Input should have one of the types {', '.join(_KINDS)}",
-    ),
+    by_type("text", "json_object", "json_schema", "structural_tag"),
 ]
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+import yaml  # type: ignore[import-untyped]
+
 from ssd_serve.errors import SettingsError
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import successor, suggestion
@@ -11,8 +13,6 @@ from ssd_serve.settings_sources import successor, suggestion
 
 def read_config(path: Path) -> dict[str, object]:
     """The settings that the file names. Raises `SettingsError` for what is not a setting, or no such file."""
-    import yaml  # type: ignore[import-untyped]
-
     try:
         found: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,8 +1,8 @@
 """A drafter as its settings want it."""
 
+import itertools
 import json
 import random
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.errors import PairMismatchError, SettingsError
-from ssd_serve.messages import Hello, Open, SamplingParameters
+from ssd_serve.messages import Close, Hello, Open, SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.grammar_text import of_choice, written
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
+from tests.waiting import until
 
 
 def settings(draft: str) -> Settings:
@@ -39,10 +40,17 @@ def test_a_drafter_keeps_to_grammars_unless_it_shall_not(keeps: bool, kept: int)
     named = settings("embedded").model_copy(update={"draft_grammars": keeps})
     core = assemble_drafter(named, "d0", "cpu", None).core
     forced = SamplingParameters(temperature=0.0, grammar=written(of_choice(["\n"])))
-    core.handle(Open(1, 1, (5, 6, 7), (), forced, 0, root=1))
-    time.sleep(0.5)  # it is compiled beside
-    (growth,) = core.step()
-    assert len(growth.tokens) == 4 * kept
+    numbers = itertools.count(1)
+
+    def candidates() -> int:
+        """Of the root of a new request."""
+        number = next(numbers)
+        core.handle(Open(number, 1, (5, 6, 7), (), forced, 0, root=1))
+        (growth,) = core.step()
+        core.handle(Close(number, 1))
+        return len(growth.tokens) // 4
+
+    until(lambda: candidates() == kept)  # a grammar is compiled beside
 
 
 def grown(target: Path, draft: Path) -> tuple[Hello, list[int], list[float]]:

@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -11,8 +12,8 @@ from pydantic import TypeAdapter
 
 from ssd_serve.bench.metrics_page import metric
 from ssd_serve.messages import Decided, Price, Progress, Ready, Status, Why
+from ssd_serve.server.information_models import Load
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openai.answer_models import Load
 from ssd_serve.server.service import model_name
 from ssd_serve.settings import Settings
 from tests.server.fakes import CONTEXT, FIGURES, READY, STATUS, say
@@ -231,14 +232,21 @@ async def test_times_of_prompts_are_measured_where_they_may_be_told(
 
 
 async def test_what_serves_is_told() -> None:
-    settings = Settings(draft_depth=7, system_prompt="A secret of the operator's")
+    settings = Settings(
+        draft_depth=7,
+        system_prompt="A secret of the operator's",
+        drafter_address="tcp://10.0.0.1:4711",
+        cache_dir=Path("/home/me/cache"),
+        cluster_key="secret-of-the-cluster-of-this-test",
+    )
     async with open_house(lambda _: say("x"), settings) as house:
         await until_told(house, STATUS)
         info = (await house.http.get("/server_info")).json()
     assert (info["target"], info["draft"], info["mode"]) == ("fake-target", "fake-draft", "ssd")
     assert (info["target_device"], info["draft_device"]) == ("cpu:0", "cpu:1")
     assert info["tree_decode_backend"] == "triton"
-    assert info["settings"] == {"draft_depth": 7, "system_prompt": "set"}
+    private = ("system_prompt", "drafter_address", "cache_dir", "cluster_key")
+    assert info["settings"] == {"draft_depth": 7, **dict.fromkeys(private, "set")}
 
 
 async def test_the_commit_of_a_hub_model_is_told() -> None:

@@ -1,12 +1,14 @@
 """What `input` of `/v1/responses` holds, and the messages that a chat template reads of it."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+import msgspec
+from pydantic import AfterValidator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from ssd_serve.server.limits import MAX_MESSAGES
-from ssd_serve.server.openai.fields import Lenient, NotBuilt
+from ssd_serve.server.openai.fields import Lenient, NotBuilt, by_type, text_or_list
 from ssd_serve.server.openai.protocol import CalledFunction, Message, ToolCall, model_message
 
 
@@ -26,14 +28,10 @@ class ThoughtText(Lenient):
     text: str
 
 
-def _text_or_list(value: object) -> str:
-    return "<text>" if isinstance(value, str) else "<list>"
-
-
 Texts = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[InputText], Field(fail_fast=True, max_length=1024), Tag("<list>")],
-    Discriminator(_text_or_list),
+    text_or_list("texts"),
 ]
 
 
@@ -52,13 +50,21 @@ class InputMessage(_Item):
     content: Texts
 
 
+def _json(text: str) -> str:
+    try:
+        msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError as error:
+        raise PydanticCustomError("json", "not JSON: {why}", {"why": str(error)}) from error
+    return text
+
+
 class FunctionCall(_Item):
     """A call that the model made."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_json)]
 
 
 class FunctionCallOutput(_Item):
@@ -78,30 +84,18 @@ class Reasoning(_Item):
     encrypted_content: NotBuilt = None
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
-
-
-def _kind_of(value: object) -> str | None:
-    kind: Any = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in _KINDS else None
-
-
 AnyItem = InputMessage | FunctionCall | FunctionCallOutput | Reasoning
 Item = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[Reasoning, Tag("<reasoning>")],
-    Discriminator(
-        _kind_of,
-        custom_error_type="item_type",
-        custom_error_message=f"Input should have one of the types {', '.join(_KINDS)}",
-    ),
+    by_type("message", "function_call", "function_call_output", "reasoning", usual="message"),
 ]
 Items = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("<list>")],
-    Discriminator(_text_or_list),
+    text_or_list("items"),
 ]
 
 

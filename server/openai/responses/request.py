@@ -7,7 +7,7 @@ from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.limits import MAX_LABELS, MAX_TOOLS
-from ssd_serve.server.openai.fields import Lenient, NotBuilt, Tokens, ToolName, not_built
+from ssd_serve.server.openai.fields import Lenient, NotBuilt, Tokens, ToolName, by_type, not_built
 from ssd_serve.server.openai.output_formats import (
     JsonObject,
     JsonOfSchema,
@@ -66,14 +66,6 @@ class FlatSchema(Lenient):
     strict: bool | None = None
 
 
-def _type_of(value: object) -> str | None:
-    kind: Any = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in _FORMATS else None
-
-
-_FORMATS = ("text", "json_object", "json_schema")
-
-
 class TextSettings(Lenient):
     """How the answer is written."""
 
@@ -82,11 +74,7 @@ class TextSettings(Lenient):
             Annotated[TextFormat, Tag("<text>")]
             | Annotated[JsonObject, Tag("<json_object>")]
             | Annotated[FlatSchema, Tag("<json_schema>")],
-            Discriminator(
-                _type_of,
-                custom_error_type="response_format",
-                custom_error_message=f"Input should have one of the types {', '.join(_FORMATS)}",
-            ),
+            by_type("text", "json_object", "json_schema"),
         ]
         | None
     ) = None

@@ -4,14 +4,10 @@ its end."""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.openai.message_answers import Entry, TokenCount, Told
 from ssd_serve.server.openai.replies import ResponseHead
 
-Scored = Sequence[object] | msgspec.Raw
-"""Tokens with their probabilities; of a whole answer they are written already."""
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
@@ -38,23 +34,19 @@ class ResponseVoice:
         if delta.get("reasoning_content"):
             yield from self._text("reasoning", delta["reasoning_content"], [])
         if delta.get("content"):
-            scored: Scored = (entry.get("logprobs") or {}).get("content", [])
+            scored: Sequence[object] = (entry.get("logprobs") or {}).get("content", [])
             yield from self._text("message", delta["content"], scored)
         for call in delta.get("tool_calls", ()):
             yield from self._call(call)
 
     def closing(self, entry: Entry, counted: TokenCount) -> Iterator[Told]:
         """The last item's end, and all of it."""
-        yield from self._end("completed")
+        yield from self._end()
         response = self._finished(entry, counted)
         yield self._event(f"response.{response['status']}", {"response": response})
 
     def whole(self, entry: Entry, counted: TokenCount) -> Mapping[str, object]:
         """All of it at once."""
-        for _ in self.part({"delta": entry["message"], "logprobs": entry.get("logprobs")}):
-            pass
-        for _ in self._end("completed"):
-            pass
         return self._finished(entry, counted)
 
     def failed(self, error: ApiError) -> Told:
@@ -99,10 +91,10 @@ class ResponseVoice:
             **self._echo,
         }
 
-    def _text(self, kind: str, text: str, scored: Scored) -> Iterator[Told]:
+    def _text(self, kind: str, text: str, scored: Sequence[object]) -> Iterator[Told]:
         """More words, or thoughts."""
         if not self._open or self._items[-1]["type"] != kind:
-            yield from self._end("completed")
+            yield from self._end()
             own: dict[str, object] = {"role": "assistant"} if kind == "message" else {"summary": []}
             yield from self._begin(kind, {**own, "content": []})
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -113,8 +105,7 @@ class ResponseVoice:
         part = self._items[-1]["content"][0]
         part["text"] += text
         if kind == "message":
-            whole = isinstance(scored, msgspec.Raw)
-            part["logprobs"] = scored if whole else [*part["logprobs"], *scored]
+            part["logprobs"].extend(scored)
             yield self._event(
                 "response.output_text.delta", {**self._place(), "delta": text, "logprobs": scored}
             )
@@ -125,7 +116,7 @@ class ResponseVoice:
         """A call begins, or goes on."""
         function: Mapping[str, str] = call["function"]
         if "id" in call:
-            yield from self._end("completed")
+            yield from self._end()
             yield from self._begin(
                 "function_call", {"call_id": call["id"], "name": function["name"], "arguments": ""}
             )
@@ -142,13 +133,13 @@ class ResponseVoice:
         self._open = True
         yield self._event("response.output_item.added", {**self._item(), "item": dict(self._items[-1])})
 
-    def _end(self, status: str) -> Iterator[Told]:
+    def _end(self) -> Iterator[Told]:
         """The last item is complete."""
         if not self._open:
             return
         self._open = False
         item = self._items[-1]
-        item["status"] = status
+        item["status"] = "completed"
         if item["type"] == "function_call":
             told = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", {**self._place(part=False), **told})

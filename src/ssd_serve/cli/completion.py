@@ -1,9 +1,5 @@
-"""`ssd completion`: what a shell needs to complete commands and flags, made of the parsers themselves.
+"""`ssd completion`: what a shell needs to complete words. Knows shells, not what any flag does."""
 
-Knows parsers and shells, not what any flag does.
-"""
-
-import argparse
 from collections.abc import Mapping, Sequence
 
 SHELLS = ("bash", "zsh", "fish")
@@ -22,31 +18,21 @@ complete -F _ssd ssd
 """
 
 
-def completion(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """The script for one of the `SHELLS`, which its user's start-up file evaluates."""
-    flags = {name: _flags(parser) for name, parser in parsers.items()}
+def completion(shell: str, words: Mapping[str, Sequence[str]]) -> str:
+    """The script for one of the `SHELLS`, which its user's start-up file evaluates. `words`: by command, its
+    flags and what may follow it."""
     if shell == "fish":
-        return _fish(flags)
-    cases = "\n".join(f'      {name}) words="{" ".join(each)}" ;;' for name, each in flags.items())
-    script = _BASH.format(commands=" ".join(flags), cases=cases)
+        return _fish(words)
+    cases = "\n".join(f'      {name}) words="{" ".join(each)}" ;;' for name, each in words.items())
+    script = _BASH.format(commands=" ".join(words), cases=cases)
     return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
 
 
-def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Long flags, and the words that may follow."""
-    found: list[str] = []
-    for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
-        found += [each for each in action.option_strings if each.startswith("--")]
-        if isinstance(action, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]
-            found += list(action.choices)
-    return found
-
-
-def _fish(flags: Mapping[str, Sequence[str]]) -> str:
-    lines = [f"complete -c ssd -n __fish_use_subcommand -f -a '{' '.join(flags)}'"]
-    for name, each in flags.items():
+def _fish(words: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"complete -c ssd -n __fish_use_subcommand -f -a '{' '.join(words)}'"]
+    for name, each in words.items():
         seen = f"-n '__fish_seen_subcommand_from {name}'"
         lines += [f"complete -c ssd {seen} -l {flag[2:]}" for flag in each if flag.startswith("--")]
-        words = [word for word in each if not word.startswith("--")]
-        lines += [f"complete -c ssd {seen} -f -a '{' '.join(words)}'"] if words else []
+        others = [word for word in each if not word.startswith("--")]
+        lines += [f"complete -c ssd {seen} -f -a '{' '.join(others)}'"] if others else []
     return "\n".join(lines) + "\n"

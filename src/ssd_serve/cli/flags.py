@@ -61,9 +61,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         """Refuse what is unknown here already: this parser knows which flags were possible."""
-        if self._fill is not None:
-            fill, self._fill = self._fill, None
-            fill(self)
+        self._filled()
         known, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("-"):
@@ -73,6 +71,23 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             raise SettingsError(f"the argument '{unknown[0]}' is one too many (`{self.prog} --help`)")
         return known, unknown
+
+    @property
+    def words(self) -> list[str]:
+        """Its long flags, and the words that may follow it."""
+        self._filled()
+        flags = [each for each in self._option_string_actions if each.startswith("--")]
+        return flags + [
+            str(word)
+            for action in self._actions
+            if not action.option_strings and action.choices
+            for word in action.choices
+        ]
+
+    def _filled(self) -> None:
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
 
     def error(self, message: str) -> NoReturn:
         """What argparse found wrong, as an error of ours."""

@@ -6,6 +6,8 @@ Knows flags and how to print; nothing of how tokens come about.
 import json
 import math
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ssd_serve.engine_settings import Mode
@@ -32,7 +34,7 @@ class GenerateOptions:
     max_tokens: int | None = None
 
     def check(self) -> None:
-        """A clear error for a value that cannot be meant."""
+        """A clear error for a value that cannot be meant. Call it before anything is loaded."""
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise SettingsError("--temperature must be 0 or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -45,6 +47,8 @@ class GenerateOptions:
             raise SettingsError("--max-tokens must be at least 1")
         if self.seed is not None and not 0 <= self.seed <= MASK64:
             raise SettingsError("--seed must be from 0 to 2^64 - 1")
+        with told_as_flags():
+            self.params()
 
     def params(self, usual: SamplingParams | None = None) -> SamplingParams:
         """The same, without the text; what is not given is as `usual`."""
@@ -60,25 +64,30 @@ class GenerateOptions:
         return SamplingParams.model_validate({**(dict(usual or SamplingParams())), **named})
 
 
+@contextmanager
+def told_as_flags() -> Generator[None]:
+    """What is wrong with a request, in the words of the command line."""
+    try:
+        yield
+    except RequestError as error:
+        flag = "the text" if error.field == "prompt" else f"--{error.field.replace('_', '-')}"
+        raise SettingsError(flag + str(error).removeprefix(error.field)) from error
+
+
 def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) -> int:
     """Start an engine, generate, print, end it."""
     wish.check()
     line = ProgressLine()
-    try:
-        wish.params()  # wrong values are told before anything is loaded
-        with LLM.of(settings, line.show) as llm:
-            params = wish.params(llm.get_default_sampling_params())
-            line.clear()
-            for piece in llm.stream(wish.text, params):
-                if not as_json:
-                    sys.stdout.write(piece.text)
-                    sys.stdout.flush()
-                if piece.output is not None:
-                    told = json.dumps(report(piece.output, llm.ready))
-                    print(told if as_json else f"\n{summary(piece.output, llm.ready)}")
-    except RequestError as error:
-        flag = "the text" if error.field == "prompt" else f"--{error.field.replace('_', '-')}"
-        raise SettingsError(flag + str(error).removeprefix(error.field)) from error
+    with told_as_flags(), LLM.of(settings, line.show) as llm:
+        params = wish.params(llm.get_default_sampling_params())
+        line.clear()
+        for piece in llm.stream(wish.text, params):
+            if not as_json:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            if piece.output is not None:
+                told = json.dumps(report(piece.output, llm.ready))
+                print(told if as_json else f"\n{summary(piece.output, llm.ready)}")
     return 0
 
 

@@ -125,8 +125,13 @@ def build_parser() -> Parser:
     for name, (module, text) in _OTHER_ROOMS.items():
         commands.add_parser(name, help=text, fill=partial(_fill, module))
     _add_worker(commands)
-    parser.command_names = [name for name in commands.choices if name != "worker"]
+    parser.command_names = _shown(commands)
     return parser
+
+
+def _shown(commands: Commands) -> list[str]:
+    """The commands that people may call."""
+    return [name for name in commands.choices if name != "worker"]
 
 
 class _Root(Parser):
@@ -155,8 +160,7 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 
 def _add_serve(commands: Commands) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP, OpenAI-compatible")
-    parser.add_argument("model", nargs="?", metavar="TARGET", help="the same as --target")
-    parser.add_argument("draft", nargs="?", metavar="DRAFT", help="the same as --draft")
+    _add_models(parser)
     add_settings_flags(parser, others=True)
     parser.set_defaults(run=_run_serve)
 
@@ -172,8 +176,7 @@ def _add_generate(commands: Commands) -> None:
 
 def _add_chat(commands: Commands) -> None:
     parser = commands.add_parser("chat", help="talk with a model in the terminal")
-    parser.add_argument("model", nargs="?", metavar="TARGET", help="the same as --target")
-    parser.add_argument("draft", nargs="?", metavar="DRAFT", help="the same as --draft")
+    _add_models(parser)
     _add_choice(parser)
     add_settings_flags(parser, others=True)
     parser.set_defaults(run=_run_chat)
@@ -195,13 +198,21 @@ def _add_version(commands: Commands) -> None:
 def _add_completion(commands: Commands) -> None:
     parser = commands.add_parser("completion", help="a script that completes words in a shell")
     parser.add_argument("shell", choices=SHELLS, help='for bash: eval "$(ssd completion bash)"')
-    parsers = commands.choices
 
     def run(args: argparse.Namespace) -> int:
-        print(completion(args.shell, {name: parsers[name] for name in parsers if name != "worker"}), end="")
+        parsers = {name: commands.choices[name] for name in _shown(commands)}
+        print(
+            completion(args.shell, {name: cast(Parser, each).words for name, each in parsers.items()}), end=""
+        )
         return 0
 
     parser.set_defaults(run=run)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """The models as words without flags; see `_settings_of_models`."""
+    parser.add_argument("model", nargs="?", metavar="TARGET", help="the same as --target")
+    parser.add_argument("draft", nargs="?", metavar="DRAFT", help="the same as --draft")
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
