@@ -10,7 +10,7 @@ WORKDIR /build
 COPY constraints.txt pyproject.toml ./
 RUN python -m venv /opt/ssd \
     && mkdir -p src/ssd_serve && touch README.md LICENSE src/ssd_serve/__init__.py \
-    && pip install --no-cache-dir -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu '.[ray,structured]' \
+    && pip install --no-cache-dir -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu '.[ray,structured,otel]' \
     && python -c 'import sys, torch; sys.exit(torch.version.cuda and "this torch is for CUDA, not for CPUs")'
 
 FROM python AS wheel

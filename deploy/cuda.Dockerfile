@@ -11,7 +11,7 @@ WORKDIR /build
 COPY constraints.txt pyproject.toml ./
 RUN python -m venv /opt/ssd \
     && mkdir -p src/ssd_serve && touch README.md LICENSE src/ssd_serve/__init__.py \
-    && pip install --no-cache-dir -c constraints.txt '.[triton,ray,structured]' \
+    && pip install --no-cache-dir -c constraints.txt '.[triton,ray,structured,otel]' \
     && python -c 'import sys, torch; sys.exit(None if torch.version.cuda else "this torch is not for CUDA")'
 
 FROM python AS wheel

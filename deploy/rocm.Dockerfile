@@ -13,6 +13,7 @@ COPY deploy/rocm_packages.py deploy/
 RUN mkdir -p src/ssd_serve && touch README.md LICENSE src/ssd_serve/__init__.py \
     && PIP_NO_CACHE_DIR=1 ./setup_rocm.sh --image \
     && python3 -m pip install --no-cache-dir -c constraints.txt 'ray[serve]>=2.60' 'llguidance>=1.9' \
+        'opentelemetry-sdk>=1.30' 'opentelemetry-exporter-otlp-proto-http>=1.30' \
     # With it Ray sees GPUs and their kinds by itself; ROCm has it, but not in every Python.
     && (python3 -c 'import amdsmi' || python3 -m pip install --no-cache-dir /opt/rocm/share/amd_smi) \
     && python3 -c 'import sys, torch; sys.exit(None if torch.version.hip else "this torch is not for ROCm")'

@@ -20,7 +20,7 @@ from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
 from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.metrics import ServerMetrics
+from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.settings import Settings
 

@@ -17,7 +17,7 @@ from ssd_serve.cli.settings_table import as_markdown
 from ssd_serve.kernels.attention.registry import BACKENDS
 from ssd_serve.messages import Ready, Status
 from ssd_serve.server.access.tenants import Tenants
-from ssd_serve.server.metrics import ServerMetrics
+from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import origins, resolve
 from tests.server.fakes import READY, STATUS

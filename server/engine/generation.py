@@ -15,7 +15,7 @@ from ssd_serve.messages import Committed, Figures, Finished, Refused, SamplingPa
 from ssd_serve.server.engine.submitted import Interrupted, Report, Wanted
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.metrics import Stopwatch
+from ssd_serve.server.observability.stopwatch import Course, Stopwatch
 from ssd_serve.server.openai.prompts import token_units
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.output import TextAssembler, TextRules
@@ -122,6 +122,8 @@ class _Choice:
         self.running = False
         self.interrupted = False
         """More than one engine works on it: none of them knows all its figures."""
+        self.course: Course | None = None
+        """How it went, once it has ended."""
         self._reports = 0
 
     @property
@@ -186,7 +188,7 @@ class _Choice:
         """Count the end, once."""
         if self.running:
             self.running = False
-            self.watch.end(reason, self._tokens)
+            self.course = self.watch.end(reason, self._tokens)
 
     def end_alone(self) -> ChoicePiece:
         """The text is complete but the engine did not say so: only what was seen here is known."""
@@ -224,6 +226,16 @@ class Run:
         self._largest = 0
         self._behind = False
         """Whoever reads takes less than comes, and more would have to be kept than may be."""
+
+    @property
+    def courses(self) -> list[Course]:
+        """How the choices went that have ended."""
+        return [choice.course for choice in self._choices if choice.course is not None]
+
+    @property
+    def engine_requests(self) -> list[int]:
+        """What the engine calls them."""
+        return [choice.request for choice in self._choices]
 
     async def __aenter__(self) -> "Run":
         choices = [_Choice(self._service, index, plan) for index, plan in enumerate(self._plans)]

@@ -1,8 +1,10 @@
 """The ASGI application: routes, errors and start-up put together. Everything it needs is passed in."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -11,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from ssd_serve import __version__
-from ssd_serve.errors import SsdError
+from ssd_serve.errors import SettingsError, SsdError
 from ssd_serve.server.access.auth import Doorkeeper
 from ssd_serve.server.access.exposure import metrics_may_tell_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
@@ -26,7 +28,7 @@ from ssd_serve.server.http.smuggling import OneMeaning
 from ssd_serve.server.http.streaming import ClientGoneError
 from ssd_serve.server.information import InformationEndpoints
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.metrics import ServerMetrics
+from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
 from ssd_serve.server.openai.envelope import HEADER as IGNORED
@@ -37,6 +39,9 @@ from ssd_serve.server.openai.tokenize import TokenizingEndpoints
 from ssd_serve.server.service import OtherPages, Service, StopGate, model_name
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.settings import Settings
+
+if TYPE_CHECKING:
+    from ssd_serve.server.observability.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +88,8 @@ def create_app(
         others=others,
     )
 
+    traces = _traces(settings)
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None, None]:
         engine_client.start()
@@ -90,6 +97,8 @@ def create_app(
             yield
         finally:
             engine_client.stop()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = FastAPI(
         title="ssd-serve",
@@ -102,6 +111,8 @@ def create_app(
     app.state.metrics_page = service.metrics.render
     _add_routes(app, service)
     _add_error_handlers(app)
+    if traces is not None:
+        app.add_middleware(traces.middleware)
     app.add_middleware(
         Doorkeeper, tenants=tenants, metrics_key=settings.metrics_key, metrics_port=settings.metrics_port
     )
@@ -151,6 +162,19 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     for path, handler in posts.items():
         app.add_api_route(path, handler, methods=["POST"])
     describe(app, Doors(service.tenants.keys_needed, service.settings.metrics_key is not None))
+
+
+def _traces(settings: Settings) -> "Traces | None":
+    """What sends spans, where they are wanted; OpenTelemetry is an extra."""
+    if settings.otlp_traces_endpoint is None:
+        return None
+    try:
+        from ssd_serve.server.observability.traces import Traces
+    except ImportError as error:
+        raise SettingsError(
+            f"SSD_OTLP_TRACES_ENDPOINT needs OpenTelemetry: pip install 'ssd-serve[otel]' ({error})"
+        ) from error
+    return Traces(settings.otlp_traces_endpoint, model_name(settings))
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -3,6 +3,7 @@
 import logging
 import re
 import uuid
+from contextvars import ContextVar
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,6 +16,18 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Request-Id"
 NAME = r"[\x21-\x7e]{1,128}"
 """What a client may call a request."""
+_CURRENT: ContextVar[str] = ContextVar("request")
+
+
+def named_in_logs(name: str) -> None:
+    """Lines that are logged for the request, from now on, tell this name."""
+    _CURRENT.set(name)
+
+
+def request_in_logs() -> dict[str, object]:
+    """The name of the request that a line is logged for, if it is for one."""
+    name = _CURRENT.get("")
+    return {"request": name} if name else {}
 
 
 class RequestIds:
@@ -34,6 +47,7 @@ class RequestIds:
         given = Headers(scope=scope).get(HEADER, "")
         name = given if re.fullmatch(NAME, given) else uuid.uuid4().hex
         scope.setdefault("state", {}).update(request_name=name, named_by_client=name == given)
+        named_in_logs(name)
         begun = False
 
         async def send_named(message: Message) -> None:
@@ -41,8 +55,8 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 begun = True
                 if logger.isEnabledFor(logging.DEBUG):
-                    whose = f"request {name}{_holder(scope)}"
-                    logger.debug("%s: %s %r %d", whose, scope["method"], scope["path"], message["status"])
+                    told = {"method": scope["method"], "path": scope["path"], "status": message["status"]}
+                    logger.debug("answered", extra={"fields": {**told, **_holder(scope)}})
                 MutableHeaders(scope=message).setdefault(HEADER, name)
             await send(message)
 
@@ -51,14 +65,14 @@ class RequestIds:
         except Exception:
             if begun:
                 raise
-            logger.exception("request %s%s failed", name, _holder(scope))
+            logger.exception("a request failed", extra={"fields": _holder(scope)})
             await internal().response()(scope, receive, send_named)
 
 
-def _holder(scope: Scope) -> str:
-    """Whose request it is, once that is known, as a log says it."""
+def _holder(scope: Scope) -> dict[str, str]:
+    """Whose request it is, once that is known."""
     holder = getattr(scope["state"].get("tenant"), "name", "")
-    return f" of {holder}" if holder else ""
+    return {"key": holder} if holder else {}
 
 
 def request_name(request: Request, asked: str | None) -> str:

@@ -4,6 +4,7 @@ What differs between the two is a `AnswerShape`. Knows neither request bodies no
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,8 +16,10 @@ from ssd_serve.server.access.tenants import Tenant
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending, Run
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.http.request_ids import HEADER
+from ssd_serve.server.http.request_ids import HEADER, named_in_logs
+from ssd_serve.server.http.root_path import path_within
 from ssd_serve.server.http.streaming import DONE, EventStream, event, obfuscated, while_connected
+from ssd_serve.server.observability.finished import FinishedRequest, RequestTrace, tell_finished
 from ssd_serve.server.openai.envelope import told_ignored
 from ssd_serve.server.openai.replies import ResponseHead, speculation, timings, usage
 from ssd_serve.server.service import Service
@@ -106,11 +109,21 @@ class Visit:
     tenant: Tenant
     salt: bytes
     """The part of the prefix cache that the job reads and feeds."""
+    path: str = ""
+    trace: RequestTrace | None = None
 
-    def run(self) -> Run:
-        """The job's choices, to be entered."""
+    @asynccontextmanager
+    async def run(self) -> AsyncGenerator[Run, None]:
+        """The job's choices. When they have ended, whatever way, that is told."""
         job = self.job
-        return Run(self.service, job.plans, self.salt, job.priority, job.max_nodes)
+        run = Run(self.service, job.plans, self.salt, job.priority, job.max_nodes)
+        try:
+            async with run:
+                yield run
+        finally:
+            if run.courses:
+                of = (self.path, self.tenant.name, job.prompt_tokens)
+                tell_finished(FinishedRequest(*of, run.courses, run.engine_requests), self.trace)
 
     def timings(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
         """Where the time went; what was read of the prompt, and for how long, only to whom it may be told."""
@@ -169,7 +182,10 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
     """Run the job for as long as the client stays connected. Raises 429 where its key has no tokens left."""
     tenant = tenant_of(request)
     tenant.begin_prompt(job.charged_tokens)
-    visit = Visit(service, job, tenant, service.tenants.salt(tenant, job.asked.cache_salt))
+    named_in_logs(job.head.name)
+    salt = service.tenants.salt(tenant, job.asked.cache_salt)
+    trace = getattr(request.state, "trace", None)
+    visit = Visit(service, job, tenant, salt, path_within(request.scope), trace)
     headers = {HEADER: job.head.name, **told_ignored(request)}
     manner = job.manner or _InChoices()
     if job.stream:

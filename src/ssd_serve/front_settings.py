@@ -75,6 +75,11 @@ class FrontSettings(BaseSettings):
         default="ssd_",
         description="what names of metrics begin with; 'vllm:' for dashboards and routers that know those",
     )
+    otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = Field(
+        default=None,
+        description="where spans of requests go, by OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; "
+        "needs the extra `otel`; empty: nowhere",
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=1,

@@ -92,16 +92,25 @@ def get_logger(process: str, level: Level = "info", style: Style = "text") -> Lo
 
 class Bridge(logging.Handler):
     """Passes what libraries log through the standard library's `logging` on to a logger of ours; a library's
-    warning from one place once a minute, since clients can cause some as often as they like."""
+    warning from one place once a minute, since clients can cause some as often as they like.
 
-    def __init__(self, log: Logger) -> None:
+    A record's `fields` (`extra={"fields": {...}}`) become fields of the line, and those of the `context` that
+    it was logged in.
+    """
+
+    def __init__(self, log: Logger, context: Callable[[], Mapping[str, object]] = dict) -> None:
         super().__init__()
         self._to = log
+        self._context = context
         self._warned: dict[tuple[str, int], Sparingly] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, a traceback included."""
-        fields: dict[str, object] = {"logger": record.name}
+        fields: dict[str, object] = {
+            "logger": record.name,
+            **self._context(),
+            **getattr(record, "fields", {}),
+        }
         if record.exc_info is not None and record.exc_info[1] is not None:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
         if record.levelno == logging.WARNING and not record.name.startswith("ssd_serve"):
@@ -118,10 +127,10 @@ class Bridge(logging.Handler):
         write(record.getMessage().rstrip("."), **fields)
 
 
-def carry_library_logs(log: Logger) -> None:
+def carry_library_logs(log: Logger, context: Callable[[], Mapping[str, object]] = dict) -> None:
     """Let this process's libraries log their warnings and errors through `log`, instead of as they like; and
-    our own modules what it logs."""
-    logging.basicConfig(handlers=[Bridge(log)], level=logging.WARNING, force=True)
+    our own modules what it logs. `context`: what every line says of the moment."""
+    logging.basicConfig(handlers=[Bridge(log, context)], level=logging.WARNING, force=True)
     logging.getLogger("ssd_serve").setLevel(_SEVERITY[log.level])
 
 

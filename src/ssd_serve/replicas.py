@@ -35,7 +35,7 @@ from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts
 from ssd_serve.server.access.keys import read_keys
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.metrics_pages import join_pages
+from ssd_serve.server.observability.metrics_pages import join_pages
 from ssd_serve.settings import SECRETS, Settings
 from ssd_serve.settings_sources import refuse_empty_keys, resolve, successor, variable_name
 

@@ -207,8 +207,9 @@ async def test_a_failed_request_is_logged_with_the_holders_name(
         with caplog.at_level(logging.DEBUG, "ssd_serve.server.http.request_ids"):
             named = {**bearer(ANNA), "X-Request-Id": "r1"}
             await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=named)
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_ids")]
-    assert line == "request r1 of anna: POST '/v1/completions' 400"
+    (line,) = [record for record in caplog.records if record.name.endswith("request_ids")]
+    told = {"method": "POST", "path": COMPLETIONS, "status": 400, "key": "anna"}
+    assert (line.getMessage(), vars(line)["fields"]) == ("answered", told)
     assert ANNA not in caplog.text
 
 

@@ -39,6 +39,7 @@ from ssd_serve.server.access.hosts import allowed_hosts
 from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.door import max_connections
+from ssd_serve.server.http.request_ids import request_in_logs
 from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.settings import Settings
@@ -136,7 +137,7 @@ def run_serve(settings: Settings) -> int:
         if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
             signal.signal(number, _leave_tidily)
     log = get_logger("server", settings.log_level, settings.log_format)
-    carry_library_logs(log)
+    carry_library_logs(log, request_in_logs)
     before, descriptors = raise_descriptor_limit()
     most = max_connections(settings, descriptors)
     log.info("open files", limit=descriptors, before=before, connections=most)

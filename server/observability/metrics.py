@@ -4,7 +4,6 @@ Base names follow vLLM's, so that dashboards carry over; the prefix is `ssd_` wh
 Has its own registry: two servers in one process do not meet.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -316,52 +315,3 @@ class _Renamed(Collector):
 
     def _named(self, name: str) -> str:
         return self._prefix + name.removeprefix(PREFIX)
-
-
-class Stopwatch:
-    """Times one choice, from submission to its end."""
-
-    def __init__(self, metrics: ServerMetrics, prompt_tokens: int) -> None:
-        self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
-        self._begun = time.monotonic()
-        self._first: float | None = None
-        self._last = self._begun
-
-    @property
-    def first_token_s(self) -> float | None:
-        """Seconds to the first token; None: none has come."""
-        return None if self._first is None else self._first - self._begun
-
-    @property
-    def decoding_s(self) -> float:
-        """Seconds from the first tokens to the last."""
-        return 0.0 if self._first is None else self._last - self._first
-
-    def tokens(self, count: int) -> None:
-        """`count` tokens arrived together."""
-        now = time.monotonic()
-        if count > 0 and self._first is None:
-            self._first = now
-            self._metrics.first_token.observe(now - self._begun)
-        elif count > 0:
-            for _ in range(count):
-                self._metrics.between.observe((now - self._last) / count)
-        self._last = now
-
-    def figures(self, figures: Figures) -> None:
-        """The engine has told what it did."""
-        if self.first_token_s is not None:
-            self._metrics.observe_prompt(self.first_token_s, figures.prompt_s)
-        if figures.rounds:
-            self._metrics.round_tokens.observe(figures.tokens / figures.rounds)
-
-    def end(self, reason: str, tokens: int) -> None:
-        """The choice ended: `stop`, `length`, `abort` or `error`."""
-        now = time.monotonic()
-        self._metrics.ended.labels(reason).inc()
-        self._metrics.whole.observe(now - self._begun)
-        if self._first is not None:
-            self._metrics.decoding.observe(now - self._first)
-        self._metrics.prompt_tokens.observe(self._prompt_tokens)
-        self._metrics.output_tokens.observe(tokens)

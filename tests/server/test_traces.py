@@ -1,0 +1,140 @@
+"""Traces go to a collector of OpenTelemetry, and what goes wrong there harms nobody."""
+
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from ssd_serve.errors import SettingsError
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.app import create_app
+from ssd_serve.settings import Settings
+from tests.server.fakes import FIGURES, ByteTokenizer, say
+from tests.server.played_servers import open_house
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+
+
+@contextmanager
+def collector() -> Generator[tuple[str, list[ExportTraceServiceRequest]], None, None]:
+    """Where it listens, and what it has been sent."""
+    received: list[ExportTraceServiceRequest] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def spans(received: list[ExportTraceServiceRequest]) -> list[Span]:
+    return [
+        span
+        for request in received
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+
+def told(span: Span) -> dict[str, object]:
+    return {each.key: getattr(each.value, str(each.value.WhichOneof("value"))) for each in span.attributes}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_a_span_with_what_the_engine_did_below(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(FIGURES, "prompt_s", 1e-6)
+    theirs = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with collector() as (endpoint, received):
+        async with open_house(lambda _: say("four"), Settings(otlp_traces_endpoint=endpoint)) as house:
+            headers = {"traceparent": theirs, "X-Request-Id": "mine"}
+            await house.http.post(COMPLETIONS, json={"prompt": "ab", "stream": stream}, headers=headers)
+            await house.http.get("/health")
+        found = {span.name: span for span in spans(received)}
+        resource = {
+            each.key: each.value.string_value for each in received[0].resource_spans[0].resource.attributes
+        }
+    assert set(found) == {f"POST {COMPLETIONS}", "queue", "prefill", "decode"}
+    assert resource["service.name"] == "ssd-serve"
+    above = found[f"POST {COMPLETIONS}"]
+    assert {span.trace_id.hex() for span in found.values()} == {"0af7651916cd43dd8448eb211c80319c"}
+    assert above.parent_span_id.hex() == "b7ad6b7169203331"
+    assert all(each.parent_span_id == above.span_id for name, each in found.items() if each is not above)
+    seen = {"http.response.status_code": 200, "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 4}
+    assert told(above).items() >= {**seen, "gen_ai.response.id": "mine"}.items()
+    assert told(found["decode"])["ssd.rounds"] == 4
+    queue, prefill, decode = (found[name] for name in ("queue", "prefill", "decode"))
+    assert queue.end_time_unix_nano == prefill.start_time_unix_nano
+    assert prefill.end_time_unix_nano == decode.start_time_unix_nano
+    assert above.start_time_unix_nano <= queue.start_time_unix_nano + 10_000_000
+    assert decode.end_time_unix_nano <= above.end_time_unix_nano + 10_000_000
+
+
+async def test_no_span_tells_what_was_said() -> None:
+    with collector() as (endpoint, received):
+        async with open_house(lambda _: say("fig"), Settings(otlp_traces_endpoint=endpoint)) as house:
+            await house.http.post(COMPLETIONS, json={"prompt": "apple"})
+        written = b"".join(request.SerializeToString() for request in received)
+    assert b"decode" in written
+    assert not any(word in written for word in (b"apple", b"fig"))
+
+
+async def test_a_refused_request_has_a_span_with_its_status() -> None:
+    with collector() as (endpoint, received):
+        async with open_house(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as house:
+            await house.http.post(COMPLETIONS, json={"prompt": 5})
+        (span,) = spans(received)
+    assert told(span)["http.response.status_code"] == 400
+
+
+async def test_a_context_that_asks_for_no_samples_gets_none() -> None:
+    with collector() as (endpoint, received):
+        async with open_house(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as house:
+            headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"}
+            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
+    assert spans(received) == []
+
+
+async def test_a_collector_that_is_not_there_harms_nobody() -> None:
+    begun = time.monotonic()
+    async with open_house(
+        lambda _: say("x"), Settings(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
+    ) as house:
+        answers = [await house.http.post(COMPLETIONS, json={"prompt": "a"}) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert time.monotonic() - begun < 10
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ssd_serve.server.observability.traces", None)
+    settings = Settings(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
+    with pytest.raises(SettingsError, match=r"ssd-serve\[otel\]"):
+        create_app(settings, EngineClient(), ByteTokenizer())
+
+
+def test_only_addresses_are_endpoints() -> None:
+    with pytest.raises(ValueError, match="otlp_traces_endpoint"):
+        Settings(otlp_traces_endpoint="collector:4318")
