@@ -82,7 +82,7 @@ async def test_a_request_is_a_span_with_what_the_engine_did_below(
     above = found[f"POST {COMPLETIONS}"]
     assert {span.trace_id.hex() for span in found.values()} == {"0af7651916cd43dd8448eb211c80319c"}
     assert above.parent_span_id.hex() == "b7ad6b7169203331"
-    assert all(each.parent_span_id == above.span_id for name, each in found.items() if each is not above)
+    assert all(each.parent_span_id == above.span_id for each in found.values() if each is not above)
     seen = {"http.response.status_code": 200, "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 4}
     assert told(above).items() >= {**seen, "gen_ai.response.id": "mine"}.items()
     assert told(found["decode"])["ssd.rounds"] == 4
