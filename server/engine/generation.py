@@ -5,7 +5,8 @@ protocol of either side but the engine's reports.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -25,6 +26,9 @@ _LONGEST_END_S = 5.0
 
 _DECODED_AT_ONCE = 32
 _READ_AT_ONCE = 16
+_TOLD_AT_ONCE = 8
+"""Reports of a choice that become one piece, where so many wait: writing a piece takes longer than reading a
+report, so that this is how a server that has fallen behind catches up."""
 MAX_UNREAD = 1 << 18
 """Numbers in reports that wait to be read, over all choices of a request: some ten megabytes."""
 
@@ -69,6 +73,8 @@ class ChoicePiece:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     before: str = ""
     """With the first piece: the text that the client has from an earlier answer."""
+    rounds: tuple[int, ...] = ()
+    """Tokens of each round."""
 
 
 @dataclass(slots=True)
@@ -97,7 +103,7 @@ class ChoiceOutput:
         """Append one piece."""
         self.texts.append(piece.text)
         self.tokens.extend(piece.tokens)
-        self.rounds += [len(piece.tokens)] * bool(piece.tokens)
+        self.rounds += piece.rounds
         self.logprobs.extend(piece.logprobs)
         self.offsets.extend(piece.offsets)
         self.prompt_logprobs.extend(piece.prompt_logprobs)
@@ -142,31 +148,49 @@ class _Choice:
         self._had += had
         self._before = self.assembler.tokens
 
-    def absorb(self, report: Committed) -> ChoicePiece:
+    def absorb(self, reports: Iterable[Committed]) -> ChoicePiece:
         """Take tokens one by one, up to the one that completes a stop string."""
-        assembler = self.assembler
-        self._reports += bool(report.tokens)  # the others only tell of the prompt
         text = ""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         offsets: list[int] = []
-        for token in report.tokens:
+        prompt_logprobs: list[TokenLogprobs] = []
+        rounds: list[int] = []
+        for report in reports:
+            if self.stopped:
+                break
+            self._reports += bool(report.tokens)  # the others only tell of the prompt
+            prompt_logprobs += report.prompt_logprobs
+            more, found = self._read(report.tokens)
+            text += more
+            offsets += found
+            tokens += report.tokens[: len(found)]
+            logprobs += report.logprobs[: len(found)]
+            rounds += [len(found)] * bool(found)
+            self.watch.tokens(len(found))
+        return ChoicePiece(
+            choice=self.index,
+            text=text,
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            offsets=tuple(offsets),
+            ending=None,
+            prompt_logprobs=tuple(prompt_logprobs),
+            before=self._before_it(),
+            rounds=tuple(rounds),
+        )
+
+    def _read(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        """The text that they make certain, and where each that counts begins."""
+        assembler, text, offsets = self.assembler, "", list[int]()
+        for token in tokens:
             before, offset = assembler.tokens, assembler.length - self.shown
             text += assembler.push(token)
             if assembler.tokens > before:
                 offsets.append(offset)
-            if assembler.stopped_by is not None:
+            if self.stopped:
                 break
-        counted = len(offsets)
-        self.watch.tokens(counted)
-        return ChoicePiece(
-            choice=self.index,
-            text=text,
-            tokens=report.tokens[:counted],
-            logprobs=report.logprobs[:counted],
-            offsets=tuple(offsets),
-            ending=None,
-            prompt_logprobs=report.prompt_logprobs,
-            before=self._before_it(),
-        )
+        return text, offsets
 
     def _before_it(self) -> str:
         """What the client has from an earlier answer; the first time only."""
@@ -221,7 +245,8 @@ class Run:
         self._plans = plans
         self._salt, self._priority, self._max_nodes = salt, priority, max_nodes
         self._choices: list[_Choice] = []
-        self._reports: asyncio.Queue[tuple[_Choice, Report | None]] = asyncio.Queue()
+        self._reports: deque[tuple[_Choice, Report | None]] = deque()
+        self._reported = asyncio.Event()
         self._unread = 0
         self._largest = 0
         self._behind = False
@@ -280,7 +305,7 @@ class Run:
             choice.request = number
         for choice in choices:
             if choice.stopped:
-                self._reports.put_nowait((choice, None))
+                self._put(choice, None)
             choice.running = True
             self._choices.append(choice)
 
@@ -294,11 +319,14 @@ class Run:
         # One report alone, however large, is no backlog.
         if self._unread > MAX_UNREAD + self._largest:
             self._behind = True
-            while not self._reports.empty():
-                self._reports.get_nowait()
+            self._reports.clear()
             for each in self._choices:
                 self._service.engine.abort(each.request)
-        self._reports.put_nowait((choice, report))
+        self._put(choice, report)
+
+    def _put(self, choice: _Choice, report: Report | None) -> None:
+        self._reports.append((choice, report))
+        self._reported.set()
 
     def _abort(self, reason: str) -> None:
         for choice in self._choices:
@@ -310,7 +338,10 @@ class Run:
         """Pieces of all choices as they come; ends when every choice has ended."""
         read = 0
         while any(choice.running for choice in self._choices):
-            choice, report = await self._reports.get()
+            if not self._reports:
+                self._reported.clear()
+                await self._reported.wait()
+            choice, report = self._reports.popleft()
             read += 1
             if read % _READ_AT_ONCE == 0:
                 await asyncio.sleep(0)  # a queue that is not empty keeps nobody waiting
@@ -323,7 +354,7 @@ class Run:
                 continue
             if isinstance(report, Committed):
                 if not choice.stopped:
-                    yield choice.absorb(report)
+                    yield choice.absorb([report, *self._waiting(choice)])
                     self._finish_if_stopped(choice)
             elif isinstance(report, Interrupted):
                 choice.interrupted = True
@@ -335,12 +366,24 @@ class Run:
             else:
                 raise _failure(report)
 
+    def _waiting(self, choice: _Choice) -> list[Committed]:
+        """What else has come of it, and of nobody before that."""
+        found: list[Committed] = []
+        while self._reports and len(found) < _TOLD_AT_ONCE - 1 and self._reports[0][0] is choice:
+            report = self._reports[0][1]
+            if not isinstance(report, Committed):
+                break
+            self._unread -= _weight(report)
+            found.append(report)
+            self._reports.popleft()
+        return found
+
     def _finish_if_stopped(self, choice: _Choice) -> None:
         """Ask the engine to end a choice whose stop string was found; it answers with its figures."""
         if choice.stopped:
             self._service.engine.finish(choice.request)
             loop = asyncio.get_running_loop()
-            loop.call_later(_LONGEST_END_S, self._reports.put_nowait, (choice, None))
+            loop.call_later(_LONGEST_END_S, self._put, choice, None)
 
 
 def _weight(report: Report) -> int:

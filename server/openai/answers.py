@@ -251,7 +251,7 @@ async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
                 base["usage"] = visit.usage(tokens, endings)
             part = shape.part(piece)
             if job.traced:
-                rounds.setdefault(piece.choice, []).extend([len(piece.tokens)] * bool(piece.tokens))
+                rounds.setdefault(piece.choice, []).extend(piece.rounds)
                 part = None if part is None else {**part, "rounds": rounds.pop(piece.choice)}
             last: dict[str, object] = {}
             if piece.ending is not None:

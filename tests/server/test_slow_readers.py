@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -83,3 +84,16 @@ async def test_a_reader_who_stops_for_a_while_gets_everything() -> None:
     events = [line.removeprefix("data: ") for line in b"".join(reader.taken).decode().split("\n\n") if line]
     assert events[-1] == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == "x" * 400
+
+
+async def test_a_server_that_fell_behind_catches_up_in_fewer_and_larger_pieces() -> None:
+    text = "to be or not to be, that is the question: whether it is nobler"
+    async with open_house(lambda _: say(text, group=1)) as house:
+        asyncio.get_running_loop().call_later(0.01, time.sleep, 1.0)
+        body = {"prompt": "a", "max_tokens": len(text), "stream": True, "speculation": {"trace": True}}
+        answer = await house.http.post(PATH, json=body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert [count for choice in choices for count in choice.get("rounds", [])] == [1] * len(text)
+    assert len(events) < len(text) / 2
