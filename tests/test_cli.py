@@ -229,10 +229,10 @@ def test_a_broken_benchmark_stops_no_other_command(monkeypatch: pytest.MonkeyPat
 
 def test_other_servers_names_of_flags_are_taken(capsys: Captured) -> None:
     words = ["-m", "/t", "-md", "/d", "-tp", "2", "--max-model-len", "512", "-np", "3", "--alias", "mine"]
-    assert cli.main(["settings", "--json", *words]) == 0
+    assert cli.main(["settings", "--json", *words, "--dtype", "bfloat16"]) == 0
     told = json.loads(capsys.readouterr().out)
-    names = ("TARGET", "DRAFT", "TENSOR_PARALLEL", "CONTEXT", "MAX_RUNNING", "SERVED_MODEL_NAME")
-    assert [told[f"SSD_{name}"]["value"] for name in names] == ["/t", "/d", "2", "512", "3", "mine"]
+    names = ("TARGET", "DRAFT", "TENSOR_PARALLEL", "CONTEXT", "MAX_RUNNING", "SERVED_MODEL_NAME", "DTYPE")
+    assert [told[f"SSD_{name}"]["value"] for name in names] == ["/t", "/d", "2", "512", "3", "mine", "bf16"]
 
 
 def test_help_tells_choices_types_and_what_is_usual(capsys: Captured) -> None:

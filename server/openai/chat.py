@@ -200,8 +200,9 @@ def call_rules(body: ChatRequest, message: MessageRules) -> Callable[[], Sequenc
     """Makes what calls must be, where some must come, or must match the schemas of strict tools. 400 where
     there is nothing to call, and for formats of which no grammar is known."""
     choice, tools = body.tool_choice, body.tools or []
-    forced = choice == "required" or isinstance(choice, NamedTool)
+    forced, parallel = choice == "required", message.parallel
     if isinstance(choice, NamedTool):
+        forced, parallel = True, False
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if forced and not tools:
         raise bad_request("tool_choice: tools have none to call", "tool_choice", "invalid_value")
@@ -215,7 +216,7 @@ def call_rules(body: ChatRequest, message: MessageRules) -> Callable[[], Sequenc
             "not_built",
         )
     made = forced_calls if forced else strict_calls
-    return partial(made, message.format, [tool.function for tool in tools], message.parallel)
+    return partial(made, message.format, [tool.function for tool in tools], parallel)
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings
 
 from ssd_serve.kernels.attention.registry import AUTO, told
 from ssd_serve.messages import FINAL
-from ssd_serve.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, Layers, TreeAttention
+from ssd_serve.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, DType, Layers, TreeAttention
 
 EMBEDDED = "embedded"
 EMBEDDED_HEAD = "embedded-head"
@@ -79,7 +79,7 @@ class EngineSettings(BaseSettings):
     allow_cpu: bool = Field(
         default=False, description="let cores compute on a machine with a GPU that torch cannot use"
     )
-    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+    dtype: DType = Field(
         default="auto",
         description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
         "int8: weights of 8 bits, activations in bf16, on CPUs",

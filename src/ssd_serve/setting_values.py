@@ -4,9 +4,9 @@ Knows values; not which setting has them.
 """
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from ssd_serve.kernels.attention.registry import AUTO, names
@@ -16,6 +16,7 @@ LOOKUPS = frozenset({NGRAM, SUFFIX})
 """Drafts that need no model: they look the text up."""
 STRONG_KEY = "16 characters or more that nobody can guess, such as `openssl rand -hex 32` prints"
 _SHORTEST_KEY, _MIN_SIGNS = 16, 8
+_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def _origins(value: str) -> str:
@@ -90,6 +91,12 @@ def _tree_attention(value: str) -> str:
     return value
 
 
+def _dtype(value: object) -> object:
+    """Also by the names that PyTorch and vLLM have."""
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+DType = Annotated[Literal["auto", "fp32", "bf16", "fp16", "int8"], BeforeValidator(_dtype)]
 Origins = Annotated[str, AfterValidator(_origins)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
 RootPath = Annotated[str, AfterValidator(_root_path)]

@@ -143,6 +143,7 @@ NAMED_G = {"type": "function", "function": {"name": "g"}}
         ({"tool_choice": "required"}, [CALL_F, f"{CALL_F}\n{CALL_G}"], ["Well", f"Well {CALL_F}", ""]),
         ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL_G], [f"{CALL_F}\n{CALL_G}"]),
         ({"tool_choice": NAMED_G}, [CALL_G], [CALL_F, CALL_G.replace("5", "true").replace("7", "true")]),
+        ({"tool_choice": NAMED_G, "parallel_tool_calls": True}, [CALL_G], [f"{CALL_G}\n{CALL_G}"]),
     ],
 )
 async def test_a_model_can_be_made_to_call(

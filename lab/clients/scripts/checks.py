@@ -1,0 +1,56 @@
+"""What the scripts of this folder share. Each runs in an environment of its own, without our code."""
+
+import json
+import sys
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+BASE_URL = sys.argv[1]
+"""Where the server is, without /v1."""
+MODEL = "ssd-embedded"
+KEY = "sk-no-key-is-needed-here-0123456789abcdef"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": text,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 12}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+            "strict": True,
+        },
+    }
+    for name, text in (("get_weather", "The weather of a city"), ("get_time", "The time in a city"))
+]
+
+
+class Checks:
+    """The checks of one script, told as JSON at its end."""
+
+    def __init__(self, *packages: str) -> None:
+        self._packages = packages
+        self._seen: list[dict[str, str]] = []
+
+    @contextmanager
+    def check(self, name: str) -> Generator[list[object]]:
+        """What is appended is told as what was seen. An error is told, and the next check goes on."""
+        seen: list[object] = []
+        try:
+            yield seen
+        except Exception as error:
+            traceback.print_exc()
+            self._seen.append({"check": name, "failed": f"{type(error).__name__}: {error}"[:400]})
+        else:
+            self._seen.append({"check": name, "seen": "; ".join(map(str, seen))[:200]})
+
+    def tell(self) -> int:
+        """Print them; the exit code."""
+        versions = {name: version(name) for name in self._packages}
+        print(json.dumps({"versions": versions, "checks": self._seen}))
+        return int(any("failed" in each for each in self._seen))

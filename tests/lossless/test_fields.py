@@ -1,0 +1,80 @@
+"""Every field of every API gives the same answer in every mode, whole and streamed."""
+
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.lossless.field_cases import APIS, Api
+from tests.lossless.told_answers import of_choices, of_message, of_response
+from tests.servers import free_port, running
+
+pytestmark = pytest.mark.slow
+TELL: Mapping[str, Callable[[str, bool], Any]] = {
+    "/v1/completions": of_choices,
+    "/v1/chat/completions": of_choices,
+    "/v1/responses": of_response,
+    "/v1/messages": of_message,
+}
+WHOLE_ONLY = {"prompt_logprobs"}
+CASES = [
+    pytest.param(api, field, stream, id=f"{api.path[4:]}-{field}-{'streamed' if stream else 'whole'}")
+    for api in APIS
+    for field in api.values
+    for stream in (False, True)
+    if not (stream and field in WHOLE_ONLY)
+]
+
+
+@contextmanager
+def serving(mode: str, folder: Path) -> Generator[httpx.Client, None, None]:
+    """A client of a server of this mode."""
+    port = free_port()
+    command = [sys.executable, "-m", "ssd_serve", "serve", "--mode", mode, "--port", str(port)]
+    command += ["--tool-parser", "hermes", "--no-speculation-may-stop"]
+    with (
+        running(command, os.environ, folder, port) as (_, url, _),
+        httpx.Client(base_url=url, timeout=60.0) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], Any]:
+    """The whole answers of a server that speculates nothing, by path and field."""
+    with serving("ar", tmp_path_factory.mktemp("plain")) as client:
+        return {(api.path, field): said(client, api, field, False) for api in APIS for field in api.values}
+
+
+@pytest.fixture(scope="module", params=["ar", "sd", "ssd"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[httpx.Client]:
+    with serving(request.param, tmp_path_factory.mktemp(request.param)) as client:
+        yield client
+
+
+def said(client: httpx.Client, api: Api, field: str, stream: bool) -> Any:
+    told = {"stream_options": {"include_usage": True}, **api.body(field)}
+    if not stream:
+        del told["stream_options"]
+    answer = client.post(api.path, json={**told, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    return TELL[api.path](answer.text, stream)
+
+
+@pytest.mark.parametrize(("api", "field", "stream"), CASES)
+def test_a_field_means_the_same_everywhere(
+    plain: Mapping[tuple[str, str], Any], server: httpx.Client, api: Api, field: str, stream: bool
+) -> None:
+    assert said(server, api, field, stream) == plain[api.path, field]
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+def test_no_field_is_left_out(api: Api) -> None:
+    assert set(api.kind.model_fields) - set(api.values) == api.not_built | {"stream"}
