@@ -230,6 +230,14 @@ def test_a_bad_word_does_not_come(llm: LLM) -> None:
     assert word not in without.text
 
 
+def test_thoughts_are_as_long_as_they_may_be(llm: LLM) -> None:
+    params = SamplingParams(seed=5, temperature=0.8, max_tokens=24, thinking_token_budget=4)
+    bounded = llm.generate("<think>", params)[0]
+    free = llm.generate("<think>", SamplingParams(seed=5, temperature=0.8, max_tokens=24))[0]
+    end = tuple(llm.tokenizer.encode("</think>", add_special_tokens=False))
+    assert bounded.token_ids[: 4 + len(end)] == (*free.token_ids[:4], *end)
+
+
 def test_log_probabilities_come_with_each_token(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, SAMPLED.model_copy(update={"logprobs": 2, "temperature": 0.0}))
     assert output.logprobs is not None

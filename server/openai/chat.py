@@ -9,6 +9,7 @@ from fastapi import Request, Response
 from ssd_serve.messages import Ready, ThinkingBudget
 from ssd_serve.sampling.checks import engine_parameters, output_limit
 from ssd_serve.sampling.grammar_text import Part
+from ssd_serve.sampling.thought_marks import BEGIN, begins_in_thought, budget_of
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
@@ -26,10 +27,9 @@ from ssd_serve.server.openai.protocol import ChatRequest, NamedTool
 from ssd_serve.server.openai.replies import ResponseHead, chat_logprobs, prompt_logprobs, written_in_steps
 from ssd_serve.server.openai.sampling import bad_word_tokens, given, text_rules
 from ssd_serve.server.openai.structured import grammar_of
-from ssd_serve.server.openai.tools.call_grammar import CONSTRAINED, forced_calls, strict_calls
+from ssd_serve.server.openai.tools.call_grammar import CallForm, forced_calls, strict_calls
 from ssd_serve.server.openai.tools.formats import FORMATS, format_of
 from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
-from ssd_serve.server.openai.tools.reasoning import BEGIN, END, begins_in_thought
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -126,7 +126,7 @@ class ChatEndpoint:
         # Chat templates write the begin token themselves.
         prompt = await chat_prompt(service, ready, body, given(body.add_special_tokens, False))
         message = message_rules(service, body, prompt)
-        calls = call_rules(body, message)
+        calls = call_rules(service, body, message)
         grammar = await grammar_of(service, body, message.thinking, calls)
         if grammar and message.format is not None and calls is None:
             raise bad_request(
@@ -192,13 +192,15 @@ def thinking_budget(service: Service, body: ChatRequest, thinking: bool | None) 
     """How long this model may think; None where it does not, or as long as it likes."""
     if thinking is None or body.thinking_token_budget is None:
         return None
-    begin, end = (tuple(service.tokenizer.encode(mark, add_special_tokens=False)) for mark in (BEGIN, END))
-    return ThinkingBudget(body.thinking_token_budget, () if thinking else begin, end)
+    encode = partial(service.tokenizer.encode, add_special_tokens=False)
+    return budget_of(body.thinking_token_budget, thinking, encode)
 
 
-def call_rules(body: ChatRequest, message: MessageRules) -> Callable[[], Sequence[Part]] | None:
+def call_rules(
+    service: Service, body: ChatRequest, message: MessageRules
+) -> Callable[[], Sequence[Part]] | None:
     """Makes what calls must be, where some must come, or must match the schemas of strict tools. 400 where
-    there is nothing to call, and for formats of which no grammar is known."""
+    there is nothing to call."""
     choice, tools = body.tool_choice, body.tools or []
     forced, parallel = choice == "required", message.parallel
     if isinstance(choice, NamedTool):
@@ -208,15 +210,10 @@ def call_rules(body: ChatRequest, message: MessageRules) -> Callable[[], Sequenc
         raise bad_request("tool_choice: tools have none to call", "tool_choice", "invalid_value")
     if message.format is None or not (forced or any(tool.function.strict for tool in tools)):
         return None
-    if message.format not in CONSTRAINED:
-        param = "tool_choice" if forced else "tools"
-        raise bad_request(
-            f"{param}: calls in the format {message.format} cannot be made to come or to match",
-            param,
-            "not_built",
-        )
-    made = forced_calls if forced else strict_calls
-    return partial(made, message.format, [tool.function for tool in tools], parallel)
+    tokenizer, made = service.tokenizer, forced_calls if forced else strict_calls
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    form = CallForm.of(message.format, tokenizer.chat_template, encode)
+    return partial(made, form, [tool.function for tool in tools], parallel)
 
 
 def requested_logprobs(body: ChatRequest) -> int | None:

@@ -20,6 +20,7 @@ from ssd_serve.sampling.grammar_text import (
     of_schema,
     written,
 )
+from ssd_serve.sampling.thought_marks import BEGIN, END
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS
 from ssd_serve.server.openai.output_formats import (
@@ -29,7 +30,6 @@ from ssd_serve.server.openai.output_formats import (
     StructuredOutputs,
 )
 from ssd_serve.server.openai.protocol import GenerationRequest
-from ssd_serve.server.openai.tools.reasoning import BEGIN, END
 from ssd_serve.server.service import Service
 
 

@@ -1,13 +1,14 @@
 """What an output must match: which grammar the engine is asked to follow, and what is refused."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from ssd_serve.sampling.grammar import Grammars
-from ssd_serve.server.openai.tools.reasoning import END as THOUGHT_ENDS
-from tests.sampling.test_grammar import END, GRAMMARS, TOKENIZER
+from ssd_serve.sampling.thought_marks import END as THOUGHT_ENDS
+from tests.sampling.test_grammar import END, GRAMMARS, TOKENIZER, VOCABULARY
 from tests.server.fakes import ByteTokenizer, tokens
 from tests.server.played_servers import House, open_house, post
 
@@ -257,12 +258,85 @@ async def test_calls_that_cannot_be_made_to_match_are_refused(fields: dict[str, 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-async def test_a_format_without_a_grammar_says_so() -> None:
-    class Mistral(ByteTokenizer):
-        chat_template = "[TOOL_CALLS]"
+class MistralLists(ByteTokenizer):
+    """Its template teaches a list of calls."""
 
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Mistral()) as house:
-        body = {"messages": ASK, "tools": [function("f")], "tool_choice": "required"}
-        answer = await house.http.post(CHAT, json=body)
-    assert answer.status_code == 400
-    assert "mistral" in answer.json()["error"]["message"]
+    chat_template = "[TOOL_CALLS]"
+
+
+class MistralNames(ByteTokenizer):
+    """Its template teaches calls by names, and its marks are tokens."""
+
+    chat_template = "[TOOL_CALLS]f[ARGS]{}"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [MARKS[text]] if text in MARKS else super().encode(text, add_special_tokens)
+
+
+MARKS = {"[TOOL_CALLS]": 4096, "[ARGS]": 4097}
+
+
+def marked_grammars() -> Grammars:
+    """With a tokenizer that has the marks."""
+    told = json.loads(TOKENIZER.to_json())
+    for mark, token in MARKS.items():
+        told["added_tokens"].append({**told["added_tokens"][0], "id": token, "content": mark})
+    return Grammars(lambda: json.dumps(told), VOCABULARY, TOKENIZER.eos_token_ids)
+
+
+def matches_marked(grammar: str, text: str) -> bool:
+    parts = re.split(r"(\[TOOL_CALLS\]|\[ARGS\])", text)
+    encoded = [
+        [MARKS[part]] if part in MARKS else TOKENIZER.encode(part, add_special_tokens=False)
+        for part in parts
+        if part
+    ]
+    tokens = [*(token for part in encoded for token in part), END]
+    return marked_grammars().begin(grammar).take(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"tool_choice": "required"}, [f"[{F}]", f"[{F}, {G}]"], ["Well", f"[{F}", F, "[]"]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [f"[{G}]"], [f"[{F}, {G}]"]),
+        ({"tool_choice": NAMED_G}, [f"[{G}]"], [f"[{F}]", f"[{G}, {G}]"]),
+    ],
+)
+async def test_calls_in_mistrals_list_can_be_made_to_come(
+    fields: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as house:
+        tools = [function("f"), function("g")]
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, **fields)
+    assert [matches(grammar, f"[TOOL_CALLS]{text}") for text in right] == [True] * len(right)
+    assert [matches(grammar, f"[TOOL_CALLS]{text}") for text in wrong] == [False] * len(wrong)
+    assert not matches(grammar, right[0])
+
+
+NAMED_CALL_F, NAMED_CALL_G = '[TOOL_CALLS]f[ARGS]{"a": 5}', '[TOOL_CALLS]g[ARGS]{"a": 7}'
+
+
+async def test_marks_that_are_tokens_are_asked_for_as_tokens() -> None:
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as house:
+        body = {"messages": ASK, "tools": [function("f"), function("g")]}
+        forced = await asked_grammar(house, CHAT, tool_choice="required", **body)
+        named = await asked_grammar(house, CHAT, tool_choice=NAMED_G, **body)
+    assert all(matches_marked(forced, text) for text in (NAMED_CALL_F, NAMED_CALL_F + NAMED_CALL_G))
+    assert not any(matches_marked(forced, text) for text in ("Well.", "", NAMED_CALL_F[:-1]))
+    assert not matches(forced, NAMED_CALL_F)  # as text it is no mark
+    assert [matches_marked(named, text) for text in (NAMED_CALL_G, NAMED_CALL_F)] == [True, False]
+
+
+async def test_strict_tools_in_mistrals_format_are_called_as_their_schemas_say_or_not_at_all() -> None:
+    tools = [function("f", strict=True)]
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    assert all(matches_marked(grammar, text) for text in ("No call.", NAMED_CALL_F, f"So: {NAMED_CALL_F}"))
+    assert not matches_marked(grammar, NAMED_CALL_F.replace("5", "null"))
+    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as house:
+        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    assert all(
+        matches(grammar, text) for text in ("No call.", f"[TOOL_CALLS][{F}]", f"So: [TOOL_CALLS][{F}]")
+    )
+    assert not matches(grammar, f"[TOOL_CALLS][{F.replace('5', 'null')}]")

@@ -4,14 +4,8 @@ Knows the two marks. Whether the text begins among thoughts is told by the promp
 written the first mark already.
 """
 
+from ssd_serve.sampling.thought_marks import BEGIN, END
 from ssd_serve.server.openai.tools.events import Event, Thought, Words, certain
-
-BEGIN, END = "<think>", "</think>"
-
-
-def begins_in_thought(prompt: str) -> bool:
-    """Whether a rendered prompt leaves the model thinking."""
-    return prompt.rfind(BEGIN) > prompt.rfind(END)
 
 
 class ThoughtReader:

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from ssd_serve.llm.in_flight import Asked, Conversation
 from ssd_serve.llm.outputs import Output, Piece
 from ssd_serve.llm.sampling_params import SamplingParams
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import Ready
+from ssd_serve.messages import Ready, ThinkingBudget
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.checks import (
     banned,
@@ -33,6 +34,7 @@ from ssd_serve.sampling.checks import (
     engine_parameters,
     output_limit,
 )
+from ssd_serve.sampling.thought_marks import begins_in_thought, budget_of
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import resolve_arguments
@@ -201,11 +203,18 @@ class LLM:
                 bad_words=tuple(dict.fromkeys(words)),
                 ending=ending,
                 grammar=params.structured_outputs.written if params.structured_outputs else "",
+                thinking_budget=self._thinking_budget(ids, params.thinking_token_budget),
             )
             seed = random_seed() if params.seed is None else params.seed & MASK64
             seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
             asked.append(Asked(place, ids, seeds, params, parameters, ending))
         return asked
+
+    def _thinking_budget(self, prompt: Sequence[int], most: int | None) -> ThinkingBudget | None:
+        if most is None:
+            return None
+        thinking = begins_in_thought(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        return budget_of(most, thinking, partial(self.tokenizer.encode, add_special_tokens=False))
 
     def _all_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int

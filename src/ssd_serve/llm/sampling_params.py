@@ -87,6 +87,9 @@ class SamplingParams(BaseModel):
     structured_outputs: StructuredOutputsParams | None = Field(
         default=None, description="what a text must match"
     )
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="most tokens of thoughts; then they end, and the answer begins"
+    )
     logprobs: Annotated[int, within("logprobs")] | None = Field(
         default=None, description="how many of the most probable tokens to report with each"
     )
