@@ -42,6 +42,7 @@ class Replica:
         self._waiting = 0
         self._waiting_candidates = 0
         self._round = 0
+        self._late = 0
 
     def apply(self, growth: Growth, sender: int = 0, source: int = 1) -> bool:
         """Add what one message of this drafter, which guesses with this source (a bit), brings. False:
@@ -68,6 +69,11 @@ class Replica:
     def merged(self) -> int:
         """How much of what the last message brought was there already: candidates that it touched again."""
         return _MERGED_A_MESSAGE - self.tree.patience
+
+    def take_late(self) -> int:
+        """Expansions that were dropped since this was last asked, for the text had left their nodes."""
+        late, self._late = self._late, 0
+        return late
 
     def restart(self, sender: int) -> None:
         """A drafter begins with this request, perhaps again: it will count its messages from 0. Or it has
@@ -96,6 +102,7 @@ class Replica:
         self._waiting = self._waiting_candidates = 0
         for orphan in left:
             if orphan.round + _ORPHAN_ROUNDS <= self._round:
+                self._late += 1
                 continue
             if self.tree.take(orphan.expansion, orphan.source):
                 self._adopt(orphan.expansion.name)
@@ -110,6 +117,8 @@ class Replica:
             self._orphans.setdefault(orphan.expansion.parent, []).append(orphan)
             self._waiting += 1
             self._waiting_candidates = candidates
+        else:
+            self._late += 1
 
     def _adopt(self, name: int) -> None:
         """Take what waited for the candidates of this node, and what waited for those of it."""

@@ -294,6 +294,7 @@ class Engine:
         if not first:
             request.acceptance.count(replica, rows.tokens, rows.parents, rows.depths, walk.accepted)
         hit = replica.advance(walk.tokens).hit
+        self.totals.late_expansions += replica.take_late()
         if not walk.ended:
             self.drafters.outcome(request)
         working = self.drafters.working

@@ -35,6 +35,7 @@ def engine_status(engine: Engine) -> Status:
         drafter_moves=engine.drafters.moves,
         expansions=engine.drafters.expansions,
         awaited_expansions=engine.totals.awaited_expansions,
+        late_expansions=engine.totals.late_expansions,
         expected_tokens=engine.totals.expected_tokens,
         given_tokens=engine.totals.given_tokens,
         totals=engine.figures,

@@ -45,6 +45,8 @@ class Totals:
     prompt_tokens: int = 0
     awaited_expansions: int = 0
     """Expanded nodes that a round waited for."""
+    late_expansions: int = 0
+    """Those that came for nodes which a text had left."""
     expected_tokens: float = 0.0
     """What rounds with drafts should have given by the reach of their nodes, and what they gave."""
     given_tokens: int = 0

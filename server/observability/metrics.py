@@ -74,6 +74,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
         "expanded nodes that a round waited for; the others came while the target worked",
         lambda s: s.awaited_expansions,
     ),
+    "draft_expansions_late": (
+        "expanded nodes that came when a text had left their place, and were dropped",
+        lambda s: s.late_expansions,
+    ),
     "engine_memory_shortages": (
         "rounds that a device had too little memory for, and that were run again smaller",
         lambda s: s.memory_shortages,

@@ -301,6 +301,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Nodes that drafters have expanded."""
     awaited_expansions: int = 0
     """Those of them that a round waited for; the others came while the target worked."""
+    late_expansions: int = 0
+    """Those that came for nodes which a text had left, and were dropped."""
     expected_tokens: float = 0.0
     """What rounds with drafts should have given by the reach of their nodes, and what they gave."""
     given_tokens: int = 0

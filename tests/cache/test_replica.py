@@ -236,6 +236,14 @@ def test_growth_does_not_wait_for_ever() -> None:
         replica.advance((9,))
     assert replica.tree.root.name == late
     assert len(replica.tree) == 0
+    assert [replica.take_late(), replica.take_late()] == [1, 0]
+
+
+def test_growth_that_was_waited_for_is_not_late() -> None:
+    replica = make_replica(1, 50)
+    replica.apply(growth_of(Expansion(mix(50, 9), ROOT_STEP, [3], [-0.5])))
+    replica.advance((9,))
+    assert replica.take_late() == 0
 
 
 def test_a_gap_is_reported_once_and_a_snapshot_is_no_gap() -> None:
