@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lab import page_blocks
+from lab.clients.report import clients_table
+from lab.front.report import front_table
 from lab.prediction.report import prediction_tables
 from ssd_serve.bench.blocks import block_text
 from ssd_serve.bench.document import replace_block
@@ -59,6 +61,8 @@ _BLOCKS = (
     Block("docs/drafts.md", "features", ("lab/results/features.json",), page_blocks.features),
     Block("docs/api.md", "grammars", ("lab/results/grammars.json",), page_blocks.grammars),
     Block("docs/api.md", "grammar-drafts", ("lab/results/grammar-drafts.json",), page_blocks.grammar_drafts),
+    Block("docs/api.md", "clients", ("lab/results/clients.json",), clients_table),
+    Block("docs/operations.md", "front", ("lab/results/front.json",), front_table),
     Block("docs/drafts.md", "vocabulary", ("lab/results/vocabulary.json",), page_blocks.vocabulary),
     Block("docs/drafts.md", "drafts", ("lab/results/drafts.json",), page_blocks.drafts),
     Block("docs/drafts.md", "rereading", _REREADING, page_blocks.rereading),

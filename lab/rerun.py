@@ -44,6 +44,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/channels.json": _of_lab("channels"),
     "lab/results/features.json": _of_lab("channels", "--features"),
     "lab/results/bodies.json": _of_lab("bodies"),
+    "lab/results/front.json": _of_lab(
+        *("front", "--rates", "20000", "40000", "80000", "--seconds", "5"),
+        *("--loop", "asyncio", "uvloop", "--parser", "h11", "httptools"),
+    ),
+    "lab/results/clients.json": _of_lab("clients"),
     "lab/results/invariance.json": _of_lab("invariance"),
     "lab/results/drafts.json": _of_lab("drafts"),
     "lab/results/rereading.json": _of_lab("rereading"),
