@@ -74,6 +74,9 @@ class GrammarState:
         self._matcher = matcher
         self._words = words
         self._ends = ends
+        self._failed: dict[tuple[int, ...], str] = {}
+        """Paths of the last tree behind which nothing could be found, and why."""
+        self._trouble = ""
 
     def copy(self) -> "GrammarState":
         return GrammarState(self._matcher.deep_copy(), self._words, self._ends)
@@ -81,10 +84,13 @@ class GrammarState:
     @property
     def trouble(self) -> str:
         """Why nothing more can be matched, if so: the grammar takes too long to follow."""
-        return self._matcher.get_error()
+        return self._trouble or self._matcher.get_error()
 
     def take(self, tokens: Sequence[int]) -> int:
         """The output goes on; how many of the tokens the grammar has. What ends the text is one of them."""
+        if self._failed:
+            paths = (tuple(tokens[:length]) for length in range(1, len(tokens)))
+            self._trouble = next((self._failed[path] for path in paths if path in self._failed), "")
         taken = self._matcher.try_consume_tokens(list(tokens))
         if taken == len(tokens) - 1 and tokens[taken] in self._ends and self._matcher.is_accepting():
             return taken + 1  # a matcher that is at its end takes no more, not even that
@@ -97,25 +103,29 @@ class GrammarState:
         wanted: Collection[int] | None = None,
     ) -> Masks:
         masks = np.full((1 + len(tokens), self._words), ANY, dtype=np.int32)
-        below: list[list[int]] = [[] for _ in range(1 + len(tokens))]
-        for node, parent in enumerate(parents):
-            below[1 + parent].append(node)
-        # Rows to be masked, and after everything below a node (told by -2 - node) the way back.
-        waiting = [-1]
-        while waiting:
-            node = waiting.pop()
-            if node < -1:
-                self._matcher.rollback(1)
-                continue
-            if node >= 0:
-                if not self._matcher.try_consume_tokens([tokens[node]]):
-                    continue
-                waiting.append(-2 - node)
-            if wanted is None or 1 + node in wanted:
-                row = masks[1 + node]
-                self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            waiting += below[1 + node]
+        # Each node has a matcher of its own: one that was rolled back may answer with another path's mask.
+        matchers: list[LLMatcher | None] = [self._matcher, *[None] * len(tokens)]
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+            above = matchers[1 + parent]
+            if above is not None:
+                here = above.deep_copy()
+                matchers[node] = here if here.try_consume_tokens([token]) else None
+        self._failed.clear()
+        for row, matcher in enumerate(matchers):
+            if matcher is not None and (wanted is None or row in wanted):
+                matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
+                if row and matcher.is_error():
+                    self._failed[_path(row - 1, tokens, parents)] = matcher.get_error()
         return masks
+
+
+def _path(node: int, tokens: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
+    """The tokens from the first row to a node."""
+    found: list[int] = []
+    while node >= 0:
+        found.append(tokens[node])
+        node = parents[node]
+    return tuple(reversed(found))
 
 
 class Grammars:

@@ -37,6 +37,7 @@ SECONDS = (
     300.0,
 )
 ROUND_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
+ROUND_NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000)
 
 _GAUGES: dict[str, tuple[str, Callable[[Status], float]]] = {
@@ -278,6 +279,7 @@ class ServerMetrics:
             "request_prefill_time_seconds", "from then to the first token", SECONDS
         )
         self.round_tokens = self._histogram("request_round_tokens", "tokens a round", ROUND_TOKENS)
+        self.round_nodes = self._histogram("request_round_nodes", "nodes verified a round", ROUND_NODES)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "prompt tokens of a request", TOKENS)
         self.output_tokens = self._histogram(
             "request_generation_tokens", "output tokens of a request", TOKENS

@@ -71,6 +71,7 @@ class Stopwatch:
             self._metrics.observe_prompt(self.first_token_s, figures.prompt_s)
         if figures.rounds:
             self._metrics.round_tokens.observe(figures.tokens / figures.rounds)
+            self._metrics.round_nodes.observe(figures.drafted / figures.rounds)
 
     def end(self, reason: str, tokens: int) -> Course:
         """The choice ended: `stop`, `length`, `abort` or `error`."""

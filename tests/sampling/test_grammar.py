@@ -3,11 +3,12 @@
 import json
 import re
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -21,6 +22,7 @@ from ssd_serve.sampling.grammar import Grammars, GrammarState, Masks, check_gram
 from ssd_serve.sampling.native.choosing import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.rows import SamplingRows
+from tests.examples import examples
 
 TARGET: Path = embedded_folder("target")
 TOKENIZER = Tokenizer(TARGET)
@@ -104,6 +106,63 @@ def test_each_row_has_the_mask_of_its_own_path(data: st.DataObject) -> None:
             assert allowed(mask) == expected
     # Nothing of the tree is left behind.
     assert allowed(state.masks()) == fresh(output)
+
+
+OPTIONAL = LLMatcher.grammar_from_json_schema(
+    {
+        "type": "object",
+        "properties": {
+            "a": {"type": "object", "properties": {"b": {"type": "integer"}, "c": {"type": "integer"}}},
+            "d": {"type": "integer"},
+        },
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_pattern": r"[ \n]{0,9}"},
+    }
+)
+
+
+def behind(output: list[int]) -> set[int]:
+    """What may come there, read from the beginning."""
+    return allowed(GRAMMARS.begin(OPTIONAL, output).masks())
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=examples(100), deadline=None)
+def test_a_tree_of_before_changes_no_later_mask(random: Random) -> None:
+    """Round by round: other paths of one tree end with the same tokens, among other brackets."""
+    output: list[int] = []
+    state = GRAMMARS.begin(OPTIONAL)
+    for _ in range(6):
+        tokens: list[int] = []
+        parents: list[int] = []
+        paths: list[list[int]] = [[]]
+        for _ in range(12):
+            parent = random.randrange(-1, len(tokens))
+            following = sorted(behind([*output, *paths[1 + parent]]) - {END})
+            if following:
+                tokens.append(random.choice(following))
+                parents.append(parent)
+                paths.append([*paths[1 + parent], tokens[-1]])
+        masks = state.masks(tokens, parents)
+        for path, mask in zip(paths, masks, strict=True):
+            assert allowed(mask) == behind([*output, *path])
+        walked = random.choice(paths)
+        assert state.take(walked) == len(walked)
+        output += walked
+
+
+def test_equal_ends_of_other_paths_have_masks_of_their_own() -> None:
+    """A matcher that goes back and another way, to where as many tokens end with the same one, must not say
+    what could come there on the first way."""
+    text = '{"a": {"b": 1'
+    begun = TOKENIZER.encode(text, add_special_tokens=False)
+    (brace,), (comma,), (space,) = (
+        TOKENIZER.encode(sign, add_special_tokens=False) for sign in ("}", ",", "\n   ")
+    )
+    state = GRAMMARS.begin(OPTIONAL, begun)
+    state.masks([brace, space, comma, space], [-1, 0, -1, 2])
+    assert state.take([comma, space]) == 2
+    assert allowed(state.masks()) == behind([*begun, comma, space])
 
 
 def test_copies_go_their_own_ways() -> None:

@@ -227,6 +227,7 @@ async def test_times_of_prompts_are_measured_where_they_may_be_told(
         await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
         page = (await house.http.get("/metrics", headers=headers)).text
     assert metric(page, "ssd_request_round_tokens_count") == 1.0
+    assert metric(page, "ssd_request_round_nodes_sum") == 8.0
     assert metric(page, "ssd_request_prefill_time_seconds_count") == count
     assert metric(page, "ssd_request_queue_time_seconds_count") == count
 
