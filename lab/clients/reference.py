@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +38,7 @@ def scores(folder: Path) -> Sequence[PairScore]:
     return [_score(tokenizer, model, *texts) for texts in TEXTS]
 
 
-def _score(tokenizer: AutoTokenizer, model: torch.nn.Module, context: str, continuation: str) -> PairScore:
+def _score(tokenizer: Any, model: Any, context: str, continuation: str) -> PairScore:
     before, whole = (
         tokenizer(text, add_special_tokens=False).input_ids for text in (context, context + continuation)
     )

@@ -5,16 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 _CHANCE = {
-    "id",
-    "created",
-    "created_at",
-    "completed_at",
-    "system_fingerprint",
-    "metrics",
-    "timings",
-    "object",
+    *("id", "created", "created_at", "completed_at", "system_fingerprint", "metrics", "timings", "object"),
+    *("obfuscation", "call_id", "item_id"),
 }
-_CHANCE |= {"obfuscation", "call_id", "item_id"}
 """What may differ between two answers to one request."""
 
 
