@@ -158,7 +158,9 @@ def test_nothing_that_users_write_is_in_the_log_whatever_goes_wrong(guarded: Gua
                 assert guarded.post(BEN, body, path).status_code < 500
     log = guarded.victim.log
     assert mark not in log
-    assert f" of ben: POST '{COMPLETIONS}' 200" in log
+    of_ben = [line for line in log.splitlines() if line.endswith(" key=ben") or " key=ben " in line]
+    assert any("answered" in line and f"path={COMPLETIONS} status=200" in line for line in of_ben)
+    assert any("request finished" in line and f"path={COMPLETIONS}" in line for line in of_ben)
     assert not [key for key in SECRETS if key in log]
 
 
