@@ -32,7 +32,7 @@ What is attacked here took ten seconds and more where it was not bounded."""
 KEPT_MB = 128.0
 """Processes give free pages back once a minute; pages of the KV cache are there once they were written."""
 _COMES_BACK_S = 60.0
-"""Longer than any time limit of a server by which it lets go of somebody; cores are shared with other tests."""
+"""Longer than the time limits by which a server lets go of somebody; cores are shared with other tests."""
 _PAUSE_S = 0.1
 """Between two answers of the other client, so that it leaves the cores to others; it counts as a gap."""
 _STARTS_S = 90.0
