@@ -15,6 +15,7 @@ from lab import page_blocks
 from lab.clients.report import clients_table
 from lab.front.report import front_table
 from lab.prediction.report import prediction_tables
+from lab.relay.report import relay_table
 from ssd_serve.bench.blocks import block_text
 from ssd_serve.bench.document import replace_block
 from ssd_serve.bench.provenance import ROOT
@@ -63,6 +64,7 @@ _BLOCKS = (
     Block("docs/api.md", "grammar-drafts", ("lab/results/grammar-drafts.json",), page_blocks.grammar_drafts),
     Block("docs/api.md", "clients", ("lab/results/clients.json",), clients_table),
     Block("docs/operations.md", "front", ("lab/results/front.json",), front_table),
+    Block("docs/operations.md", "relay", ("lab/results/relay.json",), relay_table),
     Block("docs/drafts.md", "vocabulary", ("lab/results/vocabulary.json",), page_blocks.vocabulary),
     Block("docs/drafts.md", "drafts", ("lab/results/drafts.json",), page_blocks.drafts),
     Block("docs/drafts.md", "rereading", _REREADING, page_blocks.rereading),

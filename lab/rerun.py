@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("front", "--rates", "20000", "40000", "80000", "--seconds", "5"),
         *("--loop", "asyncio", "uvloop", "--parser", "h11", "httptools"),
     ),
+    "lab/results/relay.json": _of_lab("relay"),
     "lab/results/clients.json": _of_lab("clients"),
     "lab/results/invariance.json": _of_lab("invariance"),
     "lab/results/drafts.json": _of_lab("drafts"),

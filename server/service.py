@@ -16,7 +16,7 @@ from ssd_serve.hub_id import hub_id
 from ssd_serve.messages import NOISE_SCHEME, Ready
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.bodies.body import Bodies
-from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.engine.interface import ServedEngine
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
 from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.limits import Limits
@@ -24,8 +24,19 @@ from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.settings import Settings
 
-OtherPages = Callable[[], Awaitable[bytes]]
-"""Gets the metrics page of all servers behind this address."""
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What a server knows of the others behind its address, where it is one of several."""
+
+    pages: Callable[[], Awaitable[bytes]] | None = None
+    """Gets the metrics page of all of them."""
+    show: Callable[[Callable[[], bytes]], None] = lambda _page: None
+    """Is given what makes this one's page."""
+    salt_secret: bytes | None = None
+    """By which all of them name the same parts of the prefix cache, where they have one engine."""
+    tells_engine: bool = True
+    """Whether this one's page has the engine's figures."""
 
 
 @dataclass(slots=True)
@@ -41,7 +52,7 @@ class Service:
 
     settings: Settings
     limits: Limits
-    engine: EngineClient
+    engine: ServedEngine
     tokenizer: TextTokenizer
     texts: TokenTexts
     metrics: ServerMetrics
@@ -53,7 +64,7 @@ class Service:
     """What generates nothing (`/tokenize`), and must not keep waiting what does, templates included."""
     gate: StopGate
     tenants: Tenants
-    others: OtherPages | None = None
+    company: Company = field(default_factory=Company)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -23,7 +23,6 @@ import psutil  # type: ignore[import-untyped]
 import ssd_serve.models as models
 from lab.bodies.kinds import BodyKind, all_kinds
 from ssd_serve.bench.tables import text_table
-from ssd_serve.cli.serve import ServingTokenizer
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.errors import SsdError
 from ssd_serve.http_port import listen
@@ -31,6 +30,7 @@ from ssd_serve.memory import settle_memory
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.serving import build_server
+from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
 from ssd_serve.settings import Settings
 from tests.server.fakes import READY, FakeEngine, channel_pair, say
 from tests.server.played_servers import wait_until_healthy

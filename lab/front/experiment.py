@@ -23,11 +23,11 @@ from lab.front.others import MARK, Seen, StreamLoad, play_clients, play_engine
 from lab.front.ways import FrontWay
 from ssd_serve.bench.statistics import percentile
 from ssd_serve.bench.tables import text_table
-from ssd_serve.cli.serve import ServingTokenizer
 from ssd_serve.errors import SsdError
 from ssd_serve.http_port import listen
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
 from ssd_serve.settings import Settings
 from tests.server.fakes import channel_pair
 from tests.server.played_servers import wait_until_healthy

@@ -11,13 +11,13 @@ from typing import Any, Literal
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from ssd_serve.cli.serve import ServingTokenizer
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.connections import Crowd
 from ssd_serve.server.http.door import Door
 from ssd_serve.server.http.serving import HttpServer, build_server
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import StopGate
+from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
 from ssd_serve.settings import Settings
 
 Loop = Literal["asyncio", "uvloop"]

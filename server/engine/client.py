@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError, in_a_line
+from ssd_serve.errors import EngineDeadError, OverloadedError, in_a_line
 from ssd_serve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -26,11 +26,18 @@ from ssd_serve.messages import (
     Refused,
     SamplingParameters,
     Status,
-    Submit,
 )
 from ssd_serve.server.engine.event_channel import EngineLine, MessageChannel, NoChannel
 from ssd_serve.server.engine.quarantine import Quarantine, interrupt_all
-from ssd_serve.server.engine.submitted import MAX_TOKENS, Deliver, Interrupted, Submitted, Wanted, together
+from ssd_serve.server.engine.submitted import (
+    Deliver,
+    Interrupted,
+    Submitted,
+    Terms,
+    Wanted,
+    submissions,
+    together,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +81,8 @@ class EngineClient:
         self._trial.admitted()  # nobody is suspect
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Is called when the engine has become ready, was lost, or is dead."""
         self.target: str | None = None
         self.ready: Ready | None = None
         self.status: Status | None = None
@@ -145,30 +154,19 @@ class EngineClient:
 
         While another engine is awaited, they wait with those that will go on there.
         """
+        made = submissions(wanted, Terms(salt, priority, max_nodes), self._numbers)
+        self.take(made)
+        return [each.first.request for each in made]
+
+    def take(self, made: Sequence[Submitted]) -> None:
+        """Send requests that have numbers, all or none of them."""
         if self.dead is None and self._lost_at is None and self._line.closed:
             self._line.drain()
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        if any(len(each.prompt) + len(each.output) > MAX_TOKENS for each in wanted):
-            raise RequestError(f"a prompt and its output have more than {MAX_TOKENS} tokens", "prompt")
-        made: list[Submitted] = []
-        for each in wanted:
-            number = next(self._numbers)
-            message = Submit(
-                number,
-                each.prompt,
-                each.parameters,
-                each.seed,
-                each.output,
-                salt=salt,
-                priority=priority,
-                max_nodes=max_nodes,
-            )
-            made.append(Submitted(message, each.deliver, list(each.output)))
         if self._trial.over and not self._line.closed:
             self._send(made)
         self._running.update({each.first.request: each for each in made})
-        return [each.first.request for each in made]
 
     def _send(self, made: Sequence[Submitted]) -> None:
         """What is begun is sent whole: who is told to try again would come with as much."""
@@ -253,6 +251,7 @@ class EngineClient:
             self._lost_at = None
             self.restarts += 1
             self.resumed += resumed
+        self.on_change()
 
     def _lose(self, reason: str) -> None:
         """The engine is gone. What runs waits for the next one, if one may come."""
@@ -266,6 +265,7 @@ class EngineClient:
             interrupt_all(self._running)
             for request, submitted in list(self._running.items()):
                 self._interrupt(request, submitted)
+            self.on_change()
         self._seek(self._reconnect, self._loop)
 
     def _seek(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
@@ -342,3 +342,4 @@ class EngineClient:
         running, self._running = self._running, {}
         for submitted in running.values():
             submitted.deliver(EngineDeadError(reason))
+        self.on_change()

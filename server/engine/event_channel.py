@@ -31,6 +31,10 @@ class MessageChannel(Protocol):
         """False: not taken, the queue is full or the channel closed."""
         ...
 
+    def post(self, message: Message) -> bool:
+        """The same, but `flush` sends it."""
+        ...
+
     def flush(self) -> bool:
         """Send what can be sent; True when nothing is pending."""
         ...
@@ -58,6 +62,10 @@ class NoChannel:
         """There is nobody to take it."""
         del message
         return False
+
+    def post(self, message: Message) -> bool:
+        """There is nobody to take it."""
+        return self.send(message)
 
     def flush(self) -> bool:
         """Nothing is pending."""
@@ -92,6 +100,7 @@ class EngineLine:
         self._descriptor = -1
         self._unsent: deque[Message] = deque()
         self._retry: asyncio.TimerHandle | None = None
+        self._soon = False
         self._flushing = False
         self._over = False
 
@@ -99,6 +108,11 @@ class EngineLine:
     def closed(self) -> bool:
         """Nothing can be sent any more."""
         return self._over or self._channel.closed
+
+    @property
+    def waiting(self) -> int:
+        """Messages that the channel has not taken yet."""
+        return len(self._unsent)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to listen, and send what waits."""
@@ -119,6 +133,13 @@ class EngineLine:
         """Send now, or keep it until there is room; in order."""
         self._unsent.append(message)
         self._send_unsent()
+
+    def send_soon(self, message: Message) -> None:
+        """The same, with all that is said in this turn of the loop in one go."""
+        self._unsent.append(message)
+        if not self._soon and self._loop is not None:
+            self._soon = True
+            self._loop.call_soon(self._send_unsent)
 
     def drain(self) -> None:
         """Hand on everything that waits; notice the end."""
@@ -156,8 +177,11 @@ class EngineLine:
 
     def _send_unsent(self) -> None:
         self._stop_retrying()
-        while self._unsent and self._send(self._unsent[0]):
+        self._soon = False
+        while self._unsent and not self._over and self._channel.post(self._unsent[0]):
             self._unsent.popleft()
+        if not self._over and not self._channel.flush():
+            self._flush_when_writable()
         if self._unsent and not self.closed and self._loop is not None:
             self._retry = self._loop.call_later(RETRY_SEND_S, self._send_unsent)
 

@@ -4,12 +4,12 @@ Shared noise makes that possible: another verifier gives the tokens that this on
 messages, no channel.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from ssd_serve.errors import EngineDeadError
+from ssd_serve.errors import EngineDeadError, RequestError
 from ssd_serve.messages import (
     Choice,
     Committed,
@@ -98,6 +98,35 @@ class Submitted:
         """The request for an engine that knows nothing of it."""
         first = self.first
         return msgspec.structs.replace(first, output=tuple(self.tokens), scored=self.scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the requests of one client have in common; see `Submit`."""
+
+    salt: bytes = b""
+    priority: int = 0
+    max_nodes: int | None = None
+
+
+def submissions(wanted: Sequence[Wanted], terms: Terms, numbers: Iterator[int]) -> list[Submitted]:
+    """Requests as they are told to an engine. Raises `RequestError` for what no message may hold."""
+    if any(len(each.prompt) + len(each.output) > MAX_TOKENS for each in wanted):
+        raise RequestError(f"a prompt and its output have more than {MAX_TOKENS} tokens", "prompt")
+    made: list[Submitted] = []
+    for each in wanted:
+        message = Submit(
+            next(numbers),
+            each.prompt,
+            each.parameters,
+            each.seed,
+            each.output,
+            salt=terms.salt,
+            priority=terms.priority,
+            max_nodes=terms.max_nodes,
+        )
+        made.append(Submitted(message, each.deliver, list(each.output)))
+    return made
 
 
 def together(submits: Iterable[Submit]) -> list[Submit | SubmitChoices]:

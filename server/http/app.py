@@ -19,7 +19,7 @@ from ssd_serve.server.access.exposure import metrics_may_tell_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
 from ssd_serve.server.anthropic.endpoint import MessagesEndpoint
 from ssd_serve.server.bodies.body import Bodies
-from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.engine.interface import ServedEngine
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
 from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.http.request_ids import HEADER, RequestIds
@@ -36,7 +36,7 @@ from ssd_serve.server.openai.envelope import Envelope
 from ssd_serve.server.openai.openapi import Doors, describe
 from ssd_serve.server.openai.responses.endpoint import ResponsesEndpoint
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
-from ssd_serve.server.service import OtherPages, Service, StopGate, model_name
+from ssd_serve.server.service import Company, Service, StopGate, model_name
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.settings import Settings
 
@@ -53,26 +53,25 @@ Handler = Callable[..., Awaitable[Response]]
 
 def create_app(
     settings: Settings,
-    engine_client: EngineClient,
+    engine: ServedEngine,
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
     gate: StopGate | None = None,
-    others: OtherPages | None = None,
+    company: Company | None = None,
     guards: Sequence[Middleware] = (),
 ) -> FastAPI:
-    """Build the application. Its lifespan starts and stops the engine client. `others`: where this server is
-    one of several behind one address, what gets the metrics page of all of them. `guards` are passed before
-    a key is asked for."""
-    limits = limits or Limits()
-    tenants = Tenants(settings)
+    """Build the application. Its lifespan starts and stops the engine. `company`: where this server is one of
+    several behind one address. `guards` are passed before a key is asked for."""
+    limits, company = limits or Limits(), company or Company()
+    tenants = Tenants(settings, salt_secret=company.salt_secret)
     service = Service(
         settings=settings,
         limits=limits,
-        engine=engine_client,
+        engine=engine,
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
         metrics=ServerMetrics(
-            engine_client,
+            engine if company.tells_engine else None,
             lambda: service.trouble() is None,
             tenants,
             metrics_may_tell_cached(settings),
@@ -85,18 +84,18 @@ def create_app(
         aside=OffLoop(-1, at_once=1),
         gate=gate or StopGate(),
         tenants=tenants,
-        others=others,
+        company=company,
     )
 
     traces = _traces(settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None, None]:
-        engine_client.start()
+        engine.start()
         try:
             yield
         finally:
-            engine_client.stop()
+            engine.stop()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
@@ -108,7 +107,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.metrics_page = service.metrics.render
+    company.show(service.metrics.render)
     _add_routes(app, service)
     _add_error_handlers(app)
     if traces is not None:

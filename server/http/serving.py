@@ -4,6 +4,7 @@ Knows uvicorn and signals; the application is built elsewhere.
 """
 
 import asyncio
+import math
 import signal
 import socket
 import threading
@@ -18,14 +19,15 @@ from starlette.middleware import Middleware
 
 from ssd_serve.descriptors import descriptor_limit
 from ssd_serve.server.access.hosts import AllowedHosts
-from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.engine.interface import ServedEngine
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.http.connections import Crowd, CrowdControl
 from ssd_serve.server.http.door import Door, max_connections, open_door
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.service import StopGate
+from ssd_serve.server.service import Company, StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer
+from ssd_serve.server.workers.hub import Hub
 from ssd_serve.settings import Settings
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,11 +42,19 @@ class HttpServer(uvicorn.Server):
     """uvicorn, except that a handled signal is not raised again: the caller still has to tidy up."""
 
     def __init__(
-        self, config: uvicorn.Config, gate: StopGate, end: Callable[[], None], drain_s: float, door: Door
+        self,
+        config: uvicorn.Config,
+        gate: StopGate,
+        end: Callable[[], None],
+        drain_s: float,
+        door: Door,
+        hub: Hub | None = None,
     ) -> None:
-        """`end` ends all requests with an error; it is called when they had `drain_s` to end well."""
+        """`end` ends all requests with an error; it is called when they had `drain_s` to end well, those of
+        the workers of `hub` included."""
         super().__init__(config)
         self._door = door
+        self._hub = hub
         self._gate = gate
         self._end = end
         self._drain_s = drain_s
@@ -70,6 +80,8 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise RuntimeError("the application did not start")
+        if self._hub is not None:
+            self._hub.start()
         welcome = partial(self._door.welcome, self.config, self.server_state, self.lifespan.state)
         self.servers = [await open_door(welcome, sock) for sock in sockets or []]
         self.started = True
@@ -77,16 +89,22 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end, end the others with an answer, and close the port last: as long as requests
         run, new ones are told that this server ends. uvicorn would close it first and only cut off."""
+        if self._hub is not None:
+            self._hub.close()
         await self._drain()
         self._end()
         await super().shutdown(sockets)
+        if self._hub is not None:
+            await self._hub.left(_LAST_WORDS_S)
         self._door.crowd.dismiss()
         await asyncio.sleep(0)  # they close when the loop comes to it
 
     async def _drain(self) -> None:
         """Wait for what ran when the signal came; what comes later is refused at once."""
         ran = set(self.server_state.tasks)
-        while ran & self.server_state.tasks and not self._hurry:
+        while not self._hurry and (
+            ran & self.server_state.tasks or (self._hub is not None and self._hub.busy)
+        ):
             if time.monotonic() - self._told_at >= self._drain_s:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -141,6 +159,10 @@ class ServerThread:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(work)
 
+    def stop(self) -> None:
+        """Let the server end as tidily as it can. From any thread."""
+        self._server.stop()
+
     def ends_within(self, seconds: float) -> bool:
         """Wait so long for the server's end. Raises what ended it, if that was an error."""
         self._thread.join(seconds)
@@ -164,20 +186,23 @@ class ServerThread:
 
 def build_server(
     settings: Settings,
-    engine_client: EngineClient,
+    engine: ServedEngine,
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
     hosts: Collection[str] | None = None,
+    company: Company | None = None,
+    hub: Hub | None = None,
 ) -> HttpServer:
     """The server, not yet running; its `stop` may be called from any thread. `hosts`: the only names that it
-    may be called by, beside loopback's."""
+    may be called by, beside loopback's. `hub`: where this process has workers that answer beside it."""
     limits = limits or Limits()
     gate = StopGate()
-    crowd = Crowd(max_connections(settings, descriptor_limit()))
+    connections = max_connections(settings, descriptor_limit())
+    crowd = Crowd(math.ceil(connections / settings.api_workers))
     guards = [Middleware(CrowdControl, crowd=crowd)]
     if hosts is not None:
         guards.append(Middleware(AllowedHosts, allowed=hosts))
-    app = create_app(settings, engine_client, tokenizer, limits, gate, guards=guards)
+    app = create_app(settings, engine, tokenizer, limits, gate, company, guards)
     config = uvicorn.Config(
         app,
         # Whatever other packages have brought: one parser of HTTP is tested.
@@ -193,16 +218,16 @@ def build_server(
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
     door = Door(crowd, limits, tls_context(settings))
-    return HttpServer(config, gate, engine_client.stop, settings.drain_seconds, door)
+    return HttpServer(config, gate, engine.stop, settings.drain_seconds, door, hub)
 
 
 def serve(
     settings: Settings,
-    engine_client: EngineClient,
+    engine: ServedEngine,
     tokenizer: TextTokenizer,
     sock: socket.socket,
     limits: Limits | None = None,
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM. Returns normally after a tidy end."""
-    server = build_server(settings, engine_client, tokenizer, limits)
+    server = build_server(settings, engine, tokenizer, limits)
     asyncio.run(server.serve(sockets=[sock]))

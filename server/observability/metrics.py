@@ -253,19 +253,21 @@ class ServerMetrics:
 
     def __init__(
         self,
-        engine: EngineView,
+        engine: EngineView | None,
         up: Callable[[], bool],
         tenants: Tenants | None = None,
         tell_cached: bool = True,
         model: str = "",
         prefix: str = PREFIX,
     ) -> None:
-        """Without `tell_cached` nothing on the page says how much of a prompt was found in the cache. Names
-        begin with `prefix`, and all series have the `model` as a label, if there is one."""
+        """Without an `engine` the page has this process's figures alone. Without `tell_cached` nothing on it
+        says how much of a prompt was found in the cache. Names begin with `prefix`, and all series have the
+        `model` as a label, if there is one."""
         self._model, self._prefix = model, prefix
         self._tell_cached = tell_cached
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(engine, up, tell_cached))
+        if engine is not None:
+            self.registry.register(EngineCollector(engine, up, tell_cached))
         if tenants is not None:
             self.registry.register(TenantsCollector(tenants))
         self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)

@@ -6,7 +6,7 @@ the replica with the fewest requests, starts and replaces replicas; what one is 
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 
-from ssd_serve.cli.serve import ServingClient, ServingTokenizer
+from ssd_serve.cli.serve import ServingClient
 from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.cluster.ray.token import warn_of_strangers
@@ -36,6 +36,8 @@ from ssd_serve.server.access.keys import read_keys
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics_pages import join_pages
+from ssd_serve.server.service import Company
+from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
 from ssd_serve.settings import SECRETS, Settings
 from ssd_serve.settings_sources import refuse_empty_keys, resolve, successor, variable_name
 
@@ -117,6 +119,8 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
     settings = resolve(arguments)
     if settings.metrics_port is not None:
         raise SettingsError("replicas share one port: SSD_METRICS_KEY instead of SSD_METRICS_PORT")
+    if settings.api_workers > 1:
+        raise SettingsError("a replica answers in one process: more replicas instead of SSD_API_WORKERS")
     return settings
 
 
@@ -168,15 +172,14 @@ class ServerReplica:
         """The same application as `ssd serve` has; Serve calls this after the constructor."""
         # Only where they are named: the proxies' address is not known here.
         hosts = allowed_hosts(self._settings, alone=False)
-        self._app = create_app(
+        return create_app(
             self._engine.settings,
             self._client,
             self._tokenizer,
             self._limits,
-            others=self._all_pages,
+            company=Company(pages=self._all_pages, show=self._show),
             guards=[] if hosts is None else [Middleware(AllowedHosts, allowed=hosts)],
         )
-        return self._app
 
     async def check_health(self) -> None:
         """Raise what is wrong; Serve then replaces this replica. An engine that is being started again is
@@ -189,8 +192,10 @@ class ServerReplica:
 
     def metrics_page(self) -> tuple[str, str]:
         """The replica's name and its own page."""
-        page: bytes = self._app.state.metrics_page()
-        return self._name, page.decode()
+        return self._name, self._page().decode()
+
+    def _show(self, page: Callable[[], bytes]) -> None:
+        self._page = page
 
     def __del__(self) -> None:
         """Serve calls it when no request runs any more, or when they have had their time."""

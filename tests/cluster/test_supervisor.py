@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ssd_serve.cluster.local.launcher import local_engine
@@ -217,12 +218,13 @@ def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() 
     supervisors: list[Supervisor] = []
     for behaviour in ("sleep", "compute"):
         plan = WorkerPlan("verifier", tuple(workers(verifier=behaviour)("verifier")), vital=True)
-        suspicion = HangDetector(look_s=1.5)
+        suspicion = HangDetector(look_s=3.0)
         supervisors.append(Supervisor([plan], Settings(mode=Mode.AR), QUIET, suspicion=suspicion))
     idle, busy = supervisors
     for each in supervisors:
         each.start()
         each.target_is_ready()
+    until(lambda: psutil.Process(busy.pids()["verifier"]).cpu_times().user > 0.5)  # beyond what a start takes
 
     def is_back() -> bool:
         for each in supervisors:

@@ -88,7 +88,7 @@ class Serving:
         clients = [Client(self.url, wish) for wish in WISHES]
         for client in clients:
             client.start()
-        while not all(len(next(iter(client.tokens.values()), [])) > 2 for client in clients):
+        while not all(len(next(iter([*client.tokens.values()]), [])) > 2 for client in clients):
             assert all(client.is_alive() for client in clients), self.log.read_text()
             time.sleep(0.01)
         disturb()

@@ -21,7 +21,7 @@ KEY = "a-key-of-some-length"
 
 def test_whatever_the_document_allows_or_forbids(tmp_path: Path) -> None:
     with open_server(lambda _: say("abcdefgh", group=4)) as address:
-        said = generate_requests(address.url, tmp_path, 10)
+        said = generate_requests(address.url, tmp_path, 6)
         seen = {(path, status, kind) for path, _, status, kind in address.contract.seen}
     for phase in ("Examples", "Coverage", "Fuzzing", "Stateful"):
         assert f"✅ {phase}" in said

@@ -12,12 +12,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import setproctitle
 from rich.console import Console
@@ -25,6 +24,7 @@ from rich.console import Console
 from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.engines import start_engine, usable_machine
 from ssd_serve.cluster.running import RunningEngine
+from ssd_serve.cluster.supervision.supervisor import Supervisor
 from ssd_serve.descriptors import raise_descriptor_limit
 from ssd_serve.devices import pin_cores
 from ssd_serve.errors import EngineDeadError
@@ -32,7 +32,6 @@ from ssd_serve.find_models import find_models
 from ssd_serve.http_port import listen_all
 from ssd_serve.logs import carry_library_logs, get_logger
 from ssd_serve.memory import settle_memory
-from ssd_serve.models.text.detokenize import DetokenizeStream
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.access.exposure import exposure_warnings
 from ssd_serve.server.access.hosts import allowed_hosts
@@ -42,6 +41,8 @@ from ssd_serve.server.http.door import max_connections
 from ssd_serve.server.http.request_ids import request_in_logs
 from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.http.tls import tls_context
+from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
+from ssd_serve.server.workers.crew import Crew
 from ssd_serve.settings import Settings
 from ssd_serve.settings_sources import refuse_empty_keys
 from ssd_serve.terminal import ProgressLine
@@ -53,51 +54,6 @@ _COMES_BACK_S = math.inf
 """The launcher says sooner when no engine will come back."""
 _LEAVES_WITHIN_S = 20.0
 """What holds an end up for longer is left behind: threads that download wait for the end of their file."""
-
-
-class ServingTokenizer:
-    """The model's tokenizer as the server wants it, once it has been found."""
-
-    def __init__(self) -> None:
-        self._found: Tokenizer | None = None
-
-    def arrive(self, tokenizer: Tokenizer) -> None:
-        """From now on this is the one. Call it before an engine is ready."""
-        self._found = tokenizer
-
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        if self._found is None:
-            raise EngineDeadError("the model's tokenizer has not been loaded")
-        return self._found
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an output unless they are ignored."""
-        return self._tokenizer.eos_token_ids
-
-    @property
-    def chat_template(self) -> str:
-        """The source of the model's chat template."""
-        return self._tokenizer.chat_template
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return self._tokenizer.encode(text, add_special_tokens)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
-        return self._tokenizer.decode(ids, skip_special_tokens)
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **variables: Any
-    ) -> str:
-        """The conversation as one text."""
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
-
-    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> DetokenizeStream:
-        """A fresh incremental decoder of what follows `context`."""
-        return self._tokenizer.stream(context, skip_special_tokens)
 
 
 class ServingClient(EngineClient):
@@ -156,22 +112,36 @@ def run_serve(settings: Settings) -> int:
         alone = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
         for warning in exposure_warnings(settings, alone):
             log.warning(warning, host=settings.host)
-        server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, alone))
+        crew = Crew(client) if settings.api_workers > 1 else None
+        server = build_server(
+            settings,
+            client,
+            tokenizer,
+            hosts=allowed_hosts(settings, alone),
+            company=crew.company if crew is not None else None,
+            hub=crew.hub if crew is not None else None,
+        )
         with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
             tokenizer.arrive(Tokenizer(found.target))
             settle_memory()
             tell("starting")
-            with start_engine(found.settings, log, machine) as engine:
+            with start_engine(found.settings, log, machine) as engine, ExitStack() as beside:
                 # After the workers: they would inherit the binding.
-                answering.call(partial(pin_cores, engine.placement.front_end))
-                pin_cores(engine.placement.front_end)
+                cores = engine.placement.front_end
+                answering.call(partial(pin_cores, cores))
+                pin_cores(cores)
                 answering.call(partial(client.arrive, engine, engine.connect()))
+                workers: Supervisor | None = None
+                if crew is not None:
+                    work = crew.at_work(found, sock, alone, cores.indices, answering, log)
+                    workers = beside.enter_context(work)
                 url = address(sock, settings.tls_certificate is not None)
                 with server.capture_signals():
                     _watch(server, answering, client, engine, line, url)
-                if engine.failure is not None:
-                    raise engine.failure
+                failure = engine.failure or (workers.failure if workers is not None else None)
+                if failure is not None:
+                    raise failure
     log.info("stopped")
     return 0
 
