@@ -166,10 +166,18 @@ def quality(result: Result) -> str:
 
 def drafters(result: Result) -> str:
     """A line for each number of drafters, in virtual time; below it what processes in real time gave."""
-    head = ("drafters", "guesses, times those of one", "tokens/s", "verifier's host time a round, ms")
+    head = (
+        "drafters",
+        "expansions, times those of one",
+        "guesses that trees gain, times those of one",
+        "tokens/s",
+        "verifier's host time a round, ms",
+    )
+    alone = result["rows"][0]["expansions_per_s"]
     lines = [
         (
             row["drafters"],
+            f"{row['expansions_per_s'] / alone:.2f}",
             f"{row['scaling']:.2f}",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['host_us_per_round'] / 1e3:.1f}",

@@ -24,8 +24,9 @@ from ssd_serve.messages import Finished, SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.submitted import Report, Wanted
-from ssd_serve.server.workers.hub import Hub, Post
+from ssd_serve.server.workers.hub import Hub
 from ssd_serve.server.workers.relayed import RelayedEngine
+from ssd_serve.server.workers.seat import Post
 from tests.server.fakes import channel_pair
 
 _HUB_CORE, _OTHER_CORE = 0, 1
@@ -95,7 +96,9 @@ async def _hub(client: EngineClient, worker: SocketChannel, told: Connection) ->
     client.start()
     hub = Hub(client)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        hub.offer(Post(_Entrance(worker), listening, b"", Path(), b"", (_OTHER_CORE,), True))
+        pids = {"api-1": os.getpid()}  # who made the pair of sockets
+        door = _Entrance(worker)
+        hub.offer(Post(door, lambda: pids, lambda _pid: None, lambda: None, listening, b"", Path(), b""))
         hub.start()
         await _until(told)
         before = time.process_time()

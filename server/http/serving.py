@@ -4,7 +4,6 @@ Knows uvicorn and signals; the application is built elsewhere.
 """
 
 import asyncio
-import math
 import signal
 import socket
 import threading
@@ -95,16 +94,18 @@ class HttpServer(uvicorn.Server):
         self._end()
         await super().shutdown(sockets)
         if self._hub is not None:
-            await self._hub.left(_LAST_WORDS_S)
+            await self._hub.left(_LAST_WORDS_S + 1)  # they have theirs, too
         self._door.crowd.dismiss()
         await asyncio.sleep(0)  # they close when the loop comes to it
+
+    @property
+    def _workers_answer(self) -> bool:
+        return self._hub is not None and self._hub.workers > 0
 
     async def _drain(self) -> None:
         """Wait for what ran when the signal came; what comes later is refused at once."""
         ran = set(self.server_state.tasks)
-        while not self._hurry and (
-            ran & self.server_state.tasks or (self._hub is not None and self._hub.busy)
-        ):
+        while not self._hurry and (ran & self.server_state.tasks or self._workers_answer):
             if time.monotonic() - self._told_at >= self._drain_s:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -197,8 +198,7 @@ def build_server(
     may be called by, beside loopback's. `hub`: where this process has workers that answer beside it."""
     limits = limits or Limits()
     gate = StopGate()
-    connections = max_connections(settings, descriptor_limit())
-    crowd = Crowd(math.ceil(connections / settings.api_workers))
+    crowd = Crowd(max_connections(settings, descriptor_limit()))
     guards = [Middleware(CrowdControl, crowd=crowd)]
     if hosts is not None:
         guards.append(Middleware(AllowedHosts, allowed=hosts))

@@ -6,22 +6,19 @@ Knows requests by their numbers, and no text. Lives on the event loop of the pro
 import asyncio
 import itertools
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
-from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
+from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.front_messages import (
     Applied,
     Begun,
     FromWorker,
     Hired,
-    Listening,
+    ListeningSocket,
     Lost,
     MetricsPage,
     MetricsWanted,
@@ -34,9 +31,7 @@ from ssd_serve.messages import (
     Committed,
     Finish,
     Message,
-    Ready,
     Refused,
-    Status,
     Submit,
     SubmitChoices,
 )
@@ -44,6 +39,7 @@ from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.event_channel import EngineLine
 from ssd_serve.server.engine.submitted import Interrupted, Report, Submitted
 from ssd_serve.server.observability.metrics_pages import API_WORKER, join_pages
+from ssd_serve.server.workers.seat import Post, Seat, peer_pid
 
 logger = logging.getLogger(__name__)
 
@@ -58,61 +54,24 @@ FIRST = "0"
 """The name of the server process among those that answer."""
 
 
-class WorkersDoor(Protocol):
-    """Where workers come in."""
-
-    def accept(self, intake: Intake) -> SocketChannel | None:
-        """The next one that has connected, or None."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """What workers are offered; see `Hired`. `listening` is the socket of the server."""
-
-    workers: WorkersDoor
-    listening: socket.socket
-    settings: bytes
-    folder: Path
-    salt_secret: bytes
-    cores: tuple[int, ...]
-    alone: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """One worker."""
-
-    number: int
-    channel: SocketChannel
-    line: EngineLine
-    name: str = ""
-    begun: bool = False
-    requests: set[int] = field(default_factory=set[int])
-    ready: Ready | None = None
-    """What it was told last, as `status`."""
-    status: Status | None = None
-
-
 class Hub:
     """One per server that has workers. `start` on the event loop."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._own_page: Callable[[], bytes] = bytes
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._post: Post | None = None
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hires = itertools.count(1)
         self._pages = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[str]] = {}
         self._answers: set[asyncio.Task[None]] = set()
 
     @property
-    def busy(self) -> bool:
-        """A request of a worker's runs."""
-        return any(seat.requests for seat in self._seats)
+    def workers(self) -> int:
+        """Workers that answer."""
+        return sum(seat.begun for seat in self._seats)
 
     def show(self, page: Callable[[], bytes]) -> None:
         """This process's page of metrics, which alone has the engine's."""
@@ -132,16 +91,20 @@ class Hub:
         line = EngineLine(
             channel, lambda messages: self._hear(seat, messages), lambda _reason: self._lose(seat)
         )
-        seat = _Seat(next(self._hires), channel, line)
+        seat = Seat(next(self._hires), channel, line, peer_pid(channel))
         self._seats.append(seat)
         line.start(loop)
 
-    def _hire(self, seat: _Seat, name: str) -> None:
-        """Tell a worker what it needs to begin."""
+    def _hire(self, seat: Seat, name: str) -> None:
+        """Tell a worker what it needs to begin. Other processes of this user, such as a drafter that was
+        taken over, are told nothing."""
         post = self._post
-        # The open file is there before its message: what could not be sent whole at once is not told.
-        door = carried(Listening())
-        if post is None or not seat.channel.send_with(door, post.listening.fileno()):
+        known = post is not None and seat.pid in (None, post.pids().get(name))
+        if post is None or not known:
+            logger.warning("a process that is no worker is hung up on: %s", seat.pid)
+            self._let_go(seat)
+            return
+        if not seat.channel.send_with(carried(ListeningSocket()), post.listening.fileno()):
             self._let_go(seat)
             return
         seat.name = name
@@ -150,51 +113,54 @@ class Hub:
             folder=str(post.folder),
             salt_secret=post.salt_secret,
             first_request=seat.number * REQUESTS_OF_A_SEAT,
-            cores=post.cores,
-            alone=post.alone,
         )
         self._send(seat, hired)
 
     def close(self) -> None:
         """The server ends: workers take no more requests, and leave when theirs have ended."""
         self._closing = True
+        if self._post is not None:
+            self._post.expect_end()
         self._tell_all()
 
     async def left(self, within_s: float) -> None:
         """Until all workers have left, or the time is over."""
         deadline = asyncio.get_running_loop().time() + within_s
-        while self._seats and asyncio.get_running_loop().time() < deadline:
+        while self.workers and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_TELL_EVERY_S / 4)
 
     async def pages(self) -> bytes:
         """One page of metrics of all processes; without those that do not answer in time."""
-        asked = [(seat.name, self._ask_page(seat)) for seat in self._seats if seat.begun]
+        asked = {seat.name: self._ask_page(seat) for seat in self._seats if seat.begun}
         if asked:
-            await asyncio.wait([page for _, page in asked], timeout=_PAGES_WITHIN_S)
-        found = {name: page.result() for name, page in asked if page.done() and not page.cancelled()}
-        return join_pages({FIRST: self._own_page().decode(), **found}, API_WORKER)
+            _, late = await asyncio.wait(asked.values(), timeout=_PAGES_WITHIN_S)
+            for page in late:
+                page.cancel()
+        found = {name: page.result() for name, page in asked.items() if page.done() and not page.cancelled()}
+        # Reading them takes a while, in which tokens are handed on.
+        return await asyncio.to_thread(join_pages, {FIRST: self._own_page().decode(), **found}, API_WORKER)
 
-    def _ask_page(self, seat: _Seat) -> asyncio.Future[str]:
+    def _ask_page(self, seat: Seat) -> asyncio.Future[str]:
         number = next(self._pages)
         page: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._asked[number] = page
-        page.add_done_callback(lambda _: self._asked.pop(number, None))
-        asyncio.get_running_loop().call_later(_PAGES_WITHIN_S, page.cancel)
+        seat.pages[number] = page
+        page.add_done_callback(lambda _: seat.pages.pop(number, None))
         self._send(seat, MetricsWanted(number))
         return page
 
     def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._post is not None and (channel := self._post.workers.accept(_INTAKE)) is not None:
-            self._welcome(channel, loop)
+        """Again and again, whatever goes wrong this time."""
+        loop.call_later(_TELL_EVERY_S, self._tell, loop)
         self._tell_all()
-        if not self._closing or self._seats:
-            loop.call_later(_TELL_EVERY_S, self._tell, loop)
+        if self._post is not None and not self._closing:
+            while (channel := self._post.door.accept(_INTAKE)) is not None:
+                self._welcome(channel, loop)
 
     def _tell_all(self) -> None:
         for seat in list(self._seats):
             self._tell_one(seat)
 
-    def _tell_one(self, seat: _Seat) -> None:
+    def _tell_one(self, seat: Seat) -> None:
         if not seat.begun:
             return
         engine = self._engine
@@ -217,7 +183,7 @@ class Hub:
         )
         self._send(seat, standing)
 
-    def _send(self, seat: _Seat, message: ToWorker) -> None:
+    def _send(self, seat: Seat, message: ToWorker) -> None:
         """One that takes nothing for so long is let go: its clients would get nothing either."""
         if seat.line.closed:
             return
@@ -227,8 +193,10 @@ class Hub:
             return
         seat.line.send_soon(carried(message))
 
-    def _hear(self, seat: _Seat, messages: Sequence[Message]) -> None:
+    def _hear(self, seat: Seat, messages: Sequence[Message]) -> None:
         for message in cast(Sequence[FromWorker], messages):
+            if seat.line.closed:  # it was let go because of what came before
+                return
             if isinstance(message, Submit | SubmitChoices):
                 self._submit(seat, message)
             elif isinstance(message, Abort):
@@ -244,11 +212,11 @@ class Hub:
             elif isinstance(message, MetricsWanted):
                 self._answer(seat, message.number)
             else:
-                page = self._asked.get(message.number)
+                page = seat.pages.get(message.number)
                 if page is not None and not page.done():
                     page.set_result(message.text)
 
-    def _submit(self, seat: _Seat, message: Submit | SubmitChoices) -> None:
+    def _submit(self, seat: Seat, message: Submit | SubmitChoices) -> None:
         """All of a message or none of it; what a server would be told by an exception is a report here."""
         submits = [message] if isinstance(message, Submit) else message.each()
         numbers = [each.request for each in submits]
@@ -260,17 +228,16 @@ class Hub:
             self._engine.take(made)
         except EngineDeadError as error:
             self._refuse(seat, [Lost(number, str(error)) for number in numbers])
-        except (OverloadedError, RequestError) as error:
-            retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else 0.0
-            refused = [Refused(number, str(error), retry_after_s=retry_after_s) for number in numbers]
+        except OverloadedError as error:
+            refused = [Refused(number, str(error), retry_after_s=error.retry_after_s) for number in numbers]
             self._refuse(seat, refused)
 
-    def _refuse(self, seat: _Seat, refusals: Sequence[Lost | Refused]) -> None:
+    def _refuse(self, seat: Seat, refusals: Sequence[Lost | Refused]) -> None:
         for each in refusals:
             seat.requests.discard(each.request)
             self._send(seat, each)
 
-    def _report(self, seat: _Seat, request: int, report: Report) -> None:
+    def _report(self, seat: Seat, request: int, report: Report) -> None:
         if isinstance(report, Interrupted):
             self._send(seat, Lost(request))
             return
@@ -282,7 +249,7 @@ class Hub:
             seat.requests.discard(request)
         self._send(seat, report)
 
-    def _answer(self, seat: _Seat, number: int) -> None:
+    def _answer(self, seat: Seat, number: int) -> None:
         async def answer() -> None:
             page = await self.pages()
             self._send(seat, MetricsPage(number, page.decode()))
@@ -291,14 +258,21 @@ class Hub:
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
 
-    def _let_go(self, seat: _Seat) -> None:
+    def _let_go(self, seat: Seat) -> None:
+        """It would end by itself when it notices; one that hangs does not."""
         seat.line.close()
+        if seat.begun and seat.pid is not None and self._post is not None:
+            self._post.kill(seat.pid)
         self._lose(seat)
 
-    def _lose(self, seat: _Seat) -> None:
+    def _lose(self, seat: Seat) -> None:
         """A worker is gone, and with it the clients of its requests."""
         with suppress(ValueError):
             self._seats.remove(seat)
+        if seat.begun and not self._closing:
+            logger.warning("%s is gone; requests of it that ran: %d", seat.name, len(seat.requests))
+        for page in list(seat.pages.values()):
+            page.cancel()
         for request in seat.requests:
             self._engine.abort(request)
         seat.requests.clear()

@@ -11,9 +11,9 @@ from ssd_serve.cluster.channels.channel import Intake, SocketChannel
 from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.worker import enter_worker
 from ssd_serve.descriptors import raise_descriptor_limit
-from ssd_serve.devices import Device, pin_cores
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.front_messages import Applied, Hired, ToWorker, carried
+from ssd_serve.http_port import listens_alone
 from ssd_serve.logs import carry_library_logs, get_logger
 from ssd_serve.memory import settle_memory
 from ssd_serve.models.text.tokenizer import Tokenizer
@@ -41,13 +41,12 @@ def run_api(name: str, path: str) -> int:
     tokenizer = ServingTokenizer()
     tokenizer.arrive(Tokenizer(Path(hired.folder)))
     settle_memory()
-    pin_cores(Device("cpu", hired.cores))
     engine = RelayedEngine(channel, hired.first_request)
     server = build_server(
         settings,
         engine,
         tokenizer,
-        hosts=allowed_hosts(settings, hired.alone),
+        hosts=allowed_hosts(settings, listens_alone(listening)),
         company=Company(engine.pages, engine.show, hired.salt_secret, tells_engine=False),
     )
     engine.on_closing = server.stop

@@ -34,12 +34,12 @@ class RelayedEngine:
         channel: MessageChannel,
         first_request: int,
     ) -> None:
-        self._line = EngineLine(channel, self._hear, self._die)
+        self._line = EngineLine(channel, self._hear, self._lost_server)
         self._numbers = itertools.count(first_request)
         self._pages = itertools.count(1)
         self._own_page: Callable[[], bytes] = bytes
         self.on_closing: Callable[[], None] = lambda: None
-        """Is called when the server ends."""
+        """Is called when this process has to end: the server does, or has let it go."""
         self._running: dict[int, Submitted] = {}
         self._asked: dict[int, asyncio.Future[str]] = {}
         self._standing: Standing | None = None
@@ -127,6 +127,8 @@ class RelayedEngine:
 
     async def pages(self) -> bytes:
         """The page of metrics of all processes; this one's own where the server tells none."""
+        if self._line.closed:
+            return self._own_page()
         number = next(self._pages)
         page: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked[number] = page
@@ -171,7 +173,7 @@ class RelayedEngine:
                 page.set_result(message.text)
 
     def _lose(self, lost: Lost) -> None:
-        if lost.reason:
+        if lost.reason is not None:
             self._end(lost.request, EngineDeadError(lost.reason))
         elif lost.request in self._running:
             self._running[lost.request].deliver(Interrupted())
@@ -192,11 +194,15 @@ class RelayedEngine:
         if standing.closing and not (before is not None and before.closing):
             self.on_closing()
 
+    def _lost_server(self, reason: str) -> None:
+        self._die(reason)
+        self.on_closing()
+
     def _die(self, reason: str) -> None:
+        """The line stays: its end tells the server that this process has said its last words."""
         if self._dead is not None:
             return
         self._dead = reason
-        self._line.close()
         running, self._running = self._running, {}
         for submitted in running.values():
             submitted.deliver(EngineDeadError(reason))

@@ -1,6 +1,6 @@
 """Messages between the server process and those that answer HTTP beside it.
 
-`server -> API worker`: Listening, Hired, Standing, Lost, and the verifier's reports.
+`server -> API worker`: ListeningSocket, Hired, Standing, Lost, and the verifier's reports.
 `API worker -> server`: Applied, Begun, and what a server asks a verifier for.
 MetricsWanted and MetricsPage both ways.
 
@@ -15,12 +15,12 @@ from ssd_serve.messages import Message, ServerMessage, VerifierReport
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True):
-    """The first word of a worker. Answered by Listening and Hired."""
+    """The first word of a worker. Answered by ListeningSocket and Hired."""
 
     name: str
 
 
-class Listening(msgspec.Struct, frozen=True, tag=True):
+class ListeningSocket(msgspec.Struct, frozen=True, tag=True):
     """With this message comes the socket on which the server listens."""
 
 
@@ -35,10 +35,6 @@ class Hired(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """By which all workers name the same parts of the prefix cache."""
     first_request: int
     """Its requests are numbered from here on."""
-    cores: tuple[int, ...]
-    """On which it computes."""
-    alone: bool
-    """The server listens on loopback."""
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
@@ -62,10 +58,10 @@ class Standing(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The engine of this request died. Empty, `reason` says that another one goes on with it."""
+    """The engine of this request died. Without a `reason` another one goes on with it."""
 
     request: int
-    reason: str = ""
+    reason: str | None = None
 
 
 class MetricsWanted(msgspec.Struct, frozen=True, tag=True):
@@ -81,7 +77,7 @@ class MetricsPage(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToWorker = Listening | Hired | Standing | Lost | MetricsWanted | MetricsPage | VerifierReport
+ToWorker = ListeningSocket | Hired | Standing | Lost | MetricsWanted | MetricsPage | VerifierReport
 FromWorker = Applied | Begun | MetricsWanted | MetricsPage | ServerMessage
 
 

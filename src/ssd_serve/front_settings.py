@@ -95,8 +95,9 @@ class FrontSettings(BaseSettings):
     max_connections: int | None = Field(
         default=None,
         ge=1,
-        description="connections of clients at once; idle ones make room for others, and where none is idle "
-        "the answer is 503; empty: 4 x (SSD_MAX_RUNNING + SSD_MAX_WAITING) + 64, as far as descriptors reach",
+        description="connections of clients at once, of each process; idle ones make room for others, and "
+        "where none is idle the answer is 503; empty: 4 x (SSD_MAX_RUNNING + SSD_MAX_WAITING) + 64, as far "
+        "as descriptors reach",
     )
     allowed_hosts: Hosts | None = Field(
         default=None,

@@ -1,6 +1,7 @@
 """The HTTP port: bound before anything is loaded. Says clearly why it cannot be had. Knows no HTTP."""
 
 import errno
+import ipaddress
 import socket
 import sys
 
@@ -49,6 +50,11 @@ def listen(host: str, port: int, patience_s: float = _PATIENCE_S, setting: str =
         server.close()
         raise _explained(error, host, port, setting) from error
     return server
+
+
+def listens_alone(sock: socket.socket) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 def _explained(error: OSError, host: str, port: int, setting: str) -> Exception:

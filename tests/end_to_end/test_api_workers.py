@@ -96,4 +96,5 @@ def test_running_answers_end_well_when_the_server_is_told_to_stop(server: Server
         process.send_signal(signal.SIGTERM)
         assert len({each.result(60) for each in asked}) == 1
     assert process.wait(30) == 0, log.read_text()
+    assert "process died" not in log.read_text()
     assert gone(left)

@@ -1,16 +1,18 @@
 """Several processes answer HTTP: each gets what a server alone would get of the engine, and no more."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from ssd_serve.errors import SettingsError
+from ssd_serve.front_messages import Applied, carried
 from ssd_serve.messages import Abort, Finish, Refused
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.settings import Settings
 from tests.server.fakes import STATUS, Script, say
-from tests.server.worker_crew import Crewed, open_crew
+from tests.server.worker_crew import Crewed, open_crew, worker_ends
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -56,7 +58,7 @@ async def test_what_the_engine_refuses_is_refused_by_the_worker() -> None:
     async with open_crew(lambda _: refused) as crewed:
         answer = await crewed.hands[1].http.post(COMPLETIONS, json=ASK)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
-        assert not crewed.hub.busy
+        assert crewed.client.active == 0
 
 
 async def test_the_end_of_a_worker_ends_its_requests_alone() -> None:
@@ -77,7 +79,7 @@ async def test_the_end_of_a_worker_ends_its_requests_alone() -> None:
 async def test_the_engines_death_is_told_to_the_clients_of_workers() -> None:
     async with open_crew(lambda _: say("as it is", hold_after=1)) as crewed:
         asked = asyncio.create_task(crewed.hands[0].http.post(COMPLETIONS, json=ASK))
-        await until(lambda: crewed.hub.busy)
+        await until(lambda: crewed.client.active)
         crewed.engine.die()
         answer = await asked
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
@@ -119,12 +121,12 @@ async def test_workers_take_no_more_requests_when_the_server_ends() -> None:
         for hand in crewed.hands:
             hand.engine.on_closing = lambda: told.append("closing")
         running = asyncio.create_task(crewed.hands[0].http.post(COMPLETIONS, json=ASK))
-        await until(lambda: crewed.hub.busy)
+        await until(lambda: crewed.client.active)
         crewed.hub.close()
         await until(lambda: len(told) == 2)
         crewed.engine.released.set()
         assert (await running).json()["choices"][0]["text"] == "as it is"
-        await until(lambda: not crewed.hub.busy)
+        await until(lambda: not crewed.client.active)
 
 
 async def test_a_worker_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +137,38 @@ async def test_a_worker_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyP
         loop = asyncio.get_running_loop()
         submit = {**ASK, "max_tokens": 400, "logprobs": 5, "n": 64}
         asked = asyncio.create_task(stuck.http.post(COMPLETIONS, json=submit))
-        await until(lambda: crewed.hub.busy)
+        await until(lambda: crewed.client.active)
         loop.remove_reader(stuck.channel.fileno())
-        await until(lambda: not crewed.hub.busy)
+        await until(lambda: not crewed.client.active)
         await until(lambda: len(crewed.engine.sent(Abort)) == 64)
+        assert crewed.killed == [os.getpid()]
         answer = await other.http.post(COMPLETIONS, json=ASK)
         assert answer.json()["choices"][0]["text"] == "x" * 64
         asked.cancel()
+
+
+async def test_a_worker_that_was_let_go_ends() -> None:
+    """Else it would go on to take connections, to say that the engine is dead."""
+    async with open_crew(lambda _: say("as it is")) as crewed:
+        hand = crewed.hands[0]
+        ended = asyncio.Event()
+        hand.engine.on_closing = ended.set
+        crewed.hub._let_go(crewed.hub._seats[0])  # pyright: ignore[reportPrivateUsage]
+        await asyncio.wait_for(ended.wait(), 10.0)
+        assert (await hand.http.get("/metrics")).status_code == 200
+        assert 'api_worker="api-1"' not in (await crewed.http.get("/metrics")).text
+
+
+async def test_who_was_not_started_to_be_a_worker_is_told_nothing() -> None:
+    """Such as a drafter that somebody has taken over."""
+    async with open_crew(lambda _: say("as it is")) as crewed:
+        for name in ("api-9", "drafter-0"):
+            here, there = worker_ends()
+            crewed.entrance.waiting.append(here)
+            there.send(carried(Applied(name)))
+            await until(lambda: there.receive() == [] and there.closed)  # noqa: B023
+            there.close()
+        assert crewed.hub.workers == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A scripted engine, the process that has it, and API workers beside it, all on one event loop."""
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,13 +12,14 @@ from typing import cast
 import httpx
 
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
-from ssd_serve.front_messages import Applied, FromWorker, Hired, Listening, ToWorker, carried
+from ssd_serve.front_messages import Applied, FromWorker, Hired, ToWorker, carried
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.interface import ServedEngine
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.service import Company
-from ssd_serve.server.workers.hub import Hub, Post
+from ssd_serve.server.workers.hub import Hub
 from ssd_serve.server.workers.relayed import RelayedEngine
+from ssd_serve.server.workers.seat import Post
 from ssd_serve.settings import Settings
 from tests.server.fakes import READY, ByteTokenizer, FakeEngine, Playwright, channel_pair
 
@@ -54,6 +56,9 @@ class Crewed:
     client: EngineClient
     hub: Hub
     hands: Sequence[Hand]
+    entrance: Entrance
+    killed: Sequence[int]
+    """Processes that were ended because they hang."""
 
 
 async def until_hired(channel: SocketChannel) -> tuple[Hired, int]:
@@ -98,14 +103,16 @@ async def open_crew(
     engine.tell(READY)
     engine.start()
     client = EngineClient(ours)
-    hub, entrance = Hub(client), Entrance()
+    hub, entrance, killed = Hub(client), Entrance(), list[int]()
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(
             open_app(client, settings, Company(hub.pages, hub.show, SALT_SECRET))
         )
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         told = settings.model_dump_json().encode()
-        hub.offer(Post(entrance, listening, told, Path(), SALT_SECRET, (0,), True))
+        pids = {f"api-{number + 1}": os.getpid() for number in range(workers)}
+        post = Post(entrance, lambda: pids, killed.append, lambda: None, listening, told, Path(), SALT_SECRET)
+        hub.offer(post)
         hub.start()
         hands: list[Hand] = []
         for number in range(workers):
@@ -122,5 +129,7 @@ async def open_crew(
             hands.append(Hand(of_worker, relayed, there, hired))
         while any(hand.engine.ready is None for hand in hands):
             await asyncio.sleep(0.01)
-        yield Crewed(http, engine, client, hub, hands)
+        yield Crewed(http, engine, client, hub, hands, entrance, killed)
+        for hand in hands:
+            hand.channel.close()
     engine.die()

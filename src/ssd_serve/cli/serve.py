@@ -4,7 +4,6 @@ Knows who has to start in which order; the parts know their work.
 """
 
 import contextlib
-import ipaddress
 import math
 import os
 import shutil
@@ -29,7 +28,7 @@ from ssd_serve.descriptors import raise_descriptor_limit
 from ssd_serve.devices import pin_cores
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.find_models import find_models
-from ssd_serve.http_port import listen_all
+from ssd_serve.http_port import listen_all, listens_alone
 from ssd_serve.logs import carry_library_logs, get_logger
 from ssd_serve.memory import settle_memory
 from ssd_serve.models.text.tokenizer import Tokenizer
@@ -109,7 +108,7 @@ def run_serve(settings: Settings) -> int:
     refuse_empty_keys()
     with ExitStack() as ports:
         sock, *others = [ports.enter_context(one) for one in listen_all(settings)]
-        alone = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+        alone = listens_alone(sock)
         for warning in exposure_warnings(settings, alone):
             log.warning(warning, host=settings.host)
         crew = Crew(client) if settings.api_workers > 1 else None
@@ -134,8 +133,8 @@ def run_serve(settings: Settings) -> int:
                 answering.call(partial(client.arrive, engine, engine.connect()))
                 workers: Supervisor | None = None
                 if crew is not None:
-                    work = crew.at_work(found, sock, alone, cores.indices, answering, log)
-                    workers = beside.enter_context(work)
+                    # Of the settings that were asked for: so all processes tell the same of themselves.
+                    workers = beside.enter_context(crew.at_work(settings, found.target, sock, answering, log))
                 url = address(sock, settings.tls_certificate is not None)
                 with server.capture_signals():
                     _watch(server, answering, client, engine, line, url)
