@@ -197,8 +197,8 @@ def drafters(result: Result) -> str:
             for row in result["real"]
         ]
         told = f"Processes on sockets, in real time, with the forwards of `{result['real_table']}`:"
-        head = ("drafters", "expansions, times those of one", "tokens/s", "forwards beyond the table")
-        parts += [told, markdown_table(head, real)]
+        titles = ("drafters", "expansions, times those of one", "tokens/s", "forwards beyond the table")
+        parts += [told, markdown_table(titles, real)]
     return "\n\n".join(parts)
 
 

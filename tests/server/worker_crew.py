@@ -12,7 +12,7 @@ from typing import cast
 import httpx
 
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
-from ssd_serve.front_messages import Applied, FromWorker, Hired, ToWorker, carried
+from ssd_serve.front_messages import Applied, FromWorker, Hired, ListeningSocket, ToWorker, carried
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.interface import ServedEngine
 from ssd_serve.server.http.app import create_app
@@ -71,7 +71,7 @@ async def until_hired(channel: SocketChannel) -> tuple[Hired, int]:
             descriptor = given if given >= 0 else descriptor
             if isinstance(message, Hired):
                 return message, descriptor
-            assert isinstance(message, Listening)
+            assert isinstance(message, ListeningSocket)
 
 
 def worker_ends() -> tuple[SocketChannel, SocketChannel]:
