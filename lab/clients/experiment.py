@@ -31,6 +31,8 @@ SOFTWARE: Mapping[str, Sequence[str]] = {
     "lmeval": ("lm_eval[api]==0.4.13", "transformers==5.23.0"),
     "guidellm": ("guidellm==0.8.1",),
     "aiperf": ("aiperf==0.13.0",),
+    # The exact version of torch has a wheel without GPUs.
+    "openwebui": ("open-webui==0.12.4", "torch==2.13.0"),
 }
 """What each script is installed with."""
 _SCRIPTS = Path(__file__).parent / "scripts"

@@ -92,7 +92,10 @@ class House:
         self.explained += 1
 
     def reconnect(self) -> MessageChannel:
-        channel = self.channels.get(timeout=20)
+        try:
+            channel = self.channels.get(timeout=20)
+        except queue.Empty:
+            raise EngineDeadError("the test has ended") from None
         if channel is None:
             raise EngineDeadError("it died too often")
         return channel

@@ -36,6 +36,8 @@ class Checks:
     def __init__(self, *packages: str) -> None:
         self._packages = packages
         self._seen: list[dict[str, str]] = []
+        self.asked: list[dict[str, object]] = []
+        """What the software asked the server for, where that was recorded."""
 
     @contextmanager
     def check(self, name: str) -> Generator[list[object]]:
@@ -52,5 +54,6 @@ class Checks:
     def tell(self) -> int:
         """Print them; the exit code."""
         versions = {name: version(name) for name in self._packages}
-        print(json.dumps({"versions": versions, "checks": self._seen}))
+        recorded = {"asked": self.asked} if self.asked else {}
+        print(json.dumps({"versions": versions, "checks": self._seen, **recorded}))
         return int(any("failed" in each for each in self._seen))

@@ -1,0 +1,127 @@
+"""Open WebUI, the program itself: its list of models, chats and titles, and what it asks a server for."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+from checks import BASE_URL, KEY, MODEL, Checks
+
+checks = Checks("open-webui")
+PORT, BETWEEN = 4124, 4125
+KEPT = ("authorization", "content-type", "accept")
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """Stands between the program and the server, and keeps what is asked."""
+
+    def do_GET(self) -> None:
+        """Hand it on."""
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        headers = {name: value for name, value in self.headers.items() if name.lower() in KEPT}
+        asked = {"method": self.command, "path": self.path, "headers": headers}
+        checks.asked.append({**asked, "body": json.loads(body) if body else None})
+        with httpx.stream(
+            self.command, BASE_URL + self.path, content=body, headers=headers, timeout=60.0
+        ) as answer:
+            self.send_response(answer.status_code)
+            self.send_header("content-type", answer.headers["content-type"])
+            self.end_headers()
+            for part in answer.iter_raw():
+                self.wfile.write(part)
+
+    def do_POST(self) -> None:
+        """Hand it on, too."""
+        self.do_GET()
+
+    def log_message(self, *_told: object) -> None:
+        """Nothing is logged."""
+
+
+def program(folder: str) -> "subprocess.Popen[bytes]":
+    """Open WebUI for one person, with nothing but our server behind it."""
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": folder,
+        "DATA_DIR": f"{folder}/data",
+        "WEBUI_SECRET_KEY": KEY,
+        "WEBUI_AUTH": "False",
+        "OPENAI_API_BASE_URL": f"http://127.0.0.1:{BETWEEN}/v1",
+        "OPENAI_API_KEY": KEY,
+        "ENABLE_OLLAMA_API": "False",
+        "OFFLINE_MODE": "True",
+        "HF_HUB_OFFLINE": "1",
+        "RAG_EMBEDDING_ENGINE": "openai",
+    }
+    command = [str(Path(sys.executable).with_name("open-webui")), "serve", "--host", "127.0.0.1"]
+    return subprocess.Popen([*command, "--port", str(PORT)], env=env, cwd=folder, stdout=sys.stderr)
+
+
+def await_program(seconds: float = 180.0) -> None:
+    """Until it answers."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{PORT}/health").status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if time.monotonic() > until:
+            raise TimeoutError("Open WebUI does not start")
+        time.sleep(0.5)
+
+
+turns = [{"role": "user", "content": "def read_lines(path):"}]
+params = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "frequency_penalty": 0.1,
+    "repeat_penalty": 1.1,
+    "seed": 42,
+    "stop": ["\n\n\n"],
+    "max_tokens": 48,
+}
+between = ThreadingHTTPServer(("127.0.0.1", BETWEEN), Recorder)
+threading.Thread(target=between.serve_forever, daemon=True).start()
+with tempfile.TemporaryDirectory() as home:
+    process = program(home)
+    try:
+        await_program()
+        http = httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=120.0)
+        signed = http.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()
+        http.headers["Authorization"] = f"Bearer {signed['token']}"
+        with checks.check("its list of models") as seen:
+            models = [model["id"] for model in http.get("/api/models").json()["data"]]
+            assert models == [MODEL], models
+            seen.append(models)
+        chat = {"model": MODEL, "messages": turns, "params": params}
+        with checks.check("a chat, whole and streamed: the same text") as seen:
+            answer = http.post("/api/chat/completions", json={**chat, "stream": False}).json()
+            whole = answer["choices"][0]["message"]["content"]
+            text = ""
+            usage = {"stream_options": {"include_usage": True}}
+            with http.stream(
+                "POST", "/api/chat/completions", json={**chat, **usage, "stream": True}
+            ) as lines:
+                for line in lines.iter_lines():
+                    if line.startswith("data: {"):
+                        for choice in json.loads(line[6:])["choices"]:
+                            text += choice["delta"].get("content") or ""
+            assert text == whole, (text, whole)
+            seen.append(repr(whole[:60]))
+        with checks.check("a title for it") as seen:
+            turns.append({"role": "assistant", "content": "    return open(path).readlines()"})
+            titled = http.post("/api/v1/tasks/title/completions", json={"model": MODEL, "messages": turns})
+            seen.append(repr(titled.json()["choices"][0]["message"]["content"][:40]))
+    finally:
+        process.terminate()
+        process.wait()
+sys.exit(checks.tell())
