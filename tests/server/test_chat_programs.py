@@ -1,16 +1,23 @@
-"""What chat programs in browsers send, as their sources of 2025 have it, is answered as they read it."""
+"""What chat programs in browsers send is answered as they read it: Open WebUI's words as they were recorded,
+LibreChat's as its sources of 2025 have them."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ssd_serve.settings import Settings
-from tests.server.fakes import say
+from tests.server.fakes import READY, say
 from tests.server.played_servers import House, events, open_house
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
+ROOT = Path(__file__).parents[2]
 KEY = "sk-of-this-test-0123456789"
+LONG = replace(READY, context=1 << 16)
+RECORDED_KEY = "sk-no-key-is-needed-here-0123456789abcdef"
 TURNS = [
     {"role": "system", "content": "You are helpful."},
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
@@ -22,26 +29,6 @@ OPEN_WEBUI_HEADERS = {
     "X-OpenWebUI-User-Name": "Eve",
     "X-OpenWebUI-User-Id": "7",
     "X-OpenWebUI-User-Role": "user",
-}
-OPEN_WEBUI_CHAT: dict[str, Any] = {
-    "stream": True,
-    "model": "ssd-embedded",
-    "messages": TURNS,
-    "stream_options": {"include_usage": True},
-    "temperature": 0.8,
-    "max_tokens": 64,
-    "top_k": 40,
-    "min_p": 0.05,
-    "frequency_penalty": 0.1,
-    "repeat_penalty": 1.1,
-    "seed": 42,
-    "stop": ["<|im_end|>"],
-}
-OPEN_WEBUI_TITLE: dict[str, Any] = {
-    "model": "ssd-embedded",
-    "messages": [{"role": "user", "content": "### Task:\nGenerate a title."}],
-    "stream": False,
-    "max_completion_tokens": 200,
 }
 LIBRECHAT_CHAT: dict[str, Any] = {
     "model": "ssd-embedded",
@@ -56,10 +43,34 @@ LIBRECHAT_CHAT: dict[str, Any] = {
 }
 
 
+RECORDED: list[dict[str, Any]] = [
+    asked
+    for software in json.loads((ROOT / "lab/results/clients.json").read_text())["software"]
+    for asked in software.get("asked", [])
+]
+"""By `python -m lab.clients openwebui`, which runs the program."""
+CHATS = [asked["body"] for asked in RECORDED if asked["method"] == "POST"]
+
+
 def signed(house: House) -> House:
     """Every request comes with a key and the program's headers."""
     house.http.headers.update(OPEN_WEBUI_HEADERS)
     return house
+
+
+def test_models_chats_streams_and_titles_were_recorded() -> None:
+    asked = {(each["method"], each["path"], (each["body"] or {}).get("stream")) for each in RECORDED}
+    assert asked >= {("GET", "/v1/models", None), ("POST", CHAT, True), ("POST", CHAT, False)}
+    assert any("title" in body["messages"][0]["content"] for body in CHATS)
+
+
+async def test_what_was_recorded_is_answered() -> None:
+    async with open_house(lambda _: say("Good."), Settings(api_key=RECORDED_KEY), model=LONG) as house:
+        for each in RECORDED:
+            answer = await house.http.request(
+                each["method"], each["path"], headers=each["headers"], json=each["body"]
+            )
+            assert answer.status_code == 200, (each, answer.text)
 
 
 async def test_the_list_of_models_is_what_they_read() -> None:
@@ -69,7 +80,7 @@ async def test_the_list_of_models_is_what_they_read() -> None:
     assert all(isinstance(model["created"], int) and model["owned_by"] for model in listed["data"])
 
 
-@pytest.mark.parametrize("body", [OPEN_WEBUI_CHAT, LIBRECHAT_CHAT], ids=["Open WebUI", "LibreChat"])
+@pytest.mark.parametrize("body", [*(body for body in CHATS if body.get("stream")), LIBRECHAT_CHAT])
 async def test_a_chat_streams_deltas_and_then_the_usage(body: dict[str, Any]) -> None:
     async with open_house(lambda _: say("Good."), Settings(api_key=KEY)) as house:
         chunks = await events(signed(house), CHAT, **body)
@@ -80,7 +91,8 @@ async def test_a_chat_streams_deltas_and_then_the_usage(body: dict[str, Any]) ->
     assert (chunks[-1]["choices"], chunks[-1]["usage"]["completion_tokens"]) == ([], 5)
 
 
-async def test_titles_are_asked_for_whole() -> None:
-    async with open_house(lambda _: say('{"title": "Hi"}'), Settings(api_key=KEY)) as house:
-        answer = (await signed(house).http.post(CHAT, json=OPEN_WEBUI_TITLE)).json()
+@pytest.mark.parametrize("body", [body for body in CHATS if not body.get("stream")])
+async def test_whole_answers_have_their_text(body: dict[str, Any]) -> None:
+    async with open_house(lambda _: say('{"title": "Hi"}'), Settings(api_key=KEY), model=LONG) as house:
+        answer = (await signed(house).http.post(CHAT, json=body)).json()
     assert answer["choices"][0]["message"]["content"] == '{"title": "Hi"}'
