@@ -7,32 +7,17 @@ from ssd_serve.messages import Ready, Status
 from ssd_serve.server.engine.submitted import Wanted
 
 
-class ServedEngine(Protocol):
-    """Lives on one event loop. None of it blocks."""
-
-    @property
-    def target(self) -> str | None:
-        """The model as the engine was told it, with its commit, where somebody knows."""
-        ...
+class EngineView(Protocol):
+    """What metrics read of the server's end of the engine."""
 
     @property
     def ready(self) -> Ready | None:
-        """What it has said of itself, once it could generate."""
+        """What the engine said last about itself."""
         ...
 
     @property
     def status(self) -> Status | None:
-        """The latest figures; None before there are any, and once it is lost."""
-        ...
-
-    @property
-    def progress(self) -> str:
-        """What it does while it starts."""
-        ...
-
-    @property
-    def dead(self) -> str | None:
-        """Why nothing will be generated any more."""
+        """What the engine said last about its work."""
         ...
 
     @property
@@ -43,6 +28,25 @@ class ServedEngine(Protocol):
     @property
     def resumed(self) -> int:
         """Requests that went on in another engine."""
+        ...
+
+
+class ServedEngine(EngineView, Protocol):
+    """Lives on one event loop. None of it blocks."""
+
+    @property
+    def target(self) -> str | None:
+        """The model as the engine was told it, with its commit, where somebody knows."""
+        ...
+
+    @property
+    def progress(self) -> str:
+        """What it does while it starts."""
+        ...
+
+    @property
+    def dead(self) -> str | None:
+        """Why nothing will be generated any more."""
         ...
 
     @property

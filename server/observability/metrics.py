@@ -5,7 +5,6 @@ Has its own registry: two servers in one process do not meet.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,8 +12,9 @@ from prometheus_client.registry import Collector
 
 from ssd_serve import __version__
 from ssd_serve.depths import POSITIONS, bounded, by_position
-from ssd_serve.messages import AcceptanceHealth, Figures, Ready, SourceFigures, Status
+from ssd_serve.messages import AcceptanceHealth, Figures, SourceFigures, Status
 from ssd_serve.server.access.tenants import Tenants, Used
+from ssd_serve.server.engine.interface import EngineView
 
 PREFIX = "ssd_"
 SECONDS = (
@@ -102,30 +102,6 @@ _BY_SOURCE: dict[str, tuple[str, Callable[[SourceFigures], int]]] = {
     "spec_decode_source_draft_tokens": ("nodes verified", lambda each: each.verified),
     "spec_decode_source_accepted_tokens": ("nodes accepted", lambda each: each.accepted),
 }
-
-
-class EngineView(Protocol):
-    """What metrics read of the server's end of the engine."""
-
-    @property
-    def ready(self) -> Ready | None:
-        """What the engine said last about itself."""
-        ...
-
-    @property
-    def status(self) -> Status | None:
-        """What the engine said last about its work."""
-        ...
-
-    @property
-    def restarts(self) -> int:
-        """Engines that came after another one."""
-        ...
-
-    @property
-    def resumed(self) -> int:
-        """Requests that went on in another engine."""
-        ...
 
 
 class EngineCollector(Collector):
