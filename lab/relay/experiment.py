@@ -9,22 +9,21 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
 
 import ssd_serve.models as models
 from lab.front.others import MARK, StreamLoad, play_engine
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
 from ssd_serve.errors import SsdError
-from ssd_serve.front_messages import Applied, FromWorker, Hired, ToWorker, carried
+from ssd_serve.front_messages import FromWorker, ToWorker
 from ssd_serve.messages import Finished, SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.submitted import Report, Wanted
 from ssd_serve.server.workers.hub import Hub
+from ssd_serve.server.workers.process import apply_for_work
 from ssd_serve.server.workers.relayed import RelayedEngine
 from ssd_serve.server.workers.seat import Post
 from tests.server.fakes import channel_pair
@@ -126,13 +125,8 @@ def _play_worker(told: Connection, connection: socket.socket, streams: int) -> N
 
 
 async def _take_all(told: Connection, channel: SocketChannel, streams: int) -> None:
-    channel.send(carried(Applied("api-1")))
-    hired: Hired | None = None
-    while hired is None:
-        channel.wait(1.0)
-        said = cast(Sequence[ToWorker], channel.receive())
-        hired = next((each for each in said if isinstance(each, Hired)), None)
-    os.close(channel.take_descriptor())
+    hired, listening = apply_for_work(channel, "api-1")
+    listening.close()
     engine, left, ended = RelayedEngine(channel, hired.first_request), [streams], asyncio.Event()
 
     def deliver(report: Report) -> None:

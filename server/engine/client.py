@@ -169,14 +169,12 @@ class EngineClient:
         self._running.update({each.first.request: each for each in made})
 
     def _send(self, made: Sequence[Submitted]) -> None:
-        """What is begun is sent whole: who is told to try again would come with as much."""
-        surely = self._lost_at is not None
-        for message in together(each.first for each in made):
-            if surely:
+        messages = together(each.first for each in made)
+        if self._lost_at is not None:
+            for message in messages:
                 self._line.send_surely(message)
-            elif not self._line.send(message) and not self._line.closed:
-                raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
-            surely = True
+        elif not self._line.send_all(messages):
+            raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
         for each in made:
             each.sent = not self._line.closed
 

@@ -5,7 +5,7 @@ Knows no requests, and nothing of what comes after its end.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ssd_serve.errors import ProtocolError
@@ -133,6 +133,16 @@ class EngineLine:
         """Send now, or keep it until there is room; in order."""
         self._unsent.append(message)
         self._send_unsent()
+
+    def send_all(self, messages: Iterable[Message]) -> bool:
+        """All of them or none: what is begun is sent whole, since who is told to try again would come with as
+        much. False: there is no room."""
+        for index, message in enumerate(messages):
+            if index:
+                self.send_surely(message)
+            elif not self.send(message) and not self.closed:
+                return False
+        return True
 
     def send_soon(self, message: Message) -> None:
         """The same, with all that is said in this turn of the loop in one go."""

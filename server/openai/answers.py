@@ -13,7 +13,8 @@ from fastapi import Request, Response
 
 from ssd_serve.server.access.auth import tenant_of
 from ssd_serve.server.access.tenants import Tenant
-from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending, Run
+from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
+from ssd_serve.server.engine.generation import Run
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import HEADER, named_in_logs

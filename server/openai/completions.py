@@ -9,8 +9,8 @@ from fastapi import Request, Response
 
 from ssd_serve.sampling.checks import engine_parameters, output_limit
 from ssd_serve.seeds import MASK64, choice_seed, random_seed
+from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.engine.continuation import generated_tokens
-from ssd_serve.server.engine.generation import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.openai.answers import AnswerShape, Job, Privacy

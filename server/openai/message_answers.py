@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from ssd_serve.server.engine.generation import Ending
+from ssd_serve.server.engine.choices import Ending
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.streaming import named_event
 from ssd_serve.server.openai.answers import Visit

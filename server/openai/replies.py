@@ -11,7 +11,7 @@ import msgspec
 
 from ssd_serve.depths import added, rates
 from ssd_serve.messages import Figures, TokenLogprobs
-from ssd_serve.server.engine.generation import Ending
+from ssd_serve.server.engine.choices import Ending
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.text.tokenizer import TokenTexts
 

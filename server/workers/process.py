@@ -36,7 +36,7 @@ def run_api(name: str, path: str) -> int:
     carry_library_logs(log, request_in_logs)
     raise_descriptor_limit()
     channel = connect(path, intake=Intake(kinds=ToWorker, descriptors=True))
-    hired, listening = _apply(channel, name)
+    hired, listening = apply_for_work(channel, name)
     settings = Settings.model_validate_json(hired.settings)
     tokenizer = ServingTokenizer()
     tokenizer.arrive(Tokenizer(Path(hired.folder)))
@@ -56,8 +56,9 @@ def run_api(name: str, path: str) -> int:
     return 0
 
 
-def _apply(channel: SocketChannel, name: str) -> tuple[Hired, socket.socket]:
-    """What the server tells a worker before it can begin, and the socket on which both listen."""
+def apply_for_work(channel: SocketChannel, name: str) -> tuple[Hired, socket.socket]:
+    """What the server tells a worker before it can begin, and the socket on which both listen. Waits for it.
+    Raises `EngineDeadError` where the server has no use for this process."""
     channel.send(carried(Applied(name)))
     deadline = time.monotonic() + _HIRED_WITHIN_S
     descriptor = -1

@@ -29,11 +29,7 @@ _PAGE_WITHIN_S = 5.0
 class RelayedEngine:
     """One per worker. `start` on the event loop, then `submit_all`."""
 
-    def __init__(
-        self,
-        channel: MessageChannel,
-        first_request: int,
-    ) -> None:
+    def __init__(self, channel: MessageChannel, first_request: int) -> None:
         self._line = EngineLine(channel, self._hear, self._lost_server)
         self._numbers = itertools.count(first_request)
         self._pages = itertools.count(1)
@@ -103,13 +99,8 @@ class RelayedEngine:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         made = submissions(wanted, Terms(salt, priority, max_nodes), self._numbers)
-        surely = False
-        for message in together(each.first for each in made):
-            if surely:
-                self._line.send_surely(message)
-            elif not self._line.send(message) and not self._line.closed:
-                raise OverloadedError("the server does not take requests fast enough", retry_after_s=1.0)
-            surely = True
+        if not self._line.send_all(together(each.first for each in made)):
+            raise OverloadedError("the server does not take requests fast enough", retry_after_s=1.0)
         self._running.update({each.first.request: each for each in made})
         return [each.first.request for each in made]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.errors import SettingsError
-from ssd_serve.front_messages import Applied, carried
+from ssd_serve.errors import EngineDeadError, SettingsError
 from ssd_serve.messages import Abort, Finish, Refused
 from ssd_serve.server.access.tenants import Tenants
+from ssd_serve.server.workers.process import apply_for_work
 from ssd_serve.settings import Settings
 from tests.server.fakes import STATUS, Script, say
 from tests.server.worker_crew import Crewed, open_crew, worker_ends
@@ -165,8 +165,8 @@ async def test_who_was_not_started_to_be_a_worker_is_told_nothing() -> None:
         for name in ("api-9", "drafter-0"):
             here, there = worker_ends()
             crewed.entrance.waiting.append(here)
-            there.send(carried(Applied(name)))
-            await until(lambda: there.receive() == [] and there.closed)  # noqa: B023
+            with pytest.raises(EngineDeadError, match="the server has no work for this process"):
+                await asyncio.to_thread(apply_for_work, there, name)
             there.close()
         assert crewed.hub.workers == 2
 

@@ -7,17 +7,17 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import httpx
 
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
-from ssd_serve.front_messages import Applied, FromWorker, Hired, ListeningSocket, ToWorker, carried
+from ssd_serve.front_messages import FromWorker, Hired, ToWorker
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.interface import ServedEngine
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.service import Company
 from ssd_serve.server.workers.hub import Hub
+from ssd_serve.server.workers.process import apply_for_work
 from ssd_serve.server.workers.relayed import RelayedEngine
 from ssd_serve.server.workers.seat import Post
 from ssd_serve.settings import Settings
@@ -59,19 +59,6 @@ class Crewed:
     entrance: Entrance
     killed: Sequence[int]
     """Processes that were ended because they hang."""
-
-
-async def until_hired(channel: SocketChannel) -> tuple[Hired, int]:
-    """What a worker is told at first, and the open file that comes with it."""
-    descriptor = -1
-    while True:
-        await asyncio.sleep(0.01)
-        for message in cast(Sequence[ToWorker], channel.receive()):
-            given = channel.take_descriptor()
-            descriptor = given if given >= 0 else descriptor
-            if isinstance(message, Hired):
-                return message, descriptor
-            assert isinstance(message, ListeningSocket)
 
 
 def worker_ends() -> tuple[SocketChannel, SocketChannel]:
@@ -118,9 +105,8 @@ async def open_crew(
         for number in range(workers):
             here, there = worker_ends()
             entrance.waiting.append(here)
-            there.send(carried(Applied(f"api-{number + 1}")))
-            hired, descriptor = await until_hired(there)
-            socket.socket(fileno=descriptor).close()
+            hired, listens = await asyncio.to_thread(apply_for_work, there, f"api-{number + 1}")
+            listens.close()
             relayed = RelayedEngine(there, hired.first_request)
             company = Company(relayed.pages, relayed.show, hired.salt_secret, tells_engine=False)
             of_worker = await stack.enter_async_context(

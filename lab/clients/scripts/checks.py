@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 import traceback
+import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -28,6 +30,19 @@ TOOLS = [
     }
     for name, text in (("get_weather", "The weather of a city"), ("get_time", "The time in a city"))
 ]
+
+
+def await_program(url: str, seconds: float = 180.0) -> None:
+    """Until a program that was started answers there."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=10.0):
+                return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise TimeoutError(f"nobody answers at {url}") from error
+        time.sleep(0.5)
 
 
 class Checks:

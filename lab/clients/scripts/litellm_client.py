@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import litellm
 import openai
-from checks import BASE_URL, KEY, MODEL, TOOLS, Checks
+from checks import BASE_URL, KEY, MODEL, TOOLS, Checks, await_program
 
 checks = Checks("litellm")
 PORT = 4123
@@ -38,16 +36,7 @@ with checks.check("through its proxy, whole and streamed") as seen:
     env = {"OPENAI_API_KEY": KEY, "LITELLM_MASTER_KEY": KEY, "PATH": "/usr/bin:/bin"}
     proxy = subprocess.Popen([*command, *named], env=env, stdout=sys.stderr)
     try:
-        until = time.monotonic() + 120
-        while True:
-            try:
-                if httpx.get(f"http://127.0.0.1:{PORT}/health/liveliness").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            if time.monotonic() > until:
-                raise TimeoutError("the proxy does not start")
-            time.sleep(0.5)
+        await_program(f"http://127.0.0.1:{PORT}/health/liveliness")
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key=KEY)
         asked = {"model": here["model"], **same}
         answer = client.chat.completions.create(**asked).choices[0].message.content

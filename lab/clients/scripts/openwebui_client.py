@@ -6,12 +6,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
-from checks import BASE_URL, KEY, MODEL, Checks
+from checks import BASE_URL, KEY, MODEL, Checks, await_program
 
 checks = Checks("open-webui")
 PORT, BETWEEN = 4124, 4125
@@ -63,20 +62,6 @@ def program(folder: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([*command, "--port", str(PORT)], env=env, cwd=folder, stdout=sys.stderr)
 
 
-def await_program(seconds: float = 180.0) -> None:
-    """Until it answers."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            if httpx.get(f"http://127.0.0.1:{PORT}/health").status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        if time.monotonic() > until:
-            raise TimeoutError("Open WebUI does not start")
-        time.sleep(0.5)
-
-
 turns = [{"role": "user", "content": "def read_lines(path):"}]
 params = {
     "temperature": 0.8,
@@ -94,7 +79,7 @@ threading.Thread(target=between.serve_forever, daemon=True).start()
 with tempfile.TemporaryDirectory() as home:
     process = program(home)
     try:
-        await_program()
+        await_program(f"http://127.0.0.1:{PORT}/health")
         http = httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=120.0)
         signed = http.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()
         http.headers["Authorization"] = f"Bearer {signed['token']}"
