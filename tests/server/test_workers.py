@@ -104,6 +104,7 @@ async def test_one_page_has_the_figures_of_all_and_the_engines_once() -> None:
             ]
             assert {line.split()[-1] for line in ended} == {"2.0"}
             assert page.count("ssd_generation_tokens_total{") == 1
+        await until(lambda: not crewed.hands[1].engine.active)  # it is told of the others now and then
         assert (await crewed.hands[1].http.get("/load")).json()["server_load"] == 0
 
 
