@@ -22,7 +22,7 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all check format bench bench-check results results-stale clean
+.PHONY: help install serve test test-all check mypy pyright format bench bench-check results results-stale clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
@@ -87,8 +87,10 @@ test-all: $(DEVELOPING)
 check: $(DEVELOPING)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pyright
+	@$(MAKE) --no-print-directory -j2 mypy pyright
+
+mypy pyright: $(DEVELOPING)
+	$(BIN)/$@
 
 format: $(DEVELOPING)
 	$(BIN)/ruff check --fix .

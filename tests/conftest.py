@@ -40,8 +40,10 @@ SLOW_ROOMS = (HERE / "end_to_end", HERE / "hostile")
 WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
 
 
-# Whoever starts the tests with nohup starts no server with it.
+# Whoever starts the tests with nohup starts no server with it, nor behind a shell that goes on without them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
