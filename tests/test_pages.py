@@ -56,7 +56,7 @@ def test_a_copied_factor_stands_in_the_block_and_there_is_none_without_a_block()
     measured = {each.name for each in BLOCKS}
     for page, begins, name in COPIES:
         paragraph = text(page).partition(begins)[2].partition("\n- ")[0]
-        factors = re.findall(r"\d+\.\d\d", paragraph)  # temperatures have fewer digits
+        factors = re.findall(r"\d+\.\d+", paragraph)
         assert bool(factors) == (name in measured)
         whole = block(text("docs/results.md"), name)
         assert [factor for factor in factors if f"{factor}x" not in whole] == []
