@@ -40,8 +40,9 @@ def rank(
     parts: Sequence[ScheduledChunk], most: int, context: int, width: int, least: float = 0.0, instant: int = 0
 ) -> Ranking:
     """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
-    best leaves. What only `instant` sources have grown below (bits) is a leaf still: nobody waits for these,
-    and others may know better.
+    best leaves. What others than `instant` sources (bits) have named, and only these have grown below, is a
+    leaf still: nobody waits for them, and others may know better. What only they have named is none: others
+    grow what they have named themselves.
 
     No node lies where its row could not matter any more: beyond `max_tokens` or the context.
     """
@@ -78,9 +79,9 @@ def rank(
             heapq.heappop(heap)
         if node is not None:
             heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, place, 0))
-            if instant and not node.sources & ~instant:
+            if instant and not node.sources & ~instant and parent.proposers(token) & ~instant:
                 leaves.append(reach * _left(node))
-        elif deeper and token not in ends:
+        elif deeper and token not in ends and (not instant or parent.proposers(token) & ~instant):
             leaves.append(reach)
     if instant:
         leaves.sort(reverse=True)
