@@ -1,4 +1,5 @@
 """`ssd bench modes`: plain decoding, n-gram lookup, synchronous chains and trees, and SSD, in one rotation.
+Trees and SSD run with lookup beside their draft model, too.
 
 All ways run on all shares of the devices that they can use: the target on its own device, as in SSD, and on
 the drafter's as well. Baselines are tuned on prompts of their own. Knows who is compared and how it is told;
@@ -18,6 +19,8 @@ from ssd_serve.bench.statistics import quartiles, ratio_interval
 from ssd_serve.bench.timed_request import TimedRequest
 
 PLAIN, SSD = EngineWay("ar"), EngineWay("ssd")
+BESIDE = (SSD, replace(SSD, lookup=True))
+"""What runs with a drafter on a device of its own; the others are compared with the last."""
 _STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _FAN_OUTS = (1, 2, 4, 8)
@@ -56,7 +59,7 @@ class ModesStage(Protocol):
 def run_modes(
     stage: ModesStage, chosen: Mapping[float, Chosen], say: Callable[[str], None]
 ) -> list[ModesRow]:
-    """A row for each temperature of `chosen` and each entry; in the end SSD's."""
+    """A row for each temperature of `chosen` and each entry; in the end those of SSD."""
     rows: list[ModesRow] = []
     for temperature, texts in chosen.items():
         say(f"{stage.setting}, temperature {temperature:g}: tuning")
@@ -64,7 +67,7 @@ def run_modes(
         for share in stage.alone:
             tuned[Entry(PLAIN, share)] = {}
             tuned |= dict(_tuned(stage, share, temperature, texts.tuning, say))
-        entries = [*tuned, Entry(SSD, stage.beside)]
+        entries = [*tuned, *(Entry(way, stage.beside) for way in BESIDE)]
         say(f"  measuring {len(entries)} ways on {len(texts.prompts)} prompts")
         samples = _samples(stage, entries, texts.prompts, temperature)
         ours = samples[entries[-1]]
@@ -107,6 +110,8 @@ def _tuned(
         told = {way.label: round(speed, 1) for way, speed in tried.items()}
         say(f"  on {share.target}: {best.label} of " + ", ".join(f"{way} {told[way]}" for way in told))
         yield Entry(best, share), told
+        if mode == "sd-tree":
+            yield Entry(replace(best, lookup=True), share), {}
 
 
 def _samples(
@@ -146,7 +151,7 @@ def _row(
         requests=len(samples),
         tokens_per_s=round(statistics.median(speeds), 2),
         tokens_per_s_quartiles=[round(value, 2) for value in quartiles(speeds)],
-        ssd=None if way == SSD else ratio_interval(ratios),
+        ssd=None if way == BESIDE[-1] else ratio_interval(ratios),
         tokens_per_round=round(sum(sample.decoded for sample in samples) / rounds, 3),
         acceptance=round(sum(each.accepted for each in figures) / drafted, 3) if drafted else None,
         nodes_per_round=round(drafted / rounds, 2),

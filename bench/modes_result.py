@@ -25,7 +25,7 @@ _MODES = {
     "ssd": "SSD (ssd)",
 }
 _HEAD = (
-    *("mode", "T", "devices", "tokens/s (quartiles)", "tokens/s a device", "SSD is faster by", "that is"),
+    *("mode", "T", "devices", "tokens/s (quartiles)", "tokens/s a device", "{ours} is faster by", "that is"),
     *("by device", "that is", "tokens a round", "accepted nodes", "hit rate", "forward / wait / host"),
 )
 _NOTES = {
@@ -40,8 +40,8 @@ _NOTES = {
 class ModesRow(msgspec.Struct, frozen=True, kw_only=True):
     """One way on one share of the devices at one temperature.
 
-    `ssd` has SSD's tokens/s over this row's, prompt by prompt; `tuned` the tokens/s of the shapes that were
-    tried on other prompts, as they were last measured.
+    `ssd` has the tokens/s of the last row of this temperature over this row's, prompt by prompt; `tuned` the
+    tokens/s of the shapes that were tried on other prompts, as they were last measured.
     """
 
     setting: str
@@ -90,7 +90,8 @@ def modes_tables(result: Mapping[str, object]) -> str:
         rows = [row for row in found.results if row.setting == setting]
         ours = {row.temperature: row for row in rows if row.mode == "ssd"}
         parts.append(_MEANING.get(setting, setting).format(pair=found.pairs.get(setting, "")))
-        parts.append(markdown_table(_HEAD, (_cells(row, ours[row.temperature]) for row in rows)))
+        head = tuple(cell.format(ours=rows[-1].name) for cell in _HEAD)
+        parts.append(markdown_table(head, (_cells(row, ours[row.temperature]) for row in rows)))
         told = [_equal_hardware(row, rows) for row in ours.values()]
         notes = found.notes.get(setting, {})
         told += [f"{text}: {_plain(notes[name])}" for name, text in _NOTES.items() if name in notes]
@@ -99,7 +100,7 @@ def modes_tables(result: Mapping[str, object]) -> str:
 
 
 def _by_device(row: ModesRow, ours: ModesRow) -> Interval | None:
-    """SSD's tokens/s a device over this row's."""
+    """The tokens/s a device of `ours` over this row's."""
     return None if row.ssd is None else row.ssd.scaled(row.devices / ours.devices)
 
 
@@ -125,9 +126,9 @@ def _judged(interval: Interval | None) -> tuple[str, str]:
 
 
 def _equal_hardware(ours: ModesRow, rows: Sequence[ModesRow]) -> str:
-    """SSD against whoever is the fastest with as many devices or fewer, for they may leave some idle; where
-    nobody was measured with so many, by device."""
-    others = [row for row in rows if row.temperature == ours.temperature and row.ssd is not None]
+    """SSD against whoever else is the fastest with as many devices or fewer, for they may leave some idle;
+    where nobody was measured with so many, by device."""
+    others = [row for row in rows if row.temperature == ours.temperature and row.mode != ours.mode]
     equal = any(row.devices == ours.devices for row in others)
     if equal:
         others = [row for row in others if row.devices <= ours.devices]
@@ -138,8 +139,8 @@ def _equal_hardware(ours: ModesRow, rows: Sequence[ModesRow]) -> str:
         return f"temperature {ours.temperature:g}, {way}: one prompt shows nothing"
     fewer = f" on {best.target}" if equal and best.devices < ours.devices else ""
     return (
-        f"**temperature {ours.temperature:g}, {way}**: SSD gives {interval} of {best.name}{fewer}, the best "
-        f"of the others: {interval.verdict}"
+        f"**temperature {ours.temperature:g}, {way}**: {ours.name} gives {interval} of {best.name}{fewer}, "
+        f"the best of the others: {interval.verdict}"
     )
 
 

@@ -59,23 +59,26 @@ _JOIN_S = 600.0
 class EngineWay:
     """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay.
 
-    `sd-chain` drafts all its steps in one call, so that no Python between them is measured.
+    `sd-chain` drafts all its steps in one call, so that no Python between them is measured. `lookup`: n-gram
+    lookup drafts beside the model.
     """
 
     mode: str
     steps: int = 0
     width: int = 1
     fan_out: int = 1
+    lookup: bool = False
 
     @property
     def label(self) -> str:
         """For tables and result files."""
+        beside = " + lookup" if self.lookup else ""
         if self.mode in ("ar", "ssd"):
-            return self.mode
+            return f"{self.mode}{beside}"
         if self.mode == "ngram":
             return f"ngram {self.fan_out}"
         shape = "" if self.mode == "sd-chain" else f" {self.width}x{self.fan_out}"
-        return f"{self.mode}{shape} {self.steps or 'adaptive'}"
+        return f"{self.mode}{shape} {self.steps or 'adaptive'}{beside}"
 
     @property
     def in_one_call(self) -> bool:
@@ -166,17 +169,21 @@ class Rig:
         )
         if way.mode not in ("ar", "ssd"):
             engine.drafters.connect(self._inline(way), synchronous=True)
-            engine.drafters.drain({})
+        if way.lookup:
+            engine.drafters.connect(self._lookup(self.settings), synchronous=True)
+        engine.drafters.drain({})
         return engine
 
     def _inline(self, way: EngineWay) -> Channel:
         if way.mode == "ngram":
-            settings = self.settings.model_copy(update={"draft_fan_out": way.fan_out})
-            return instant_channel(way.mode, settings, self.hello, self.real.facts.eos_token_ids)
+            return self._lookup(self.settings.model_copy(update={"draft_fan_out": way.fan_out}))
         if not way.in_one_call:
             return InlineChannel(self.core(way), self.hello)
         queued = QueuedModel(self.draft)
         return OneCallChannel(self.core(way, queued), self.hello, way.steps, queued)
+
+    def _lookup(self, settings: Settings) -> Channel:
+        return instant_channel("ngram", settings, self.hello, self.real.facts.eos_token_ids)
 
     def _governing(self, policy: GrowPolicy, cost: CostTable) -> Governing | None:
         """As in serving, on a device of the target's own."""
@@ -213,7 +220,8 @@ def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Gen
             command = worker_command("drafter", name, run_dir.drafter_socket)
             workers.append(start_worker(WorkerPlan(name, command), settings))
         deadline = time.monotonic() + _JOIN_S
-        while engine.drafters.alive < count:
+        joined = engine.drafters.alive + count
+        while engine.drafters.alive < joined:
             if any(worker.exit_code is not None for worker in workers) or time.monotonic() > deadline:
                 raise SsdError("the drafter did not join the benchmark")
             channel = listener.accept()

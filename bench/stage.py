@@ -4,12 +4,12 @@ Knows how a way is run on its devices, not who is compared.
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ssd_serve.bench.device_tables import device_table
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import EmulatedModel, emulated_table, overrun_share
-from ssd_serve.bench.modes import SSD, Entry, Share
+from ssd_serve.bench.modes import BESIDE, Entry, Share
 from ssd_serve.bench.prompts import NEW_TOKENS, Prompt
 from ssd_serve.bench.rig import Rig, remote_drafter
 from ssd_serve.bench.timed_request import Runner, TimedRequest
@@ -24,7 +24,7 @@ CORES = Devices(parse_device("cpu:0"), parse_device("cpu:1"))
 
 class RigStage:
     """Shares of these devices: the target's own, and on CPUs those of both too. A baseline drafts on the
-    devices of its target; SSD's drafter is a process of its own, as long as `drafting` lasts."""
+    devices of its target; SSD's drafters are processes of their own, as long as `drafting` lasts."""
 
     def __init__(self, rig: Rig, setting: str, devices: Devices) -> None:
         self.setting = setting
@@ -51,16 +51,18 @@ class RigStage:
 
     @contextmanager
     def drafting(self) -> Generator[None]:
-        """SSD's drafter runs on its device."""
-        engine = self._rig.engine(SSD, self._costs[self.beside.target])
-        self._engines[Entry(SSD, self.beside)] = engine
-        with remote_drafter(self._rig, engine, self.beside.draft):
+        """SSD's drafters run on their device; only that of the way that runs has work."""
+        with ExitStack() as drafters:
+            for way in BESIDE:
+                engine = self._rig.engine(way, self._costs[self.beside.target])
+                drafters.enter_context(remote_drafter(self._rig, engine, self.beside.draft))
+                self._engines[Entry(way, self.beside)] = engine
             yield
 
     def run(self, entry: Entry, prompt: Prompt, temperature: float) -> TimedRequest:
         """One request on the entry's own devices, by an engine that knows what forwards cost there."""
         if temperature != self._temperature:  # the baselines of another one are over
-            self._engines = {known: engine for known, engine in self._engines.items() if known.way == SSD}
+            self._engines = {known: engine for known, engine in self._engines.items() if known.way in BESIDE}
             self._temperature = temperature
             self._settled.clear()
         pin(parse_device(entry.share.target))

@@ -197,14 +197,14 @@ def variables(way: Way, place: Place) -> dict[str, str]:
 
 
 def _ours(way: Way, place: Place, port: int) -> list[str]:
-    """`ssd serve`; `auto` decides about mode and cores by itself."""
+    """`ssd serve`, with lookup beside the draft; `auto` decides about mode and cores by itself."""
     devices: list[str] = []
     if way.mode in ("ar", "sd"):
         devices = ["--target-device", str(Device("cpu", place.cores))]
     elif way.mode == "ssd":
         first, rest = Device("cpu", place.cores[:1]), Device("cpu", place.cores[1:])
         devices = ["--target-device", str(first), "--draft-device", str(rest)]
-    pair = [str(place.pair.target), "--draft", str(place.pair.draft), "--mode", way.mode, *devices]
+    pair = [str(place.pair.target), "--draft", f"{place.pair.draft},ngram", "--mode", way.mode, *devices]
     fixed = ["--dtype", way.dtype, "--no-prefix-cache", "--max-running", "1", "--log-level", "warning"]
     fixed += ["--generation-config", "none"]  # the whole distribution, as of all others
     return [sys.executable, "-m", "ssd_serve", "serve", *pair, "--port", str(port), *fixed]

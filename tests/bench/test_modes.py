@@ -20,6 +20,8 @@ PROMPTS = tuple(Prompt(f"file {number}", (number,), number) for number in range(
 CHOSEN = Chosen(PROMPTS[8:], PROMPTS[:8], 0.1)
 BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 4}
 SPEEDS = {"ar": 50.0, "ngram": 70.0, "sd-chain": 80.0, "sd-tree": 100.0, "ssd": 150.0}
+LOOKUP = 1.1
+"""How much faster a way is with lookup beside its draft."""
 
 
 def worth(mode: str, steps: int) -> float:
@@ -48,6 +50,7 @@ class FakeStage:
         way = entry.way
         self._drift *= 0.9995
         speed = SPEEDS[way.mode] * self._drift * (1 + prompt.seed % 7 / 10)
+        speed *= LOOKUP if way.lookup else 1.0
         speed *= math.exp(self._chance.gauss(0, self._noise))
         speed *= worth(way.mode, way.fan_out if way.mode == "ngram" else way.steps)
         if entry.share.target == "cpu:0-1":
@@ -67,43 +70,43 @@ def run(stage: FakeStage) -> list[ModesRow]:
 def test_all_ways_on_all_shares_run_every_prompt_once_and_tuning_has_its_own() -> None:
     stage = FakeStage()
     rows = run(stage)
-    modes = ["ar", "ngram", "sd-chain", "sd-tree"]
-    expected = (
-        [("cpu:0", mode) for mode in modes] + [("cpu:0-1", mode) for mode in modes] + [("cpu:0", "ssd")]
-    )
-    assert [(row.target, row.mode) for row in rows] == expected
+    modes = [("ar", False), ("ngram", False), ("sd-chain", False), ("sd-tree", False), ("sd-tree", True)]
+    expected = [(target, *way) for target in ("cpu:0", "cpu:0-1") for way in modes]
+    expected += [("cpu:0", "ssd", False), ("cpu:0", "ssd", True)]
+    assert [(row.target, row.mode, "lookup" in row.shape) for row in rows] == expected
     assert {row.requests for row in rows} == {64}
-    counted = Counter(stage.runs[-9 * 64 :])
+    counted = Counter(stage.runs[-12 * 64 :])
     assert set(counted.values()) == {1}
     assert {prompt for _, prompt in counted} == set(CHOSEN.prompts)
-    assert {prompt for _, prompt in stage.runs[: -9 * 64]} == set(CHOSEN.tuning)
+    assert {prompt for _, prompt in stage.runs[: -12 * 64]} == set(CHOSEN.tuning)
 
 
 def test_the_best_shape_is_found_beyond_where_the_tuning_began() -> None:
     for row in run(FakeStage(noise=0.01)):
         best = BEST_STEPS.get(row.mode)
         if best is not None:
-            steps = int(row.shape.split()[-1])
-            assert abs(math.log(steps / best)) < 0.25
-            assert row.shape in row.tuned
+            shape = row.shape.removesuffix(" + lookup")
+            assert abs(math.log(int(shape.split()[-1]) / best)) < 0.25
+            assert (shape in row.tuned) == (shape == row.shape)
 
 
 def test_ratios_are_true_whatever_prompts_drift_and_noise_do() -> None:
     for row in run(FakeStage()):
-        if row.mode == "ssd":
-            assert row.ssd is None
-            continue
-        assert row.ssd is not None
-        found = row.shape.split()[-1]
+        shape = row.shape.removesuffix(" + lookup")
+        found = shape.split()[-1]
         theirs = SPEEDS[row.mode] * worth(row.mode, int(found) if found.isdigit() else 0)
-        truth = SPEEDS["ssd"] / theirs / (1.2 if row.devices == 2 else 1)
+        theirs *= LOOKUP if row.shape != shape else 1
+        if row.ssd is None:
+            assert row.shape == "ssd + lookup"
+            continue
+        truth = LOOKUP * SPEEDS["ssd"] / theirs / (1.2 if row.target == "cpu:0-1" else 1)
         assert row.ssd.low * 0.98 < truth < row.ssd.high * 1.02
         assert row.ssd.verdict is Verdict.BETTER
 
 
 def test_a_tie_is_as_good_and_with_much_noise_it_is_not_shown() -> None:
     def against_the_wide_tree(stage: FakeStage) -> Verdict:
-        (row,) = (row for row in run(stage) if row.mode == "sd-tree" and row.devices == 2)
+        (row,) = (row for row in run(stage) if row.shape.endswith("+ lookup") and row.target == "cpu:0-1")
         assert row.ssd is not None
         return row.ssd.verdict
 

@@ -60,7 +60,8 @@ def test_every_line_names_its_devices_and_what_each_of_them_gives() -> None:
 def test_equal_hardware_is_told_in_words_against_the_best_of_them() -> None:
     text = modes_tables(result(ROWS))
     words = (
-        "with 2 devices each**: SSD gives 0.92x (0.87 to 0.97) of chain (sd) 4, the best of the others: worse"
+        "with 2 devices each**: SSD (ssd) gives 0.92x (0.87 to 0.97) of chain (sd) 4, "
+        "the best of the others: worse"
     )
     assert f"- **temperature 0, {words}" in text
 
@@ -68,7 +69,7 @@ def test_equal_hardware_is_told_in_words_against_the_best_of_them() -> None:
 def test_who_is_faster_with_fewer_devices_may_leave_some_idle() -> None:
     """Two cores can be slower than one."""
     alone = row("ar", 150.0, ssd=faster(0.8))
-    words = "with 2 devices each**: SSD gives 0.80x (0.75 to 0.85) of plain (ar) on cpu:0, the best of the"
+    words = "with 2 devices each**: SSD (ssd) gives 0.80x (0.75 to 0.85) of plain (ar) on cpu:0, the best"
     assert words in modes_tables(result([alone, *ROWS[1:]]))
 
 
@@ -78,8 +79,16 @@ def test_where_nobody_has_as_many_devices_the_words_are_by_device() -> None:
         row("sd-tree", 184.0, devices=4, setting="emulated", ssd=faster(1.25)),
         row("ssd", 230.0, devices=5, setting="emulated"),
     ]
-    words = "by device**: SSD gives 1.00x (0.96 to 1.04) of tree (sd), the best of the others: not shown"
+    words = "by device**: SSD (ssd) gives 1.00x (0.96 to 1.04) of tree (sd), the best of the others: not"
     assert f"- **temperature 0, {words}" in modes_tables(result(rows))
+
+
+def test_ssd_with_lookup_is_what_all_are_compared_with_and_ssd_without_is_no_other() -> None:
+    rows = [*ROWS[:3], row("ssd", 120.0, draft="cpu:1", devices=2, ssd=faster(0.7))]
+    text = modes_tables(result([*rows, row("ssd", 84.0, shape="ssd + lookup", draft="cpu:1", devices=2)]))
+    assert "| SSD (ssd) + lookup is faster by |" in text
+    words = "SSD (ssd) + lookup gives 0.92x (0.87 to 0.97) of chain (sd) 4, the best of the others: worse"
+    assert words in text
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

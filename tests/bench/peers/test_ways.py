@@ -43,6 +43,7 @@ def after(words: list[str], flag: str) -> str:
 def test_our_modes_share_the_cores_in_their_own_way(place: Place) -> None:
     plain = command(Way(OURS, "ar"), place, 1)
     assert after(plain, "--target-device") == "cpu:2-3"
+    assert after(plain, "--draft") == "d,ngram"
     split = command(Way(OURS, "ssd"), place, 1)
     assert (after(split, "--target-device"), after(split, "--draft-device")) == ("cpu:2", "cpu:3")
     auto = command(Way(OURS, "auto"), place, 1)
