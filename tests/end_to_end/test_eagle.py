@@ -20,6 +20,8 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPTS = ["def read_lines(path):\n", "import os\n", "class Node:\n    def __init__(self"]
 PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=32, ignore_eos=True)
+_TRIES = 20
+"""A drafter on cores that others keep busy can be late for all rounds of a short text."""
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +62,12 @@ def test_it_drafts_and_the_texts_are_those_of_plain_decoding(
     folder = request.getfixturevalue(kind)
     drafts = f"{folder},ngram" if mode == "sd" else str(folder)
     with LLM(draft=drafts, eagle_layers=layers, mode=mode, cache_dir=cache, **SETTINGS) as llm:
-        found = llm.generate(PROMPTS, PARAMS)
-    assert [tuple(each.token_ids) for each in found] == expected
-    assert sum(each.figures.drafted for each in found) > 0
+        for _ in range(_TRIES):
+            found = llm.generate(PROMPTS, PARAMS)
+            assert [tuple(each.token_ids) for each in found] == expected
+            if sum(each.figures.drafted for each in found):
+                return
+    pytest.fail("nothing was drafted")
 
 
 def test_the_embedded_head_guesses_what_its_target_says(expected: list[tuple[int, ...]], cache: Path) -> None:
