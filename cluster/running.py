@@ -11,8 +11,9 @@ from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.supervisor import Supervisor
 from ssd_serve.settings import Settings
 
-CONNECT_S = 60.0
-"""The verifier listens before it loads anything, but importing takes a while on a busy core."""
+CONNECT_S = 180.0
+"""The verifier listens before it loads anything, but importing takes a while on busy cores, or from a disk
+that is far away. Who waits is told at once when it died."""
 
 
 class RunningEngine(ABC):

@@ -52,24 +52,28 @@ class SimulatedCluster:
             head_node_args={"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False},
         )
         self._ray.init(address=self._cluster.address, namespace="tests", log_to_driver=False)
+        self._added: list[Any] = []
 
     def add(self, cpus: int, gpus: int = 0, kind: str = "") -> Any:
         resources = {f"accelerator_type:{kind}": 1} if kind else {}
         node = self._cluster.add_node(
             num_cpus=cpus, num_gpus=gpus, resources=resources, object_store_memory=80 << 20
         )
+        self._added.append(node)
         until(lambda: self.id(node) in self._alive())
         return node
 
     def lose(self, node: Any) -> None:
         """Without a word, as when a machine fails."""
+        self._added.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
-    def take_away(self, *nodes: Any) -> None:
-        """When they are of no use any more; Ray knows it at once."""
-        for node in nodes:
-            self._cluster.remove_node(node, allow_graceful=True)
-        until(lambda: not {self.id(node) for node in nodes} & self._alive())
+    def take_away_all(self) -> None:
+        """All nodes but the head; Ray knows it at once."""
+        gone = {self.id(node) for node in self._added}
+        while self._added:
+            self._cluster.remove_node(self._added.pop(), allow_graceful=True)
+        until(lambda: not gone & self._alive())
 
     def _alive(self) -> set[str]:
         return {str(each["NodeID"]) for each in self._ray.nodes() if each["Alive"]}
@@ -84,9 +88,16 @@ class SimulatedCluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[SimulatedCluster]:
+def head() -> Iterator[SimulatedCluster]:
     with closing(SimulatedCluster()) as found:
         yield found
+
+
+@pytest.fixture
+def cluster(head: SimulatedCluster) -> Iterator[SimulatedCluster]:
+    """Whose nodes are this test's own: one that fails leaves none for the next."""
+    yield head
+    head.take_away_all()
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +182,6 @@ def test_target_and_drafter_share_a_node_and_come_back_on_another(
         engine.expect_end()
         channel.close()
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
-    cluster.take_away(small, another)
 
 
 def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
@@ -193,7 +203,6 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
         assert engine.failure is None
         engine.expect_end()
         channel.close()
-    cluster.take_away(large, another)
 
 
 def seen_gpus() -> tuple[list[str], str | None]:
@@ -235,7 +244,6 @@ def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, sett
         assert {len(ids) for ids, _ in found} == {1}
         assert {shown for _, shown in found} == {None}
         joined.ray.util.remove_placement_group(group)
-    cluster.take_away(parts, whole)
 
 
 OF_ITS_OWN = """
@@ -259,16 +267,15 @@ def test_a_ray_of_its_own_is_told_of_the_gpus_that_torch_can_use() -> None:
 
 def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster, settings: Settings) -> None:
     ranked = settings.model_copy(update={"tensor_parallel": 2})
-    node = cluster.add(1)
+    cluster.add(1)
     refused = pytest.raises(SettingsError, match="the target needs 2 CPU of one node")
     with refused, ray_engine(ranked, QUIET):
         pass
-    cluster.take_away(node)
 
 
 def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster, settings: Settings) -> None:
     plain = settings.model_copy(update={"mode": Mode.AR})
-    node = cluster.add(1)
+    cluster.add(1)
     with ray_engine(plain, QUIET, silence_s=2.0) as engine:
         channel = engine.connect()
         EngineProcesses(engine, channel, lambda _progress: None)
@@ -283,7 +290,6 @@ def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster,
         assert not psutil.pid_exists(hanging)
         engine.expect_end()
         channel.close()
-    cluster.take_away(node)
 
 
 def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
@@ -291,7 +297,7 @@ def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
 ) -> None:
     target, _ = write_pair(tmp_path)
     (target / "model.safetensors").unlink()
-    node = cluster.add(1)
+    cluster.add(1)
     broken = settings.model_copy(update={"mode": Mode.AR, "target": str(target)})
     with ray_engine(broken, QUIET) as engine:
         channel = engine.connect()
@@ -300,4 +306,3 @@ def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
     assert failure is not None
     assert (failure.exit_code, failure.explained) == (6, True)
     assert capfd.readouterr().err.count("ssd: verifier: ") == 1
-    cluster.take_away(node)
