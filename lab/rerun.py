@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/drafters.json": _of_lab("drafters", "--real", "1", "2", "4"),
     "lab/results/governor.json": _of_lab("governor"),
     "lab/results/prediction.json": _of_lab("prediction"),
-    "lab/results/faults.json": _of_lab("faults"),
+    "lab/results/faults.json": _of_lab("faults", "--ray"),
     "bench/results/load.json": _of_bench("load", "--ballast"),
     "bench/results/load-all-devices.json": _of_bench("load", "--ballast", "--devices", "all"),
     "bench/results/peers.json": _of_bench("peers"),
