@@ -25,8 +25,13 @@ def ablate(result: Result) -> str:
         (GROWTHS.get(growth, growth), *(_number(speeds.get((growth, *column))) for column in columns))
         for growth in dict.fromkeys(row["growth"] for row in rows)
     ]
-    prompts = max(row["prompts"] for row in rows)
-    told = f"Tokens/s over {prompts} prompts; plain decoding gives {result['plain_tokens_per_s']:g}."
+    prompts = [row["prompts"] for row in rows]
+    told = f"Tokens/s over {max(prompts)} prompts; plain decoding gives {result['plain_tokens_per_s']:g}."
+    if min(prompts) < max(prompts):
+        told += (
+            " Rejection sampling draws texts of its own, and those that nearly loop are not counted: "
+            f"{min(prompts)} are at least."
+        )
     return f"{markdown_table(head, lines)}\n\n{told}"
 
 

@@ -15,7 +15,7 @@ from itertools import count
 from lab.ablate.growth import TableCore, TableShape, UniformCore
 from lab.ablate.rejection import DrawingSource, Drawn, RejectionRounds
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, Decoded, InTurnChannel, TimedPair, decode
-from ssd_serve.bench.prompts import NEW_TOKENS, Continue, Prompt, choose, refuse_loops
+from ssd_serve.bench.prompts import NEARLY, NEW_TOKENS, Continue, Prompt, choose, refuse_loops, repeated_share
 from ssd_serve.bench.rotation import next_to, rotate, tune
 from ssd_serve.bench.statistics import ratio_interval
 from ssd_serve.cache.slots import SlotPool
@@ -25,6 +25,7 @@ from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.draft_model import ModelSource
+from ssd_serve.errors import SsdError
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import Clock, Core, VirtualChannel
@@ -218,7 +219,10 @@ class AblationRun:
 def run_ablation(
     pair: TimedPair, prompts: Sequence[Prompt], plan: AblationPlan, say: Callable[[str], None]
 ) -> dict[str, object]:
-    """`{"benchmark", "plan", "results", ...}`: a row for each temperature, growth and choice."""
+    """`{"benchmark", "plan", "results", ...}`: a row for each temperature, growth and choice.
+
+    Raises `SsdError` where a way has no text that counts.
+    """
     rows: list[dict[str, object]] = []
     for temperature in plan.temperatures:
         chosen = choose(prompts, plan.prompts, plan.tuning_prompts, _plainly(pair, plan, temperature))
@@ -226,7 +230,8 @@ def run_ablation(
         ways = _ways(pair, chosen.tuning, plan, temperature, say)
         texts = _texts(pair, plan, ways, chosen.prompts, temperature)
         for way, some in texts.items():
-            refuse_loops(way.growth, chosen.prompts, (text.decoded.tokens for text in some))
+            if way.choice == SHARED:
+                refuse_loops(way.growth, chosen.prompts, (text.decoded.tokens for text in some))
             rows.append(_row(temperature, way, some, texts[ways[0]]))
             say(f"  {way.growth}, {way.choice}, {way.shape}: {rows[-1]['tokens_per_s']} tokens/s")
     return {
@@ -256,10 +261,18 @@ def _texts(
 def _row(
     temperature: float, way: GrowthWay, texts: Sequence[_Text], live: Sequence[_Text]
 ) -> dict[str, object]:
+    is_live = texts is live
+    pairs = [(mine, other) for mine, other in zip(live, texts, strict=True) if _counts(way, other)]
+    if not pairs:
+        raise SsdError(
+            f"{way.growth}, {way.choice}, temperature {temperature:g}: every text nearly loops; "
+            "ask for more prompts (--prompts) or a higher temperature"
+        )
+    texts = [other for _, other in pairs]
+    ratio = None if is_live else ratio_interval([mine.speed / other.speed for mine, other in pairs])
     rounds = max(1, sum(text.decoded.figures.rounds for text in texts))
     ready = [depth for text in texts for depth in text.ready]
     steps, tokens = sum(text.draft_steps for text in texts), sum(text.decoded.decoded for text in texts)
-    ratio = ratio_interval([mine.speed / other.speed for mine, other in zip(live, texts, strict=True)])
     return {
         "temperature": temperature,
         "growth": way.growth,
@@ -272,14 +285,22 @@ def _row(
         "ready_depth": round(statistics.mean(ready), 3) if ready else 0.0,
         "tokens_per_round": round(tokens / rounds, 3),
         "tokens_per_s": round(_speed(texts), 2),
-        "live": asdict(ratio) if ratio is not None and texts is not live else None,
+        "live": asdict(ratio) if ratio is not None else None,
         "verified_per_round": round(sum(text.decoded.figures.drafted for text in texts) / rounds, 2),
         "draft_steps_per_round": round(steps / rounds, 2),
         "rows_per_draft_step": round(sum(text.draft_rows for text in texts) / max(1, steps), 2),
     }
 
 
+def _counts(way: GrowthWay, text: _Text) -> bool:
+    """Rejection sampling draws texts of its own. Those that nearly loop are left out, as prompts are whose
+    plain continuation does."""
+    return way.choice == SHARED or repeated_share(text.decoded.tokens) <= NEARLY
+
+
 def _speed(texts: Sequence[_Text]) -> float:
+    if not texts:
+        return 0.0
     return sum(text.decoded.decoded for text in texts) / sum(text.decoded.seconds for text in texts)
 
 
@@ -312,7 +333,8 @@ def _ways(
     and rejection sampling accepts what shared noise accepts."""
 
     def speeds(ways: Sequence[GrowthWay], some: Sequence[Prompt]) -> dict[GrowthWay, float]:
-        return {way: _speed(texts) for way, texts in _texts(pair, plan, ways, some, temperature).items()}
+        texts = _texts(pair, plan, ways, some, temperature)
+        return {way: _speed([text for text in own if _counts(way, text)]) for way, own in texts.items()}
 
     found: list[GrowthWay] = []
     for choice in (SHARED, REJECTION) if temperature > 0 else (SHARED,):

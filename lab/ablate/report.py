@@ -58,7 +58,8 @@ def ablation_table(result: Mapping[str, object]) -> str:
         f"Time is {found.time}. Plain decoding would give {found.plain_tokens_per_s:g} tokens/s. A hit: "
         "something was drafted below the root when the round began. Draft steps: those of a round, the same "
         "device for all; a thrown-away tree can use it only while the verifier waits. At temperature 0 "
-        f"rejection sampling accepts what shared noise accepts. At least {tokens} tokens a line."
+        "rejection sampling accepts what shared noise accepts; elsewhere it draws texts of its own, and "
+        f"those that nearly loop are not counted. At least {tokens} tokens a line."
     )
     return f"{markdown_table(_HEAD, map(_cells, found.results))}\n\n{told}"
 

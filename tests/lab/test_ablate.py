@@ -1,5 +1,7 @@
 """`python -m lab.ablate`: ways that differ in what they guess, not in what they say."""
 
+import itertools
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +22,7 @@ from lab.ablate.experiment import (
     run_ablation,
 )
 from lab.ablate.report import ablation_table
-from ssd_serve.errors import UserError
+from ssd_serve.errors import SsdError, UserError
 from tests.lab.virtual_fakes import DRAFT_S, TARGET_S, fake_pair, fake_prompts
 
 pytestmark = pytest.mark.slow
@@ -108,6 +110,21 @@ def test_a_run_compares_all_ways_and_says_that_time_is_virtual(monkeypatch: pyte
     assert table.count("rejection sampling |") == 6
     assert result["plain_tokens_per_s"] == 50.0
     assert said
+
+
+def test_texts_of_rejection_sampling_that_nearly_loop_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "shapes", lambda growth, choice: [way(growth, choice)])
+    monkeypatch.setattr(GrowthWay, "neighbours", lambda _way: iter(()))
+    shares = itertools.cycle((1.0, 0.0))
+    monkeypatch.setattr(experiment, "repeated_share", lambda _tokens: next(shares))
+    plan = replace(PLAN, temperatures=(1.0,))
+    result = run_ablation(fake_pair(), fake_prompts(40), plan, lambda _line: None)
+    rows = cast(list[dict[str, Any]], result["results"])
+    assert [row["prompts"] for row in rows] == [2] * 6 + [1] * 6
+    assert all(2 * row["tokens"] == rows[0]["tokens"] for row in rows[6:])
+    monkeypatch.setattr(experiment, "repeated_share", lambda _tokens: 1.0)
+    with pytest.raises(SsdError, match="every text nearly loops; ask for more prompts"):
+        run_ablation(fake_pair(), fake_prompts(40), plan, lambda _line: None)
 
 
 def test_other_results_are_refused() -> None:
