@@ -261,15 +261,14 @@ def _texts(
 def _row(
     temperature: float, way: GrowthWay, texts: Sequence[_Text], live: Sequence[_Text]
 ) -> dict[str, object]:
-    is_live = texts is live
     pairs = [(mine, other) for mine, other in zip(live, texts, strict=True) if _counts(way, other)]
     if not pairs:
         raise SsdError(
             f"{way.growth}, {way.choice}, temperature {temperature:g}: every text nearly loops; "
             "ask for more prompts (--prompts) or a higher temperature"
         )
+    ratio = None if texts is live else ratio_interval([mine.speed / other.speed for mine, other in pairs])
     texts = [other for _, other in pairs]
-    ratio = None if is_live else ratio_interval([mine.speed / other.speed for mine, other in pairs])
     rounds = max(1, sum(text.decoded.figures.rounds for text in texts))
     ready = [depth for text in texts for depth in text.ready]
     steps, tokens = sum(text.draft_steps for text in texts), sum(text.decoded.decoded for text in texts)

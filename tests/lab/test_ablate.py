@@ -91,10 +91,15 @@ def test_a_table_verifies_one_chain() -> None:
     assert 0 < text.figures.drafted <= 3 * text.figures.rounds
 
 
-def test_a_run_compares_all_ways_and_says_that_time_is_virtual(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way in one shape: tuning is tested where it lives."""
     monkeypatch.setattr(experiment, "shapes", lambda growth, choice: [way(growth, choice)])
     monkeypatch.setattr(GrowthWay, "neighbours", lambda _way: iter(()))
+
+
+@pytest.mark.usefixtures("one_shape")
+def test_a_run_compares_all_ways_and_says_that_time_is_virtual() -> None:
     said: list[str] = []
     result = run_ablation(fake_pair(), fake_prompts(40), PLAN, said.append)
     rows = cast(list[dict[str, Any]], result["results"])
@@ -112,9 +117,8 @@ def test_a_run_compares_all_ways_and_says_that_time_is_virtual(monkeypatch: pyte
     assert said
 
 
+@pytest.mark.usefixtures("one_shape")
 def test_texts_of_rejection_sampling_that_nearly_loop_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "shapes", lambda growth, choice: [way(growth, choice)])
-    monkeypatch.setattr(GrowthWay, "neighbours", lambda _way: iter(()))
     shares = itertools.cycle((1.0, 0.0))
     monkeypatch.setattr(experiment, "repeated_share", lambda _tokens: next(shares))
     plan = replace(PLAN, temperatures=(1.0,))
