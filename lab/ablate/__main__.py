@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
 from ssd_serve.bench.experiment import Report
+from ssd_serve.bench.numbers import count, positive_or_zero
 from ssd_serve.bench.provenance import DRAFTING
 
 _TEMPERATURES = (0.0, 0.6, 1.0)
@@ -19,9 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = experiment_parser(
         "ablate", "ways of growing and of choosing at the same draft budget, in virtual time"
     )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=list(_TEMPERATURES))
-    parser.add_argument("--prompts", type=int, default=64, help="prompts of each way")
-    parser.add_argument("--width", type=int, default=32, help="rows of a draft step")
+    parser.add_argument("--temperatures", type=positive_or_zero, nargs="+", default=list(_TEMPERATURES))
+    parser.add_argument("--prompts", type=count, default=64, help="prompts of each way")
+    parser.add_argument("--width", type=count, default=32, help="rows of a draft step")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table that times the forwards")
     return run_experiment(parser, _run, MEASURES, argv)
 
