@@ -74,9 +74,9 @@ class DrafterCore:
         self._paused = False
 
     @property
-    def captured_now(self) -> bool:
-        """Whether the last step's time says nothing of later ones: it was recorded first."""
-        return self._source.captured_now
+    def exceptional_step(self) -> bool:
+        """Whether the last step's time says nothing of later ones: `DraftSource.exceptional_step`."""
+        return self._source.exceptional_step
 
     @property
     def requests(self) -> Collection[int]:
@@ -130,7 +130,7 @@ class DrafterCore:
             picked, [scales[request][min(self._depth(request, node), DEEPEST)] for request, node, _ in picked]
         )
         growth = self._grow(picked, found)
-        if self._widths is not None and not self.captured_now:
+        if self._widths is not None and not self.exceptional_step:
             self._widths.observe(len(picked), time.perf_counter() - started)
         return growth
 

@@ -97,7 +97,7 @@ class InlineChannel(ChannelWithin):
         self._inbox.extend(growth)
         if growth:
             self.steps += 1
-            if not self._core.captured_now:
+            if not self._core.exceptional_step:
                 self._step_time.observe(self._clock() - started)
             self._inbox.append(Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes))
         return bool(growth)

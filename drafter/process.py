@@ -104,7 +104,7 @@ class CoreAtWork:
         growth = self._core.step()
         for message in growth:
             self.targets[message.request % len(self.targets)].grew(message)
-        if growth and not self._core.captured_now:
+        if growth and not self._core.exceptional_step:
             self._step_time.observe(time.perf_counter() - started)
         return bool(growth)
 

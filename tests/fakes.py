@@ -149,7 +149,7 @@ class Case:
 class ScriptedSource:
     """A draft source without a model: a node's candidates follow from its name. Remembers what it made."""
 
-    captured_now = False
+    exceptional_step = False
 
     def __init__(self) -> None:
         self.made: dict[int, list[int]] = {}

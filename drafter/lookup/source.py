@@ -42,7 +42,7 @@ class LookupSource:
     """`DraftSource` over the requests' own texts and, where they are given, over `shared` ones; `fan_out`
     candidates of a node at most."""
 
-    captured_now = False
+    exceptional_step = False
 
     def __init__(self, fan_out: int, shared: SharedTexts | None = None) -> None:
         self._fan_out = fan_out

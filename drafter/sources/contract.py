@@ -135,8 +135,9 @@ class DraftSource(Protocol):
     """`open / commit / expand / close`; re-rooting is part of `commit`."""
 
     @property
-    def captured_now(self) -> bool:
-        """Whether the last step was recorded first, so that its time says nothing of later ones."""
+    def exceptional_step(self) -> bool:
+        """Whether the last step's time says nothing of later ones: it was recorded first, or has read a text
+        before it could guess."""
         ...
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:

@@ -27,6 +27,10 @@ from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.ranking import ChoiceKeys, rank_children
 
+_TOKENS_OF_ROUNDS = 16
+"""Who has more tokens of a request to read than a few rounds commit reads its prompt, or was not asked for
+long."""
+
 
 @dataclass(slots=True)
 class HeldText:
@@ -156,11 +160,11 @@ class ModelSource:
         self._noise = noise
         self._fan_out = fan_out
         self.held: OrderedDict[int, HeldText] = OrderedDict()
-        self._captured_now = False
+        self._exceptional_step = False
 
     @property
-    def captured_now(self) -> bool:
-        return self._captured_now
+    def exceptional_step(self) -> bool:
+        return self._exceptional_step
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self.close(request)
@@ -200,7 +204,7 @@ class ModelSource:
             group = self._group(request, held, [picks[index].at for index in indices], order)
             if group is not None:
                 groups.append((held, group, [indices[place] for place in group.order]))
-        self._captured_now = False
+        self._exceptional_step = False
         if not groups:
             return [None] * len(picks)
         wanted = [index for _, _, indices in groups for index in indices]
@@ -236,7 +240,8 @@ class ModelSource:
             return None
         self._keep(groups)
         result.completion.wait()
-        self._captured_now = result.captured_now
+        read = max(len(group.fed) for _, group, _ in groups)
+        self._exceptional_step = result.captured_now or read > _TOKENS_OF_ROUNDS
         self.computed(result, groups)
         try:
             return within_memory(lambda: self._rank(only_masked(result.logits, wish.allowed), wish))

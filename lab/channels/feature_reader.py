@@ -42,7 +42,7 @@ def hello_of(layers: Sequence[int]) -> Hello:
 class _Reading:
     """A source that keeps the rows of the last message of each request, and notes when they came."""
 
-    captured_now = False
+    exceptional_step = False
 
     def __init__(self) -> None:
         self.opens = 0

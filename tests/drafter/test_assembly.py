@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ def test_a_drafter_keeps_to_grammars_unless_it_shall_not(keeps: bool, kept: int)
         """Of the root of a new request."""
         number = next(numbers)
         core.handle(Open(number, 1, (5, 6, 7), (), forced, 0, root=1))
+        time.sleep(0.005)  # the thread that compiles grammars has to run, even where it has this one already
         (growth,) = core.step()
         core.handle(Close(number, 1))
         return len(growth.tokens) // 4

@@ -218,12 +218,12 @@ def test_a_step_that_was_recorded_first_teaches_nothing_about_time() -> None:
     source, widths = ScriptedSource(), Watched({1: 0.1, 3: 0.1})
     core = build_core(CoreParts(guesses=source, limits=LIMITS, ends=(EOS,), name="d0", widths=widths))
     core.handle(opening())
-    source.captured_now = True
+    source.exceptional_step = True
     core.step()
-    assert (core.captured_now, widths.learnt) == (True, 0)
-    source.captured_now = False
+    assert (core.exceptional_step, widths.learnt) == (True, 0)
+    source.exceptional_step = False
     core.step()
-    assert (core.captured_now, widths.learnt) == (False, 1)
+    assert (core.exceptional_step, widths.learnt) == (False, 1)
 
 
 def test_an_outcome_of_the_wrong_position_asks_for_a_new_beginning() -> None:

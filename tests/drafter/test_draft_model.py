@@ -204,6 +204,31 @@ def test_a_hit_computes_nothing_again() -> None:
     assert model.rows == 3 + 2 + 1
 
 
+def test_a_step_that_reads_a_text_first_is_exceptional() -> None:
+    source, _ = make_source(100)
+    drafted = Drafted(0, [3 + index % 5 for index in range(17)])
+
+    def expand() -> bool:
+        node = drafted.open_nodes()[0]
+        found = source.expand([drafted.pick(node)], [1.0])[0]
+        assert found is not None
+        drafted.tree.expand(node, found.tokens.tolist(), found.log_probabilities.tolist())
+        return source.exceptional_step
+
+    def commit(count: int) -> None:
+        wrong = [VOCABULARY - 1] * count
+        drafted.tree.advance(wrong)
+        source.commit(0, wrong, [], [])
+
+    source.open(0, drafted.tokens, drafted.parameters, 5)
+    assert expand()
+    assert not expand()
+    commit(16)
+    assert not expand()
+    commit(17)
+    assert expand()
+
+
 def test_the_least_recently_expanded_request_gives_way() -> None:
     source, pool = make_source(24)
     drafted = [Drafted(request, list(range(1, 9))) for request in range(4)]

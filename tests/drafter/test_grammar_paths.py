@@ -100,7 +100,7 @@ class Heedless(ScriptedSource):
 class Chains:
     """Guesses two levels at once, as lookups do."""
 
-    captured_now = False
+    exceptional_step = False
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         """Every text is alike."""

@@ -35,6 +35,24 @@ def test_one_wait_is_one_step_until_nothing_is_worth_it() -> None:
     assert channel.receive() == []
 
 
+def test_what_an_exceptional_step_takes_is_not_what_a_step_takes() -> None:
+    source, clock = ScriptedSource(), iter(range(100))
+    channel = InlineChannel(core_of(source, LIMITS), HELLO, lambda: float(next(clock)))
+    channel.receive()
+    channel.send(OPEN)
+
+    def told() -> float:
+        assert channel.wait(0.001)
+        _, beat = channel.receive()
+        assert isinstance(beat, Heartbeat)
+        return beat.step_ms
+
+    source.exceptional_step = True
+    assert told() == HELLO.step_ms
+    source.exceptional_step = False
+    assert told() > HELLO.step_ms
+
+
 def test_what_waits_already_is_not_waited_for() -> None:
     channel = make()
     channel.send(OPEN)

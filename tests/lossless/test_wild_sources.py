@@ -21,7 +21,7 @@ VALUES = [-0.1, -1.0, -1.0, -90.0, 0.0, 3.0, -3e38, float("inf"), -float("inf"),
 class WildSource:
     """Forgets everything, and draws what it says."""
 
-    captured_now = False
+    exceptional_step = False
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -57,6 +57,27 @@ def test_it_learns_that_waiting_brings_little_and_tries_again_later() -> None:
         assert rounds < 1000
 
 
+def rounds_until_awaited(policy: WhenItPays, step_s: float, most: int = 500) -> int | None:
+    for rounds in range(most):
+        if policy.wants(outlook(step_s=step_s)):
+            return rounds
+    return None
+
+
+def test_a_synchronous_drafter_that_seems_too_slow_is_tried_again_and_for_a_whole_round() -> None:
+    policy, a_third_too_slow = WhenItPays(), 0.016  # 0.6 tokens for 0.8
+    assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
+    assert policy.wants(outlook(step_s=a_third_too_slow, steps=1))
+    assert not policy.wants(outlook(step_s=a_third_too_slow, steps=2, leaves=(0.1,)))
+    assert not policy.wants(outlook(step_s=a_third_too_slow))
+    assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
+
+
+def test_one_that_is_slower_by_far_or_works_beside_the_target_is_not() -> None:
+    assert rounds_until_awaited(WhenItPays(), 0.03) is None  # 0.6 tokens for 1.5
+    assert rounds_until_awaited(WhenItPays(concurrent=True), 0.012) is None
+
+
 def test_the_fixed_policies() -> None:
     assert not Never().wants(outlook())
     policy = FixedSteps(2)
