@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "faults", "processes that die or hang, lost messages, stuck clients: what clients see of it"
     )
     parser.add_argument("--requests", type=int, default=8, help="streams that run when a fault strikes (8)")
-    parser.add_argument("--tokens", type=int, default=320, help="tokens of each (320)")
+    parser.add_argument("--tokens", type=int, default=1280, help="tokens of each (1280)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="faults whose names hold it")
     parser.add_argument("--ray", action="store_true", help="also lose a node of a simulated Ray cluster")
     add_settings_flags(parser, leave_out=_OWN_SETTINGS)

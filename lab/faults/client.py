@@ -52,6 +52,11 @@ class Heard:
         return end, length
 
 
+def over_before(heard: Sequence[Heard], moment: float) -> bool:
+    """Whether nobody got a token after this moment, of `time.monotonic`."""
+    return all(at <= moment for one in heard for at in one.times)
+
+
 def wishes(url: str, count: int, tokens: int) -> list[Wish]:
     """Half of them greedy, half sampled at temperature 1."""
     found: list[Wish] = []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from lab.faults.client import Clients, Heard, Wish, wishes
+from lab.faults.client import Clients, Heard, Wish, over_before, wishes
 from lab.faults.judge import judge
 from lab.faults.kinds import RANK_FAULTS, SERVER_KILLED, Fault, faults_of, node_lost
 from lab.faults.proxy import MessageFaults
@@ -42,7 +42,7 @@ class FaultsPlan:
     """How much to run. `only`: faults whose names hold one of these words; empty: all."""
 
     requests: int = 8
-    tokens: int = 320
+    tokens: int = 1280
     only: tuple[str, ...] = ()
     ray: bool = False
     """Also lose a node of a simulated Ray cluster."""
@@ -178,6 +178,8 @@ async def _strike(
         whole_s = round(await asyncio.to_thread(site.await_whole, names, drafters) - struck, 2)
         speculates = await asyncio.to_thread(site.speculates)
     seen = _seen(settings, fault.name, undisturbed, heard, struck)
+    if fault.interrupts and noticed_s is not None and over_before(heard, struck + noticed_s):
+        seen = replace(seen, errors=(*seen.errors, "no stream was left to interrupt: more tokens"))
     return replace(seen, noticed_s=noticed_s, whole_s=whole_s, speculates=speculates, more=more)
 
 

@@ -28,6 +28,11 @@ class Fault:
     survives: bool = True
     """Whether the server itself goes on."""
 
+    @property
+    def interrupts(self) -> bool:
+        """Whether no stream that is under way can go on before the fault is noticed."""
+        return self.noticed is _unhealthy
+
 
 def faults_of(kind: Literal["processes", "messages"]) -> tuple[Fault, ...]:
     """The faults that one server bears one after the other."""

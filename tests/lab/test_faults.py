@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lab.faults.client import Heard, Wish
+from lab.faults.client import Heard, Wish, over_before
 from lab.faults.judge import TextVerdict, judge
+from lab.faults.kinds import faults_of, node_lost
 from lab.faults.proxy import MessageFaults
 from lab.faults.report import harmless, table
 from ssd_serve.bench.memory_channel import FaultRates
@@ -47,6 +48,23 @@ def test_a_wait_counts_from_when_the_fault_struck() -> None:
     assert one.stall(since=16.0) == (17.0, 1.5)
     assert one.stall(since=12.0) == (15.0, 5.0), "a wait that had begun before counts whole"
     assert one.stall(since=20.0) == (20.0, 0.0)
+
+
+def test_streams_that_were_over_before_a_fault_was_noticed_show_nothing_of_it() -> None:
+    streams = [heard(1, 2, every_s=1.0), heard(1, 2, 3, every_s=1.0)]
+    assert over_before(streams, moment=12.5)
+    assert not over_before(streams, moment=11.5)
+
+
+def test_only_what_ends_the_engine_interrupts_streams() -> None:
+    faults = (*faults_of("processes"), *faults_of("messages"))
+    interrupting = {fault.name for fault in faults if fault.interrupts}
+    assert interrupting == {
+        "kill -9 of the verifier",
+        "SIGSTOP of the verifier",
+        "SIGSTOP of the server for 8 s",
+    }
+    assert node_lost(lambda: None).interrupts
 
 
 @pytest.mark.parametrize(
