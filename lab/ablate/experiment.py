@@ -26,7 +26,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.messages import Hello, SamplingParameters
 from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import Clock, Core, VirtualChannel
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, Outlook, WhenItPays
@@ -148,10 +148,7 @@ class AblationRun:
         if way.growth in TABLES:
             planner.pick = self._chain
         core = self._core(pair, drawn, facts.eos_token_ids)
-        channel: Channel = VirtualChannel(self._clock, core, self._draft, pair.hello())
-        if isinstance(core, DrafterCore) and way.waits:
-            channel = InTurnChannel(self._clock, core, self._draft, pair.hello())
-        self._engine.drafters.connect(channel, synchronous=way.waits)
+        self._engine.drafters.connect(self._channel(core, pair.hello()), synchronous=way.waits)
         self._engine.drafters.drain({})
         self._number = 0
         self._ready: list[int] = []
@@ -167,6 +164,12 @@ class AblationRun:
         decoded = decode(self._engine, self._clock, self._number, prompt, parameters)
         rows = self._draft.rows - len(prompt.tokens)
         return _Text(decoded, tuple(self._ready), self._draft.forwards, rows)
+
+    def _channel(self, core: Core, hello: Hello) -> Channel:
+        """To one drafter: a virtual one works while the clock goes on, whoever listens to it."""
+        if isinstance(core, DrafterCore) and self._way.waits:
+            return InTurnChannel(self._clock, core, self._draft, hello)
+        return VirtualChannel(self._clock, core, self._draft, hello)
 
     def _policy(self) -> GrowPolicy:
         if self._way.growth in TABLES:

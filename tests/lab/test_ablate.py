@@ -59,6 +59,15 @@ def test_under_shared_noise_the_text_does_not_depend_on_growth(temperature: floa
     assert len(texts[BEST_FIRST]) == PLAN.tokens
 
 
+@pytest.mark.parametrize("growth", [SYNCHRONOUS, CHAIN])
+def test_who_drafts_in_turns_pays_for_each_step(growth: str) -> None:
+    text = AblationRun(fake_pair(), PLAN, way(growth), 1.0).text(fake_prompts(1)[0])
+    spent = text.decoded.seconds - text.decoded.figures.rounds * TARGET_S
+    before_the_first_report = 6
+    assert text.draft_steps > 2 * before_the_first_report
+    assert spent >= (text.draft_steps - before_the_first_report) * DRAFT_S
+
+
 def test_nothing_but_waits_is_added_to_the_forwards() -> None:
     pair, prompts = fake_pair(), fake_prompts(1)
     for growth in SHAPES:
