@@ -5,7 +5,7 @@ Knows files and text, not what was measured.
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,12 +43,17 @@ def write(text: str, path: Path | None) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def show(result: Mapping[str, object], path: Path | None, text: str = "") -> None:
-    """Write the result file, where one is wanted, and print the text; where neither is, print the result."""
+def show(
+    result: Mapping[str, object],
+    path: Path | None,
+    text: Callable[[Mapping[str, object]], str] | None = None,
+) -> None:
+    """Write the result file, where one is wanted, and print the text; where neither is, print the result.
+    The file is there before the text is made, which may fail."""
     as_json = json.dumps(result, indent=1)
     write(as_json + "\n", path)
-    if text or path is None:
-        print(text or as_json)
+    if text is not None or path is None:
+        print(as_json if text is None else text(result))
 
 
 def read_as(kind: type[Result], result: Mapping[str, object], command: str) -> Result:

@@ -65,5 +65,5 @@ def run_experiment(
     start = Start.here(program, words, measures)
     report = run(args)
     result = {**report.result, **start.provenance()}
-    show(result, args.json, report.text(result) if report.text else "")
+    show(result, args.json, report.text)
     return report.code

@@ -63,8 +63,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/governor.json": _of_lab("governor"),
     "lab/results/prediction.json": _of_lab("prediction"),
     "lab/results/faults.json": _of_lab("faults", "--ray"),
-    "bench/results/load.json": _of_bench("load", "--ballast"),
-    "bench/results/load-all-devices.json": _of_bench("load", "--ballast", "--devices", "all"),
+    "bench/results/load.json": _of_bench(
+        *("load", "--ballast", "--devices", "all", "--waves", "1", "--pairs", "6"),
+        *("--offered", "0.5", "0.9", "1.2", "--open-requests", "32", "--open-runs", "4"),
+        *("--plot", "bench/results/load.svg"),
+    ),
     "bench/results/peers.json": _of_bench("peers"),
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
 }

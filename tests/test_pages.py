@@ -10,8 +10,6 @@ from ssd_serve.bench.provenance import ROOT
 from tests.generated_docs import block
 from tests.test_docs import DOCUMENTS, LINK
 
-SHOWN_BY_NO_FIGURE = {"bench/results/load-all-devices.json"}
-"""Files to which documents only point."""
 COPIES = [
     ("README.md", "- **Speed is measured", "modes"),
 ]
@@ -43,13 +41,7 @@ def test_a_block_is_what_its_files_say(each: Block) -> None:
 def test_every_result_that_a_document_links_to_is_a_block_of_it() -> None:
     shown = {(each.page, file) for each in BLOCKS for file in each.files}
     linked = {(page, file) for page, files in linked_results().items() for file in files}
-    assert {(page, file) for page, file in linked if file not in SHOWN_BY_NO_FIGURE} <= shown
-    assert shown <= linked, "whoever reads a block finds its file"
-
-
-def test_files_without_figures_are_linked_to_and_exist() -> None:
-    assert set().union(*linked_results().values()) >= SHOWN_BY_NO_FIGURE
-    assert all((ROOT / file).exists() for file in SHOWN_BY_NO_FIGURE)
+    assert linked == shown, "whoever reads a block finds its file"
 
 
 def test_a_copied_factor_stands_in_the_block_and_there_is_none_without_a_block() -> None:

@@ -7,7 +7,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ssd_serve.bench.document import say, write
-from ssd_serve.bench.experiment import Report, add_experiment
+from ssd_serve.bench.experiment import Report, Result, add_experiment
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, count_or_zero, positive, positive_or_zero
 from ssd_serve.bench.provenance import SERVER
@@ -172,10 +172,13 @@ def _run_load(args: argparse.Namespace) -> Report:
     )
     settings = settings_from(args)
     signal.signal(signal.SIGTERM, leave_tidily)
-    result = run_load(settings, plan, say)
-    if args.plot is not None:
-        write(load_plot(result), args.plot)
-    return Report(result, load_tables)
+
+    def text(result: Result) -> str:
+        if args.plot is not None:
+            write(load_plot(result), args.plot)
+        return load_tables(result)
+
+    return Report(run_load(settings, plan, say), text)
 
 
 def _launches(args: argparse.Namespace) -> int:

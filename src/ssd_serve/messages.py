@@ -243,7 +243,7 @@ class Why(Enum):
     OFF = "the settings allow no drafts"
     NO_DRAFTER = "no drafter answers"
     SLOWER = "drafting gives less than plain decoding at this load"
-    PROMPTS = "prompts are read, and no request decodes"
+    PROMPTS = "prompts are read"
     ENDING = "no request has a token to come after the next one"
     NOTHING_DRAFTED = "nothing is drafted yet below the last token"
     FULL = "prompts fill the round"

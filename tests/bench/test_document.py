@@ -44,8 +44,17 @@ def test_a_block_is_replaced_between_its_markers_and_nothing_else(tmp_path: Path
 def test_a_result_is_shown_as_text_or_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show({"a": 1}, None)
     assert capsys.readouterr().out == '{\n "a": 1\n}\n'
-    show({"a": 1}, None, "a table")
+    show({"a": 1}, None, lambda _result: "a table")
     assert capsys.readouterr().out == "a table\n"
     show({"a": 1}, tmp_path / "new" / "result.json")
     assert capsys.readouterr().out == ""
     assert read_json(tmp_path / "new" / "result.json", "it") == {"a": 1}
+
+
+def test_a_result_is_written_though_its_text_cannot_be_made(tmp_path: Path) -> None:
+    def text(_result: object) -> str:
+        raise UserError("not a result")
+
+    with pytest.raises(UserError, match="not a result"):
+        show({"a": 1}, tmp_path / "result.json", text)
+    assert read_json(tmp_path / "result.json", "it") == {"a": 1}

@@ -30,8 +30,8 @@ class Place:
         governing = Governing(governor, self.cores, costs, {way: Never() for way in WAYS}, self.few)
         self.placing = Placing(self.drafters, self.few, Never(), governing, lambda: 0.0)
 
-    def round(self, decoding: bool, rows: int) -> tuple[Layout, bool]:
-        self.placing.place(1, decoding, rows, Reading())
+    def round(self, decoding: int, rows: int) -> tuple[Layout, bool]:
+        self.placing.place(2, decoding, rows, Reading())
         return self.cores.entered[-1]
 
 
@@ -40,28 +40,42 @@ BESIDE_IS_BEST = {Layout.ASYNC: 2.0, Layout.SYNC: 1.0, Layout.OFF: 1.0}
 
 def test_a_prompt_is_read_on_all_cores_and_the_drafter_works_when_it_is_read() -> None:
     place = Place(1.8, BESIDE_IS_BEST)
-    assert place.round(decoding=True, rows=1) == (Layout.ASYNC, True)
+    assert place.round(decoding=1, rows=1) == (Layout.ASYNC, True)
     assert place.drafters.working
-    assert place.round(decoding=False, rows=64) == (Layout.OFF, True)
+    assert place.round(decoding=0, rows=64) == (Layout.OFF, True)
     assert place.placing.reading
     assert place.placing.cost is place.whole
     assert not place.drafters.working
-    assert place.round(decoding=True, rows=1) == (Layout.ASYNC, True)
+    assert place.round(decoding=1, rows=1) == (Layout.ASYNC, True)
     assert not place.placing.reading
     assert place.placing.cost is place.few
     assert place.drafters.working
 
 
+def test_beside_decoding_a_long_chunk_of_a_prompt_is_read_on_all_cores_and_a_short_one_is_not() -> None:
+    place = Place(1.8, BESIDE_IS_BEST)
+    assert place.round(decoding=1, rows=2) == (Layout.ASYNC, True)
+    assert place.drafters.working
+    assert place.round(decoding=1, rows=64) == (Layout.OFF, True)
+    assert place.placing.reading
+    assert place.round(decoding=1, rows=1) == (Layout.ASYNC, True)
+
+
+def test_rounds_that_only_decode_stay_with_the_drafter_whatever_all_cores_would_save() -> None:
+    place = Place(1.8, BESIDE_IS_BEST)
+    assert place.round(decoding=32, rows=32) == (Layout.ASYNC, True)
+
+
 def test_a_prompt_that_gains_nothing_by_all_cores_is_read_where_the_next_token_is_made() -> None:
     place = Place(1.05, BESIDE_IS_BEST)
-    assert place.round(decoding=False, rows=64) == (Layout.ASYNC, True)
+    assert place.round(decoding=0, rows=64) == (Layout.ASYNC, True)
     assert not place.placing.reading
 
 
 def test_plain_decoding_takes_only_the_cores_that_it_gains_by() -> None:
     plain = {Layout.ASYNC: 0.5, Layout.SYNC: 0.5, Layout.OFF: 1.0}
     slow, fast = Place(1.05, plain), Place(1.8, plain)
-    assert slow.round(decoding=True, rows=1) == (Layout.OFF, False)
+    assert slow.round(decoding=1, rows=1) == (Layout.OFF, False)
     assert slow.placing.cost is not slow.whole
-    assert fast.round(decoding=True, rows=1) == (Layout.OFF, True)
+    assert fast.round(decoding=1, rows=1) == (Layout.OFF, True)
     assert fast.placing.cost is fast.whole

@@ -31,13 +31,15 @@ def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() 
     assert planner(0.010).prompt_rows(0, 512) == 512
 
 
-def test_chunks_are_as_large_as_is_cheapest_by_the_row() -> None:
+def test_chunks_are_as_large_as_reads_prompts_fastest() -> None:
     flat = np.full(513, 0.01)  # a GPU far from its limit: more rows for nothing
     rows = np.arange(513, dtype=np.float64)
     straight = 0.01 + 1e-4 * rows
     assert cheapest_chunk(flat) == cheapest_chunk(straight) == 512
-    cliff = straight + 1e-4 * np.maximum(0.0, rows - 128)  # what no longer fits a cache is dearer
+    cliff = straight + 5e-4 * np.maximum(0.0, rows - 128)  # what no longer fits a cache is dearer
     assert 128 <= cheapest_chunk(cliff) <= 140
+    beside = 0.02 + 1e-3 * rows + 2e-4 * np.maximum(0.0, rows - 16)  # the first rows are nearly free
+    assert cheapest_chunk(beside) == 512  # but a round for each 16 of them is not
     gentle = straight + 1e-5 * np.maximum(0.0, rows - 128)  # within what noise does
     assert cheapest_chunk(gentle) == 512
     assert cheapest_chunk(cliff[:9]) == 8

@@ -1,7 +1,7 @@
 """Where a round computes, and who drafts for it: the governor's layout, on as many cores as are worth it.
 
-While nothing decodes there is nothing to draft: prompts are read on all cores. Knows the drafters as what
-works or pauses; chooses no nodes.
+Prompts are read on all cores, where that saves more than a round without drafts loses. Knows the drafters as
+what works or pauses; chooses no nodes.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,20 +69,28 @@ class Placing:
             costs = {layout: cost if layout is Layout.ASYNC else alone for layout, cost in costs.items()}
         return costs
 
-    def place(self, requests: int, decoding: bool, rows: int, reading: Reading) -> None:
-        """Choose for a round of `requests` requests, of which some decode or none, and `rows` rows without
-        nodes."""
+    def place(self, requests: int, decoding: int, rows: int, reading: Reading) -> None:
+        """Choose for a round of `requests` requests, of which `decoding` decode, and `rows` rows without
+        nodes: one for each of these, the others of prompts."""
         if self.governing is None or not requests:
             return
-        self.layout = layout = self.governing.governor.choose(requests, decoding)
+        self.layout = layout = self.governing.governor.choose(requests, decoding > 0)
         wide = True
         if self._choice is not None:
             if layout is not Layout.ASYNC:
                 wide = self._choice.wide(rows + self._nodes, reading)
-            elif not decoding and self._choice.saved_s(rows, reading) > self._drafters.step_of(layout):
+            elif rows > decoding and self._choice.saved_s(rows, reading) > self._missed_s(
+                self._choice, layout, decoding
+            ):
                 layout = Layout.OFF
         if (layout, wide) != self._entered:
             self._enter(layout, wide, self.governing)
+
+    def _missed_s(self, choice: CoreChoice, layout: Layout, decoding: int) -> float:
+        """What it costs at most that nobody drafts in a round: a draft step, and for those that decode what
+        nodes bring, which is less than a round of theirs."""
+        round_s = choice.table(wide=False).first_seconds(decoding, Reading()) if decoding else 0.0
+        return self._drafters.step_of(layout) + round_s
 
     def observe(self, rows: int, nodes: int, reading: Reading, seconds: float) -> None:
         """The round's forward of `rows` rows, of which some are nodes, took `seconds`."""

@@ -132,7 +132,7 @@ class RoundPlanner:
         """The nodes of a round, best first, and why they are these; `drain` takes what came."""
         requests = sum([part.request.decoding for part in parts])
         pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
-        self.placing.place(len(parts), requests > 0, pending.rows, pending.reading)
+        self.placing.place(len(parts), requests, pending.rows, pending.reading)
         if self.placing.reading:
             return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
         if not self._drafters.working or self._bounds.budget == 0:
@@ -156,8 +156,8 @@ class RoundPlanner:
 
     def prompt_rows(self, requests: int, most: int) -> int:
         """How many of `most` prompt rows a round should read beside `requests` decoding requests: as many as
-        are cheapest by the row, so that all tokens of prompts and outputs take the least time, but with a
-        target no more than let tokens come in time; never so few that prompts would not get on."""
+        read prompts fastest, but with a target no more than let tokens come in time; never so few that
+        prompts would not get on."""
         seconds = self.cost.span(requests, requests + most)
         rows = cheapest_chunk(seconds)
         limit_s = self._bounds.max_tpot_s
@@ -289,14 +289,17 @@ def _why_none(prospect: _Prospect, answers: bool) -> Why:
 
 
 def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
-    """The number of prompt rows that adds least time by the row, where `seconds` [most + 1] is what a round
-    takes with 0, 1, ... most of them; the most, unless fewer are clearly cheaper."""
+    """The number of prompt rows a round by which prompts are read fastest, where `seconds` [most + 1] is what
+    a round takes with 0, 1, ... most of them; the most, unless fewer are clearly faster.
+
+    All of a round counts, also what its decoding requests would take alone: who waits with a prompt shares
+    their later rounds.
+    """
     most = len(seconds) - 1
     if most <= _MIN_PROMPT_ROWS:
         return most
     rows = np.arange(_MIN_PROMPT_ROWS, most + 1)
-    # Where more rows cost nothing yet, the round itself is the price: prompts would never get on otherwise.
-    prices = np.maximum((seconds[_MIN_PROMPT_ROWS:] - seconds[0]) / rows, seconds[-1] / (2 * most))
+    prices = seconds[_MIN_PROMPT_ROWS:] / rows
     if prices.min() >= _CLEARLY_CHEAPER * prices[-1]:
         return most
     return int(rows[prices <= _AS_CHEAP * prices.min()][-1])

@@ -1,12 +1,14 @@
 """Results of the load benchmark as tables and as a plot; what it cannot read is refused."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ssd_serve.bench.load import run
 from ssd_serve.bench.load.plot import Panel, plot
 from ssd_serve.bench.load.report import load_plot, load_tables
 from ssd_serve.cli.main import main
@@ -174,6 +176,19 @@ def test_the_plot_names_what_it_shows_and_is_the_same_each_time() -> None:
     )
     assert drawn == load_plot(RESULT)
     assert "<dc:date>" not in drawn
+
+
+def test_a_run_writes_its_result_and_draws_its_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {name: value for name, value in RESULT.items() if name not in ("hardware", "versions")}
+    monkeypatch.setattr(run, "run_load", lambda *_: measured)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    file, drawn = tmp_path / "load.json", tmp_path / "load.svg"
+    assert main(["bench", "load", "--json", str(file), "--plot", str(drawn)]) == 0
+    result = json.loads(file.read_text())
+    assert capsys.readouterr().out == load_tables(result) + "\n"
+    assert drawn.read_text() == load_plot(result)
 
 
 def test_a_replay_alone_has_no_closed_loop() -> None:
