@@ -29,7 +29,7 @@ def test_a_package_that_is_missing_is_told_with_its_extra() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["report", "bench/results/load.json"],
+        ["report", "bench/results/modes.json"],
         ["lossless", "--help"],
     ],
     ids=" ".join,
