@@ -54,13 +54,6 @@ def test_a_copied_factor_stands_in_the_block_and_there_is_none_without_a_block()
         assert [factor for factor in factors if f"{factor}x" not in whole] == []
 
 
-def test_the_soak_of_an_hour_is_told_as_its_page_has_it() -> None:
-    told = text("docs/benchmarks.md").partition("soak-hour.md")[2]
-    slopes = [" ".join(found.split()) for found in re.findall(r"[+-]\d+\.\d \([^)]*\)", told)]
-    assert len(slopes) == 2
-    assert all(slope in text("lab/results/soak-hour.md") for slope in slopes)
-
-
 def test_a_block_has_one_place() -> None:
     places = [(each.page, each.name) for each in BLOCKS]
     assert len(set(places)) == len(places)

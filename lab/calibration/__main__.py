@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say, write
-from ssd_serve.bench.experiment import Report
+from ssd_serve.bench.experiment import Report, Result
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.provenance import DRAFTING
 
@@ -38,13 +38,16 @@ def _run(args: argparse.Namespace) -> Report:
 
     pair, prompts = embedded_pair(args.table)
     plan = CalibrationPlan(tuple(args.temperatures), tokens=args.tokens, warm_up=args.warm_up)
-    result = run_calibration(pair, prompts, plan, say)
-    if args.plot is not None:
-        from lab.calibration.chart import plot
-        from ssd_serve.bench.charts import as_svg
 
-        write(as_svg(plot(result)), args.plot)
-    return Report(result, calibration_table)
+    def text(result: Result) -> str:
+        if args.plot is not None:
+            from lab.calibration.chart import plot
+            from ssd_serve.bench.charts import as_svg
+
+            write(as_svg(plot(result)), args.plot)
+        return calibration_table(result)
+
+    return Report(run_calibration(pair, prompts, plan, say), text)
 
 
 if __name__ == "__main__":
