@@ -16,11 +16,15 @@ from ssd_serve.messages import Open, SamplingParameters
 class Drafted:
     """What the core remembers about a request."""
 
-    __slots__ = ("epoch", "frontier", "guesses", "parameters", "paused", "position", "sequence", "tree")
+    __slots__ = (
+        *("epoch", "frontier", "guesses", "parameters", "paused", "position", "reads_paused", "sequence"),
+        "tree",
+    )
 
     def __init__(self, message: Open, limits: GrowthLimits, ends: frozenset[int], paused: bool) -> None:
         self.epoch = message.epoch
         self.paused = paused
+        self.reads_paused = limits.reads_paused
         self.parameters: SamplingParameters = message.parameters
         self.position = len(message.prompt) + len(message.output) - 1
         self.tree = SpeculationTree(message.root, limits.nodes)
@@ -59,8 +63,8 @@ class Drafted:
         return given
 
     def reach(self) -> float:
-        """Log reach of the next node to expand, or -inf. While it pauses, a root is still read."""
-        if self.paused and self.tree.root.expanded:
+        """Log reach of the next node to expand, or -inf. While it pauses, a root at most is read."""
+        if self.paused and (self.tree.root.expanded or not self.reads_paused):
             return -math.inf
         return self.frontier.reach()
 

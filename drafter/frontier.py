@@ -15,7 +15,8 @@ from ssd_serve.cache.tree import Node, SpeculationTree
 @dataclass(frozen=True, slots=True)
 class GrowthLimits:
     """Bounds of growth. `width` nodes a step over all requests, `fan_out` candidates of each; `context` is
-    how many positions the draft model knows."""
+    how many positions the draft model knows. `reads_paused`: what was committed is read while a request
+    pauses, too."""
 
     width: int
     fan_out: int
@@ -23,6 +24,7 @@ class GrowthLimits:
     nodes: int
     min_reach: float = 1e-3
     context: int = sys.maxsize
+    reads_paused: bool = True
 
 
 class Frontier:

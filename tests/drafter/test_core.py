@@ -399,6 +399,16 @@ def test_nothing_grows_beyond_what_the_draft_model_has_positions_for() -> None:
         assert len(source.made) == expansions
 
 
+def test_where_the_target_has_its_core_a_paused_drafter_reads_nothing_until_it_goes_on() -> None:
+    core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, reads_paused=False))
+    core.handle(Pause(paused=True))
+    core.handle(opening())
+    assert not core.step()
+    assert not source.made
+    core.handle(Pause(paused=False))
+    assert core.step()
+
+
 def test_paused_it_only_reads_what_was_committed() -> None:
     core, source = make()
     core.handle(opening())

@@ -51,6 +51,18 @@ def test_what_disturbed_the_measurement_of_some_rows_is_seen_by_the_others() -> 
     assert table.seconds(64) == pytest.approx(2 * true[32])
 
 
+def test_contexts_that_a_busy_start_measured_too_dear_are_learnt_again() -> None:
+    true = CostTable([Timing(1, 128, 0.0191), Timing(8, 128, 0.0203), Timing(1, 1024, 0.0192)])
+    table = CostTable([Timing(1, 128, 0.0191), Timing(8, 128, 0.0203), Timing(1, 1024, 0.0846)])
+    chains = [(rows, Reading(300, 300 * rows)) for rows in (1, 3, 9, 6, 2, 12)]
+    assert table.seconds(*chains[-1]) > 2 * true.seconds(*chains[-1])
+    for _ in range(50):
+        for rows, reading in chains:
+            table.observe(rows, true.seconds(rows, reading), reading)
+    for rows, reading in chains:
+        assert table.seconds(rows, reading) == pytest.approx(true.seconds(rows, reading), rel=0.3)
+
+
 def test_unmeasured_it_knows_a_prior_and_then_one_round() -> None:
     table = CostTable(prior_s=0.5)
     assert table.seconds(1) == table.seconds(1000) == 0.5

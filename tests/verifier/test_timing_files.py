@@ -12,7 +12,7 @@ MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012
 
 
 class Model:
-    """Counts how often it is measured and probed; `slower` multiplies what a probe finds."""
+    """Counts how often it is measured and probed; `slower` multiplies what its forwards take."""
 
     def __init__(self, slower: float = 1.0) -> None:
         self.measured = 0
@@ -21,11 +21,14 @@ class Model:
 
     def measure(self) -> list[Timing]:
         self.measured += 1
-        return MEASURED
+        return self._times(self.slower)
 
     def probe(self) -> list[Timing]:
         self.probed += 1
-        return [Timing(each.rows, each.context, each.seconds * self.slower) for each in MEASURED[:2]]
+        return self._times(self.slower)[:2]
+
+    def _times(self, slower: float) -> list[Timing]:
+        return [Timing(each.rows, each.context, each.seconds * slower) for each in MEASURED]
 
     def timings(self, folder: Path, **identity: object) -> list[Timing]:
         return list(TimingFiles(folder, get_logger("test")).timings(identity, self.measure, self.probe))
@@ -35,6 +38,31 @@ def test_the_second_start_measures_nothing(tmp_path: Path) -> None:
     first, second = Model(), Model()
     assert first.timings(tmp_path, model="a") == second.timings(tmp_path, model="a") == MEASURED
     assert (first.measured, second.measured, second.probed) == (1, 0, 1)
+
+
+class Disturbed(Model):
+    """Other work makes the first of its measurements many times longer."""
+
+    def __init__(self, disturbed: int) -> None:
+        super().__init__()
+        self._disturbed = disturbed
+
+    def measure(self) -> list[Timing]:
+        self.measured += 1
+        return self._times(20.0 if self.measured <= self._disturbed else 1.0)
+
+
+def test_a_measurement_that_nothing_confirms_is_made_again(tmp_path: Path) -> None:
+    model = Disturbed(1)
+    assert model.timings(tmp_path, model="a") == MEASURED
+    assert (model.measured, model.probed) == (2, 2)
+    assert Model().timings(tmp_path, model="a") == MEASURED
+
+
+def test_where_other_work_goes_on_the_least_of_all_is_used_and_nothing_remembered(tmp_path: Path) -> None:
+    model = Disturbed(9)
+    assert model.timings(tmp_path, model="a") == [*MEASURED[:2], Timing(1, 1024, 0.012 * 20)]
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_model_or_device_is_measured(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ POINTS = (
 MAX_ROWS = POINTS[-1]
 _LEVEL_BLEND = 0.05
 _LOCAL_BLEND = 0.1
+_READ_BLEND = 0.1
 _LOCAL_DECAY = 0.998
 _MAX_OFF = 2.0
 _HOST_MEMORY = 0.995
@@ -63,7 +64,8 @@ class CostTable:
     The shape is a time by rows, never falling, linear between its points, plus a time for each token of
     context that a request and a row read. Live rounds move the level of everything, and the rows that they
     had a little more: a shape stays whole when only some of its points are visited, and an outlier is
-    forgotten.
+    forgotten. What contexts cost moves of its own, as far as a round was reading them: a start on a busy
+    machine can have measured it ten times too high.
     """
 
     def __init__(self, timings: Sequence[Timing] = (), prior_s: float = 0.02) -> None:
@@ -72,6 +74,7 @@ class CostTable:
         self._shape = _shape(timings, self._context_s, self._row_context_s, prior_s)
         self._local = np.ones(len(POINTS))
         self._level = 1.0
+        self._read_level = 1.0
         self._seen = bool(timings)
 
     def span(self, first: int, last: int, reading: Reading | None = None, each: float = 0.0) -> FloatArray:
@@ -85,8 +88,7 @@ class CostTable:
         seconds = np.interp(rows, self._points, values)
         if last > MAX_ROWS:
             seconds *= np.maximum(rows / MAX_ROWS, 1.0)
-        read = self._context_s * reading.context + self._row_context_s * reading.row_context
-        seconds += read + self._row_context_s * each * (rows - first)
+        seconds += self._read_level * (self._read_s(reading) + self._row_context_s * each * (rows - first))
         seconds *= self._level
         if first <= 0:
             seconds[rows <= 0] = 0.0
@@ -98,14 +100,14 @@ class CostTable:
 
     def first_seconds(self, rows: int, reading: Reading) -> float:
         """The same as it was measured at start, whatever was seen since: a unit that does not drift."""
-        read = self._context_s * reading.context + self._row_context_s * reading.row_context
-        return float(np.interp(rows, self._points, self._shape)) + read
+        return float(np.interp(rows, self._points, self._shape)) + self._read_s(reading)
 
     def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
         """A forward of `rows` rows took `seconds`."""
         if not 0 < rows <= MAX_ROWS or seconds <= 0:
             return
-        ratio = seconds / self.seconds(rows, reading)
+        expected_s = self.seconds(rows, reading)
+        ratio = seconds / expected_s
         if not self._seen:  # nothing but a prior was known
             self._seen, self._level = True, ratio
             return
@@ -114,9 +116,15 @@ class CostTable:
         index = bisect_left(POINTS, rows)
         if index and rows - POINTS[index - 1] < POINTS[index] - rows:
             index -= 1
-        self._level *= ratio**_LEVEL_BLEND
+        share = self._level * self._read_level * self._read_s(reading or Reading()) / expected_s
+        self._level *= ratio ** (_LEVEL_BLEND * (1 - share))
+        self._read_level *= ratio ** (_READ_BLEND * share)
         self._local = 1 + _LOCAL_DECAY * (self._local - 1)
         self._local[index] *= ratio**_LOCAL_BLEND
+
+    def _read_s(self, reading: Reading) -> float:
+        """As it was measured at start."""
+        return self._context_s * reading.context + self._row_context_s * reading.row_context
 
 
 def _context_costs(timings: Sequence[Timing]) -> tuple[float, float]:

@@ -13,7 +13,8 @@ from ssd_serve.verifier.planning.timing_files import TimingFiles
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LONG_ROWS = (1, 8, 32)
-_PROBED_ROWS = (1, 16)
+_PROBED_ROWS = (1, 8)
+_CONTEXTS = (SHORT_CONTEXT, LONG_CONTEXT)
 _LEAST_S, _PROBE_S = 0.3, 0.05
 """A device of half a millisecond a step is asked more often: a busy moment is as long as many of its
 steps."""
@@ -48,15 +49,14 @@ def identity(model: Model, device: str) -> dict[str, object]:
 
 def _measure(model: Model) -> list[Timing]:
     seconds = measure_steps(model, ROWS, least_s=_LEAST_S, most_s=_MOST_S)
-    contexts = (SHORT_CONTEXT, LONG_CONTEXT)
-    longer = measure_steps(model, _LONG_ROWS, contexts, least_s=_LEAST_S, most_s=_MOST_S)
+    longer = measure_steps(model, _LONG_ROWS, _CONTEXTS, least_s=_LEAST_S, most_s=_MOST_S)
     for key, some in longer.items():
         seconds.setdefault(key, []).extend(some)
     return _least(seconds)
 
 
 def _probe(model: Model) -> list[Timing]:
-    return _least(measure_steps(model, _PROBED_ROWS, least_s=_PROBE_S))
+    return _least(measure_steps(model, _PROBED_ROWS, _CONTEXTS, 2, least_s=_PROBE_S, most_s=_LEAST_S))
 
 
 def _least(seconds: dict[tuple[int, int], list[float]]) -> list[Timing]:
