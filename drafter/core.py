@@ -29,6 +29,7 @@ from ssd_serve.drafter.sources.contract import (
     Guesses,
     NodeRequest,
     Subtree,
+    TextReader,
 )
 from ssd_serve.drafter.width import StepWidth
 from ssd_serve.logs import Logger, get_logger
@@ -65,6 +66,7 @@ class DrafterCore:
         self._paths = paths
         self._source = source
         self._reads_features = isinstance(source, FeatureReader)
+        self._texts = source if isinstance(source, TextReader) else None
         self._limits = limits
         self._ends = ends
         self._name = name
@@ -72,6 +74,8 @@ class DrafterCore:
         self._requests: dict[int, Drafted] = {}
         self._calibration = Calibration()
         self._paused = False
+        self.reading = False
+        """Whether the last step has read a part of a text, of which there is more."""
 
     @property
     def exceptional_step(self) -> bool:
@@ -118,8 +122,10 @@ class DrafterCore:
             self._paths.close(request)
 
     def step(self) -> list[Growth]:
-        """One draft step over all requests; empty when nothing is worth expanding."""
+        """One draft step over all requests; empty when nothing is worth expanding, or while it is
+        `reading`."""
         started = time.perf_counter()
+        self.reading = False
         picked = self._pick()
         if not picked:
             return []
@@ -130,6 +136,9 @@ class DrafterCore:
             picked, [scales[request][min(self._depth(request, node), DEEPEST)] for request, node, _ in picked]
         )
         growth = self._grow(picked, found)
+        for request in self._texts.unread if self._texts is not None else ():
+            self._requests[request].frontier.rebuild()
+            self.reading = True
         if self._widths is not None and not self.exceptional_step:
             self._widths.observe(len(picked), time.perf_counter() - started)
         return growth

@@ -103,5 +103,8 @@ class InlineChannel(ChannelWithin):
         return bool(growth)
 
     def draft(self) -> list[Growth]:
-        """What one wait is for: a draft step."""
-        return self._core.step()
+        """What one wait is for: a draft step, and all of a text that it has to read before."""
+        growth = self._core.step()
+        while not growth and self._core.reading:
+            growth = self._core.step()
+        return growth

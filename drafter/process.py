@@ -99,14 +99,14 @@ class CoreAtWork:
             target.hear()
 
     def step(self) -> bool:
-        """Grow and publish, if there is anything to grow."""
+        """Grow and publish; whether there was anything to do."""
         started = time.perf_counter()
         growth = self._core.step()
         for message in growth:
             self.targets[message.request % len(self.targets)].grew(message)
         if growth and not self._core.exceptional_step:
             self._step_time.observe(time.perf_counter() - started)
-        return bool(growth)
+        return bool(growth) or self._core.reading
 
     def beat(self) -> None:
         """Say how it is."""

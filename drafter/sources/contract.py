@@ -4,7 +4,7 @@ A source remembers what it must about each request (KV, features) by node; it ne
 other requests' priorities. The tree belongs to the drafter's core, which names nodes by their 64-bit chain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 import numpy as np
@@ -128,6 +128,17 @@ class FeatureReader(Protocol):
     def read(self, request: int, position: int, features: "torch.Tensor") -> None:
         """Outputs of the layers that it asked for, side by side [places, width], of the committed tokens from
         a position on. They come before the outcome behind them; some may be missing."""
+        ...
+
+
+@runtime_checkable
+class TextReader(Protocol):
+    """A source that reads a long text in several steps, so that no other request waits for all of it."""
+
+    @property
+    def unread(self) -> Collection[int]:
+        """The requests whose texts the last step has not come to the end of: their picks got None, and are to
+        be asked again at once."""
         ...
 
 

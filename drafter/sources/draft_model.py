@@ -5,16 +5,15 @@ Knows one model and the requests' committed tokens; it does not decide what is e
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cache.table import SlotTable
 from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, HeldText, StepRows, TreeRows, root_of
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.messages import SamplingParameters
@@ -32,42 +31,6 @@ _TOKENS_OF_ROUNDS = 16
 long."""
 
 
-@dataclass(slots=True)
-class HeldText:
-    """What is remembered of one request: `tokens` are the committed ones from position `start` on, `slots`
-    those of the first of them, `nodes` by name. seed None and temperature 0: no noise."""
-
-    tokens: list[int]
-    seed: int | None
-    temperature: float
-    start: int = 0
-    slots: SlotTable = field(default_factory=SlotTable)
-    nodes: dict[int, int] = field(default_factory=dict)
-
-    def all_slots(self) -> list[int]:
-        taken = [*self.slots.take(), *self.nodes.values()]
-        self.nodes.clear()
-        return taken
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """Rows of one request in a step, committed tokens before nodes, and where each pick's row lies."""
-
-    request: int
-    rows: RequestRows
-    new_nodes: dict[int, int]
-    parents: list[int]
-    """Names of the new nodes' parents."""
-    fed: list[int]
-    order: list[int]
-    """Indices of the picks in the order of their rows."""
-    after: list[int]
-    """The positions that follow these picks."""
-    names: list[int]
-    """Those of the picks."""
-
-
 class RowsToRank(NamedTuple):
     """How the rows of a step are ranked, where their noise lies, if all of it fits, and which tokens may
     follow, where that is known."""
@@ -76,70 +39,6 @@ class RowsToRank(NamedTuple):
     lines: list[int] | None
     scales: list[float]
     allowed: list[Mask | None]
-
-
-_Place = tuple[int, int, int]
-"""A node: its row (-1: it has KV already), and the masks of the chain that ends with it."""
-
-
-class _TreeRows:
-    """The rows of one request: committed tokens not fed yet, then nodes that have no KV yet.
-
-    Tree slots are numbered: first the new rows in order, then the nodes that have KV and are ancestors of a
-    new row. How many new rows there are is known last, so the bits of those ancestors are shifted at the end.
-    """
-
-    def __init__(self, held: HeldText, first: int) -> None:
-        """`first` is the position of nodes of depth 0."""
-        fed = held.tokens[len(held.slots) :]
-        self.tokens = fed
-        self.fed = len(fed)
-        self.positions = list(range(held.start + len(held.slots), held.start + len(held.tokens)))
-        self.missing: list[int] = []
-        self.parents: list[int] = []
-        self.earlier: list[int] = []
-        self.earlier_positions: list[int] = []
-        self._known = held.nodes
-        self._first = first
-        self._masks = [((2 << index) - 1, 0) for index in range(self.fed)]
-        own, earlier = self._masks[-1] if fed else (0, 0)
-        self._root: _Place = self.fed - 1, own, earlier
-        self._places: dict[int, _Place] = {}
-
-    @property
-    def ancestry(self) -> list[int]:
-        """One mask a row."""
-        new = len(self.tokens)
-        return [own | earlier << new for own, earlier in self._masks]
-
-    def row_of(self, node: Node) -> int:
-        """The row whose logits a pick wants; its chain is added as far as it is not there yet."""
-        return self._place(node)[0]
-
-    def _place(self, node: Node) -> _Place:
-        name, parent = node.name, node.parent
-        place = self._places.get(name)
-        if place is not None:
-            return place
-        if parent is None:
-            return self._root
-        _, own, earlier = self._places.get(parent.name) or self._place(parent)
-        slot = self._known.get(name)
-        if slot is not None:
-            row = -1
-            earlier |= 1 << len(self.earlier)
-            self.earlier.append(slot)
-            self.earlier_positions.append(self._first + node.depth)
-        else:
-            row = len(self.tokens)
-            own |= 1 << row
-            self.tokens.append(node.token)
-            self.positions.append(self._first + node.depth)
-            self.missing.append(name)
-            self.parents.append(parent.name)
-            self._masks.append((own, earlier))
-        place = self._places[name] = row, own, earlier
-        return place
 
 
 class ModelSource:
@@ -152,19 +51,26 @@ class ModelSource:
         noise: NoiseRows,
         fan_out: int,
         native: NativeRanking | None = None,
+        text_rows: int = MOST_TEXT_ROWS,
     ) -> None:
-        """`native` ranks on CPUs."""
+        """`native` ranks on CPUs. A step reads at most `text_rows` tokens of new texts."""
         self._native = native
         self._model = model
         self.pool = pool
         self._noise = noise
         self._fan_out = fan_out
         self.held: OrderedDict[int, HeldText] = OrderedDict()
+        self._text_rows = text_rows
+        self._unread = set[int]()
         self._exceptional_step = False
 
     @property
     def exceptional_step(self) -> bool:
         return self._exceptional_step
+
+    @property
+    def unread(self) -> Collection[int]:
+        return self._unread
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self.close(request)
@@ -194,16 +100,7 @@ class ModelSource:
 
     def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         """One forward over the missing rows of all picks."""
-        order: dict[int, list[int]] = {}
-        for index, pick in enumerate(picks):
-            order.setdefault(pick.request, []).append(index)
-        groups: list[tuple[HeldText, StepRows, list[int]]] = []
-        for request, indices in order.items():
-            self.held.move_to_end(request)
-            held = self.held[request]
-            group = self._group(request, held, [picks[index].at for index in indices], order)
-            if group is not None:
-                groups.append((held, group, [indices[place] for place in group.order]))
+        groups = self._groups(picks)
         self._exceptional_step = False
         if not groups:
             return [None] * len(picks)
@@ -223,9 +120,34 @@ class ModelSource:
         )
         ranked = self._ranked_or_none(groups, wish)
         if ranked is None:
+            self._unread.clear()
             release_memory()
             return [None] * len(picks)
         return _in_order(ranked, wanted, len(picks))
+
+    def _groups(self, picks: Sequence[NodeRequest]) -> list[tuple[HeldText, StepRows, list[int]]]:
+        """The rows of each request, and which picks they are for, as far as memory allows; of texts too long
+        for one step, the next part."""
+        order: dict[int, list[int]] = {}
+        for index, pick in enumerate(picks):
+            order.setdefault(pick.request, []).append(index)
+        groups: list[tuple[HeldText, StepRows, list[int]]] = []
+        self._unread.clear()
+        left = self._text_rows
+        for request, indices in order.items():
+            self.held.move_to_end(request)
+            held = self.held[request]
+            missing = len(held.tokens) - len(held.slots)
+            if missing > max(left, _TOKENS_OF_ROUNDS):
+                group = self._group(request, held, [], order, left) if left else None
+                if group is not None or not left:  # else there is no memory for it
+                    self._unread.add(request)
+            else:
+                group = self._group(request, held, [picks[index].at for index in indices], order)
+            if group is not None:
+                left -= len(group.fed) if missing > _TOKENS_OF_ROUNDS else 0
+                groups.append((held, group, [indices[place] for place in group.order]))
+        return groups
 
     def _ranked_or_none(
         self, groups: Sequence[tuple[HeldText, StepRows, list[int]]], wish: RowsToRank
@@ -243,6 +165,8 @@ class ModelSource:
         read = max(len(group.fed) for _, group, _ in groups)
         self._exceptional_step = result.captured_now or read > _TOKENS_OF_ROUNDS
         self.computed(result, groups)
+        if not wish.scales:
+            return []
         try:
             return within_memory(lambda: self._rank(only_masked(result.logits, wish.allowed), wish))
         except DeviceMemoryError:
@@ -257,14 +181,19 @@ class ModelSource:
         """The model has computed these rows."""
 
     def _group(
-        self, request: int, held: HeldText, nodes: Sequence[Node], busy: Collection[int]
+        self,
+        request: int,
+        held: HeldText,
+        nodes: Sequence[Node],
+        busy: Collection[int],
+        most: int | None = None,
     ) -> StepRows | None:
-        """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents
-        first."""
+        """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents first;
+        without nodes at most so many of the tokens."""
         if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
             self.pool.free([held.slots.pop()])  # the root's logits are wanted again
-        first = held.start + len(held.tokens) - 1 - _root_of(nodes[0]).depth
-        tree = _TreeRows(held, first)
+        first = held.start + len(held.tokens) - 1 - (root_of(nodes[0]).depth if nodes else 0)
+        tree = TreeRows(held, first, most)
         rows = [tree.row_of(node) for node in nodes]
         slots = self._allocate(len(tree.tokens), held.slots.last(), busy)
         if slots is None:
@@ -315,12 +244,6 @@ class ModelSource:
             if idle is None:
                 return None
             self.pool.free(idle.all_slots())
-
-
-def _root_of(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node
 
 
 def _in_order(ranked: Sequence[Candidates], wanted: list[int], picks: int) -> Sequence[Candidates | None]:

@@ -16,7 +16,8 @@ import torch
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
-from ssd_serve.drafter.sources.draft_model import HeldText, ModelSource, StepRows
+from ssd_serve.drafter.sources.draft_model import ModelSource
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, HeldText, StepRows
 from ssd_serve.errors import ProtocolError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import SamplingParameters
@@ -45,11 +46,12 @@ class EagleSource(ModelSource):
         noise: NoiseRows,
         fan_out: int,
         native: NativeRanking | None = None,
+        text_rows: int = MOST_TEXT_ROWS,
         *,
         model: Model | None = None,
     ) -> None:
         """`model` runs the head's forwards; None: the head itself."""
-        super().__init__(model or head, pool, noise, fan_out, native)
+        super().__init__(model or head, pool, noise, fan_out, native, text_rows)
         self._head = head
         self._known: dict[int, _Known] = {}
 

@@ -8,6 +8,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.eagle import EagleSource
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, texts_of
 from ssd_serve.drafter.sources.memory import draft_slots
+from ssd_serve.drafter.sources.tree_rows import text_rows_of
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.heads.load import head_sizes, load_head
@@ -47,12 +48,16 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
     head = load_head(folder, wish, sizes, order.log)
     model: Model = wrap_model(head, "draft", settings.model_wrapper)
     timings = measure_steps(_WithoutFeatures(model), order.widths)
+    seconds = {rows: min(each) for (rows, _), each in timings.items()}
     facts = head.facts
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, order.native)
     ranking = trusted_ranking(order.native) if facts.device == "cpu" else None
     return LoadedSource(
-        EagleSource(head, SlotPool(slots), noise, settings.draft_fan_out, ranking, model=model),
+        EagleSource(
+            *(head, SlotPool(slots), noise, settings.draft_fan_out, ranking, text_rows_of(seconds)),
+            model=model,
+        ),
         texts_of(target, facts.context),
-        {rows: min(each) for (rows, _), each in timings.items()},
+        seconds,
         sizes.description.config.features,
     )

@@ -7,6 +7,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts, texts_of
 from ssd_serve.drafter.sources.memory import draft_slots
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, text_rows_of
 from ssd_serve.errors import PairMismatchError, SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import model_here
@@ -28,12 +29,13 @@ _LEAST_COMMON = 0.5
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     """A loaded model that guesses, and the KV slots that it was loaded with. `noise` None: rows of its own;
-    drafters of one model may share them."""
+    drafters of one model may share them. `text_rows`: how many tokens of new texts a step reads at most."""
 
     model: Model
     slots: int
     noise: NoiseRows | None = None
     native: NativeLibrary | None = None
+    text_rows: int = MOST_TEXT_ROWS
 
     def source(self, fan_out: int) -> ModelSource:
         """The model as a source of `fan_out` candidates a node."""
@@ -42,7 +44,7 @@ class DraftModel:
             facts.vocabulary, capacity_for(facts.vocabulary), facts.device, self.native
         )
         native = trusted_ranking(self.native) if facts.device == "cpu" else None
-        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native)
+        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native, self.text_rows)
 
 
 def load_draft_model(order: SourceOrder) -> LoadedSource:
@@ -57,12 +59,9 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
     model, texts = _in_targets_tokens(settings, loaded, Tokenizer(path))
     model = wrap_model(model, "draft", settings.model_wrapper)
-    timings = measure_steps(model, order.widths)
-    return LoadedSource(
-        DraftModel(model, slots, native=order.native).source(settings.draft_fan_out),
-        texts,
-        {rows: min(each) for (rows, _), each in timings.items()},
-    )
+    seconds = {rows: min(each) for (rows, _), each in measure_steps(model, order.widths).items()}
+    draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(seconds))
+    return LoadedSource(draft.source(settings.draft_fan_out), texts, seconds)
 
 
 def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, Texts]:

@@ -65,7 +65,7 @@ class PrefixMachine(RuleBasedStateMachine):
         """Write the next slots, as a forward would, where there is room for them."""
         request = data.draw(st.sampled_from(self.running))
         first = len(request.slots)
-        slots = self._allocate(min(count, len(request.tokens) - 1 - first))
+        slots = self._allocate(max(0, min(count, len(request.tokens) - 1 - first)))
         for position, slot in enumerate(slots or (), start=first):
             self.content[slot] = request.salt, tuple(request.tokens[: position + 1])
             request.slots.append(slot)

@@ -17,6 +17,7 @@ from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Branch, Candidates, Guesses, NodeRequest, Subtree
+from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.messages import (
     Close,
@@ -29,8 +30,9 @@ from ssd_serve.messages import (
     Resync,
     SamplingParameters,
 )
+from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.seeds import mix, root_name
-from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
+from tests.fakes import EOS, VOCABULARY, FakeModel, ScriptedSource, core_of
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=6, nodes=200)
 PROMPT = (5, 6, 7)
@@ -397,6 +399,19 @@ def test_nothing_grows_beyond_what_the_draft_model_has_positions_for() -> None:
         core.handle(opening())
         grown(core)
         assert len(source.made) == expansions
+
+
+def test_a_long_text_is_read_step_by_step_while_others_grow() -> None:
+    source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), text_rows=20)
+    core = core_of(source, LIMITS)
+    core.handle(opening(1))
+    core.step()
+    core.handle(Open(2, 1, tuple([5] * 70), (), SamplingParameters(max_tokens=100), 9, root_name(2, 1, 69)))
+    for _ in range(3):
+        assert [growth.request for growth in core.step()] == [1]
+        assert core.reading
+    assert {growth.request for growth in core.step()} == {1, 2}
+    assert not core.reading
 
 
 def test_where_the_target_has_its_core_a_paused_drafter_reads_nothing_until_it_goes_on() -> None:

@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -182,6 +183,45 @@ def test_a_device_without_memory_grows_nothing_and_loses_nothing() -> None:
             assert found is not None
             assert found.tokens.tolist() == from_scratch(drafted, pick).tokens.tolist()
             assert pool.used == 3
+
+
+def reading(source: ModelSource, pick: NodeRequest) -> tuple[int, Candidates | None]:
+    """After how many steps there is an answer, and which."""
+    for steps in range(1, 100):
+        found = source.expand([pick], [1.0])[0]
+        if not source.unread:
+            return steps, found
+        assert found is None
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(17, 5), (20, 4), (69, 2), (70, 1), (512, 1)])
+def test_a_long_text_is_read_in_parts(rows: int, steps: int) -> None:
+    pool, model = SlotPool(200), FakeModel(200)
+    source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=rows)
+    drafted = Drafted(0, [index % (VOCABULARY - 1) + 1 for index in range(70)])
+    source.open(0, drafted.tokens, drafted.parameters, 5)
+    took, found = reading(source, drafted.pick(drafted.tree.root))
+    assert found is not None
+    assert found.tokens.tolist() == from_scratch(drafted, drafted.pick(drafted.tree.root)).tokens.tolist()
+    assert (took, model.rows, pool.used) == (steps, 70, 70)
+
+
+def test_nobody_waits_for_the_text_of_another_and_texts_share_a_step() -> None:
+    source = ModelSource(FakeModel(300), SlotPool(300), NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=20)
+    requests = [Drafted(request, [1] * length) for request, length in enumerate((50, 3, 50, 12))]
+    for each in requests:
+        source.open(each.request, each.tokens, each.parameters, 5)
+    found = source.expand([each.pick(each.tree.root) for each in requests], [1.0] * 4)
+    assert [each is not None for each in found] == [False, True, False, True]
+    assert set(source.unread) == {0, 2}
+
+
+def test_a_text_without_room_is_not_read_for_ever() -> None:
+    source = ModelSource(FakeModel(30), SlotPool(30), NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=20)
+    drafted = Drafted(0, [1] * 70)
+    source.open(0, drafted.tokens, drafted.parameters, 5)
+    assert reading(source, drafted.pick(drafted.tree.root)) == (2, None)
 
 
 def test_a_hit_computes_nothing_again() -> None:

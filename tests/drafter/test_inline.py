@@ -2,8 +2,10 @@
 
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.messages import Growth, Heartbeat, Open, Outcome, Resync, SamplingParameters
-from tests.fakes import HELLO, ScriptedSource, core_of
+from ssd_serve.sampling.noise_rows import NoiseRows
+from tests.fakes import HELLO, VOCABULARY, FakeModel, ScriptedSource, core_of
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
 OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
@@ -51,6 +53,16 @@ def test_what_an_exceptional_step_takes_is_not_what_a_step_takes() -> None:
     assert told() == HELLO.step_ms
     source.exceptional_step = False
     assert told() > HELLO.step_ms
+
+
+def test_one_wait_reads_all_of_a_long_text() -> None:
+    source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), text_rows=20)
+    channel = InlineChannel(core_of(source, LIMITS), HELLO)
+    channel.receive()
+    channel.send(Open(1, 1, tuple([5] * 70), (), OPEN.parameters, 9, OPEN.root))
+    assert channel.wait(0.001)
+    growth, _ = channel.receive()
+    assert isinstance(growth, Growth)
 
 
 def test_what_waits_already_is_not_waited_for() -> None:

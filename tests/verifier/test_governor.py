@@ -172,6 +172,25 @@ def test_a_way_that_slows_prompts_more_than_it_speeds_up_decoding_is_left() -> N
     assert world.governor.choose(1) == "plain"
 
 
+def test_what_slows_prompts_at_one_level_is_not_tried_for_them_at_another() -> None:
+    gains = {"beside": 0.6, "inline": 1.15, "plain": 1.0}
+    governor = Governor(tuple(gains))
+    governor.forecast = lambda _: gains
+
+    def rounds(requests: int, number: int) -> list[str]:
+        ways = list[str]()
+        for _ in range(number):
+            way = governor.choose(requests)
+            ways.append(way)
+            governor.observe(PLAIN_S, PLAIN_S / gains[way], PLAIN_S)
+            slow = 1.5 if way == "inline" else 1.0
+            governor.observe(9 * PLAIN_S, 9 * slow * PLAIN_S, 9 * PLAIN_S, prompts=True)
+        return ways
+
+    assert 0 < rounds(1, 600).count("inline") < 30
+    assert rounds(16, 600).count("inline") == 0
+
+
 QUIET = {"beside": 1.9, "inline": 1.6, "plain": 1.0}
 CORE_LOST = {"beside": 1.5, "inline": 0.5, "plain": 0.4}
 """Two cores, of which another process takes one: threads wait for the slower."""

@@ -252,15 +252,29 @@ class Governor(Generic[Way]):
 
     def _gain(self, level: _Level[Way], way: Way) -> float:
         """What the way is worth at this level's shares of decoding and of prompts. Prompts that are not
-        measured with it take as long as with the others."""
+        measured with it take as long as with the one that slows them least, but for what it slows them at
+        other levels."""
         decoding = self._decoding(level, way)
-        known = [1 / rounds.gain for rounds in level.prompts.values() if rounds.gain]
+        known = [
+            1 / (rounds.gain * self._slows_prompts(each))
+            for each, rounds in level.prompts.items()
+            if rounds.gain
+        ]
         if not known:
             return decoding
         mine = level.prompts[way].gain
-        slowness = 1 / mine if mine else sum(known) / len(known)
+        slowness = 1 / mine if mine else self._slows_prompts(way) * min(known)
         share = level.prompts_s / (level.prompts_s + level.decoding_s)
         return 1 / ((1 - share) / decoding + share * slowness)
+
+    def _slows_prompts(self, way: Way) -> float:
+        """By how much rounds that read prompts take longer than in plain decoding, over all levels that know
+        both; 1: unknown."""
+        pairs = [
+            (level.prompts[self._plain].gain, level.prompts[way].gain) for level in self._levels.values()
+        ]
+        ratios = [plain / mine for plain, mine in pairs if plain and mine]
+        return sum(ratios) / len(ratios) if ratios else 1.0
 
     def _decoding(self, level: _Level[Way], way: Way) -> float:
         """Its gain in decoding: what it gave and, as far as it was hardly tried, what it should give."""
