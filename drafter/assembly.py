@@ -87,7 +87,7 @@ def load_draft(
 
 def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hello:
     """What a drafter of this name says first, whose source was loaded for this draft."""
-    texts = loaded.texts
+    texts, widest = loaded.texts, max(loaded.seconds)
     return Hello(
         protocol=PROTOCOL_VERSION,
         noise=NOISE_SCHEME,
@@ -98,6 +98,7 @@ def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
         instance=secrets.randbits(63),
         source=as_label(without_revision(draft)),
         step_ms=1e3 * step_s,
+        text_ms=1e3 * loaded.seconds[widest] / widest,
         features=loaded.features,
     )
 

@@ -109,7 +109,9 @@ def instant_channel(
 ) -> InstantChannel:
     """The lookup of this name for a verifier that says `mine`. `grammars` are those of the texts, where
     drafts keep to them."""
-    hello = replace(mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0)
+    hello = replace(
+        mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0, text_ms=0.0
+    )
     limits = GrowthLimits(
         width=1,
         fan_out=min(_FAN_OUT, settings.draft_fan_out),

@@ -348,6 +348,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What a drafter guesses with: those that name the same share the requests."""
     step_ms: float = 0.0
     """The drafter's measured step time, 0 when unknown."""
+    text_ms: float = 0.0
+    """For how long it reads a token of a text, about; 0 when unknown."""
     features: tuple[int, ...] = ()
     """Layers of the target whose outputs a drafter reads, and `FINAL`."""
 

@@ -29,8 +29,9 @@ def settings(draft: str) -> Settings:
 def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
     whole, part = (assemble_drafter(settings(draft), "d0", "cpu", None) for draft in ("embedded", "self:2"))
     assert (whole.hello.source, part.hello.source) == ("embedded", "self:2")
-    same = [replace(each.hello, source="", instance=0, step_ms=0.0) for each in (whole, part)]
+    same = [replace(each.hello, source="", instance=0, step_ms=0.0, text_ms=0.0) for each in (whole, part)]
     assert same[0] == same[1]
+    assert 0 < part.hello.text_ms < part.hello.step_ms
     part.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
     (growth,) = part.core.step()
     assert len(growth.tokens) == 4 * settings("").draft_fan_out

@@ -74,7 +74,10 @@ def hellos(draw: st.DrawFn) -> Speech:
     change = draw(
         st.fixed_dictionaries(
             {},
-            optional={"name": LONG, "source": LONG, "step_ms": FIGURES, "instance": NUMBERS, "noise": LONG},
+            optional={
+                **{"name": LONG, "source": LONG, "step_ms": FIGURES, "text_ms": FIGURES},
+                **{"instance": NUMBERS, "noise": LONG},
+            },
         )
     )
     return lambda _heard: framed(replace(HELLO, **{"name": "hostile", "source": "hostile", **change}))

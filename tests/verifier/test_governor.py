@@ -191,6 +191,30 @@ def test_what_slows_prompts_at_one_level_is_not_tried_for_them_at_another() -> N
     assert rounds(16, 600).count("inline") == 0
 
 
+def test_a_way_that_begins_too_late_for_what_is_left_is_not_begun() -> None:
+    gains = {"beside": 1.5, "plain": 1.0}
+    governor = Governor(tuple(gains))
+    governor.recall({1: gains, 16: {"beside": 0.5, "plain": 1.0}})
+    lasting = {"beside": 0.4, "plain": 1.0}
+    governor.lasting = lasting.__getitem__
+
+    def rounds(requests: int) -> set[str]:
+        ways = set[str]()
+        for _ in range(40):
+            way = governor.choose(requests)
+            governor.observe(PLAIN_S, PLAIN_S / gains[way], PLAIN_S)
+            ways.add(way)
+        return ways
+
+    assert rounds(16) == {"plain"}
+    assert rounds(1) == {"plain"}
+    assert not governor.trying
+    lasting["beside"] = 0.9
+    assert "beside" in rounds(1)
+    lasting["beside"] = 0.1
+    assert rounds(1) == {"beside"}, "it is there already"
+
+
 QUIET = {"beside": 1.9, "inline": 1.6, "plain": 1.0}
 CORE_LOST = {"beside": 1.5, "inline": 0.5, "plain": 0.4}
 """Two cores, of which another process takes one: threads wait for the slower."""

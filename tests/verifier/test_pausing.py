@@ -1,8 +1,11 @@
 """Drafters that a layout lets work, and those that pause: what each of them is told, and when."""
 
+import pytest
+from msgspec.structs import replace
+
 from ssd_serve.messages import Open, Outcome, Pause
 from ssd_serve.verifier.planning.layout import Layout
-from tests.fakes import VOCABULARY
+from tests.fakes import HELLO, VOCABULARY
 from tests.verifier.drafter_house import House, growth, make_request, of
 
 
@@ -128,3 +131,20 @@ def test_a_pause_that_did_not_fit_is_said_later() -> None:
     house.drafters.use(Layout.ASYNC)
     assert of(Pause, its.receive()) == [Pause(paused=False)]
     assert its.receive() == []
+
+
+def test_a_layout_knows_how_long_its_drafters_would_read_what_they_have_not_been_told() -> None:
+    house = House()
+    house.join(replace(HELLO, text_ms=2.0))
+    house.drafters.use(Layout.OFF)
+    for request in house.requests.values():
+        house.drafters.open(request)
+    assert house.drafters.unread_s(Layout.ASYNC) == pytest.approx(2 * 3 * 0.002)
+    assert house.drafters.unread_s(Layout.SYNC) == 0.0
+    house.drafters.use(Layout.ASYNC)
+    house.end_round()
+    assert house.drafters.unread_s(Layout.ASYNC) == 0.0
+    house.drafters.use(Layout.OFF)
+    house.commit(0, 5, 6)
+    house.drafters.close(house.requests[1])
+    assert house.drafters.unread_s(Layout.ASYNC) == pytest.approx(2 * 0.002)

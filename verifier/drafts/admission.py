@@ -124,6 +124,7 @@ class Admission:
         if not is_label(theirs.name) or not is_label(theirs.source):
             raise ProtocolError(f"names and draft models are at most {LONGEST_LABEL} printable bytes")
         check_step(theirs.step_ms)
+        check_text(theirs.text_ms)
         if not set(theirs.features) <= set(self._features) or len({*theirs.features}) < len(theirs.features):
             given = listed(self._features) if self._features else "none"
             raise PairMismatchError(
@@ -171,6 +172,12 @@ def check_step(step_ms: float) -> None:
     """Raise `ProtocolError` unless a draft step can take so long; 0 means that nobody knows."""
     if step_ms != 0 and not _FASTEST_STEP_MS <= step_ms <= _SLOWEST_STEP_MS:  # also where it is no number
         raise ProtocolError(f"a draft step cannot take {step_ms:g} ms")
+
+
+def check_text(text_ms: float) -> None:
+    """Raise `ProtocolError` unless a token can take so long to read; 0 means that nobody knows."""
+    if not 0 <= text_ms <= _SLOWEST_STEP_MS:  # also where it is no number
+        raise ProtocolError(f"a token cannot take {text_ms:g} ms to read")
 
 
 def check_figures(beat: Heartbeat) -> None:

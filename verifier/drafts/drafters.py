@@ -144,8 +144,12 @@ class Drafters:
 
     def step_of(self, layout: Layout) -> float:
         """The same of those that work in a layout, whether they pause or not."""
-        synchronous = layout is Layout.SYNC
-        return _fastest(link for link in self._links if link.here and link.synchronous is synchronous)
+        return _fastest(self._of(layout))
+
+    def unread_s(self, layout: Layout) -> float:
+        """Seconds for which those that work in a layout would read before they could draft, as far as that is
+        known."""
+        return max((link.untold * link.text_s for link in self._of(layout)), default=0.0)
 
     def admit(self, channel: Channel, peer: str, stranger: bool) -> None:
         """Somebody from this address has connected, a stranger where drafters of other places do. It may try
@@ -233,6 +237,10 @@ class Drafters:
             for link in self._links:
                 if link.joined:
                     self._links.attempt(link, link.channel.send, Heartbeat())
+
+    def _of(self, layout: Layout) -> list[Link]:
+        synchronous = layout is Layout.SYNC
+        return [link for link in self._links if link.here and link.synchronous is synchronous]
 
     def _await(self, links: Sequence[Link], timeout_s: float) -> bool:
         if any(link.inbox for link in links):

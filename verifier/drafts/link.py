@@ -95,6 +95,8 @@ class Link:
         self.instance = 0
         self.source = ""
         self.source_bit = OTHERS_BIT
+        self.text_s = 0.0
+        """Seconds for which it reads a token of a text; 0: unknown."""
         self._features = FeatureSender(channel)
         self.joined = False
         self.team: Team | None = None
@@ -131,6 +133,15 @@ class Link:
         told = self._told.get(request)
         return told.state if told is not None else None
 
+    @property
+    def untold(self) -> int:
+        """Tokens of open requests that it has not been told of."""
+        return sum(
+            len(told.request.tokens) - (told.length if told.state is Knows.FOLLOWS else 0)
+            for told in self._told.values()
+            if told.state is not Knows.CLOSING
+        )
+
     def lags(self) -> bool:
         """Whether it does not keep up, or did not lately."""
         return self.liveness.lags(self._full)
@@ -143,6 +154,7 @@ class Link:
         """Its `Hello` was found to agree: answer."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
         self.joined, self.liveness.step_s = True, theirs.step_ms / 1e3
+        self.text_s = theirs.text_ms / 1e3
         self.since = self.liveness.heard_at
         self.channel.send(mine)
         self._features.begin(theirs.features, log)

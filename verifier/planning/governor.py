@@ -124,18 +124,23 @@ class Governor(Generic[Way]):
     def __init__(self, ways: Sequence[Way]) -> None:
         self.forecast: Callable[[int], Mapping[Way, float]] | None = None
         """What ways should give with so many requests, as far as that is known without trying them."""
+        self.lasting: Callable[[Way], float] = lambda _: 1.0
+        """The share of what running requests still have to come for which a way is really there, when it
+        begins now: its drafters may have to read texts first."""
         self._ways = tuple(ways)
         self._plain = self._ways[-1]
         self._levels: dict[int, _Level[Way]] = {}
         self._load = 0.0
         self._exponent = 0
+        self._way: Way | None = None
+        """That of the last round."""
 
     def choose(self, requests: int, decoding: bool = True) -> Way:
         """The way of the next round of `requests` requests, of which some decode or none.
 
         What changes the level is the load of some rounds, clearly past its edge, or a sudden jump: changing
         the way costs drafters their trees. It does not fall while nothing decodes: a first prompt may be that
-        of a burst.
+        of a burst. Nor does the way change where another level begins with one that begins too late.
         """
         if decoding or requests >= self._load:
             jumped = requests >= 2 * self._load or 2 * requests <= self._load
@@ -143,13 +148,26 @@ class Governor(Generic[Way]):
             least = 2 ** (self._exponent - 0.5) if self._exponent else 0.0
             if not least * (1 - _EDGE) <= self._load < 2 ** (self._exponent + 0.5) * (1 + _EDGE):
                 self._exponent = _exponent(self._load)
-        return self._at(self._exponent).running
+        level = self._at(self._exponent)
+        way = self._way
+        if way is not None and level.running != way and self._late(level, way):
+            level.running, level.rounds, level.pace = way, _SETTLING, _Pace()
+        self._way = level.running
+        return level.running
+
+    def _late(self, level: _Level[Way], now: Way) -> bool:
+        """Whether less may be hoped of the way that the level has chosen than of the one that runs, only
+        since it takes so long to begin."""
+        hope, share = self._hope(level, level.running), self.lasting(level.running)
+        return share * hope <= self._hope(level, now) < hope
 
     @property
     def trying(self) -> bool:
         """Whether the way of the next round is only tried: another one is the best so far."""
         level = self._levels.get(self._exponent)
-        return level is not None and level.running != self._best(level)
+        if level is None or level.running == (best := self._best(level)):
+            return False
+        return self._gain(level, best) * self.lasting(best) > self._gain(level, level.running)
 
     def standing(self) -> tuple[float, float]:
         """What the running way gives at this level of load, and the best of the others, in the units of
@@ -206,8 +224,10 @@ class Governor(Generic[Way]):
                 self._doubt(level, math.exp(change))
         if level.rounds % _CHECK == 0:
             self._forecast(level)
-            way = max(self._ways, key=lambda way: self._hope(level, way))
-            if self._hope(level, way) > _STICK * self._hope(level, level.running):
+            hopes = {way: self._hope(level, way) for way in self._ways}
+            stays = hopes[level.running]
+            way = max(self._ways, key=lambda way: hopes[way])
+            if hopes[way] > _STICK * stays and hopes[way] * self.lasting(way) > stays:
                 level.running, level.rounds, level.pace = way, 0, _Pace()
 
     def _doubt(self, changed: _Level[Way], slower: float) -> None:

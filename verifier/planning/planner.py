@@ -120,6 +120,9 @@ class RoundPlanner:
         self._right = Rightness()
         if governing is not None:
             governing.governor.forecast = self._forecast
+            governing.governor.lasting = self._lasting
+        self._requests, self._left = 0, 0.0
+        """Of the round, and tokens that each may still get on average."""
 
     @property
     def cost(self) -> CostTable:
@@ -132,6 +135,8 @@ class RoundPlanner:
         """The nodes of a round, best first, and why they are these; `drain` takes what came."""
         requests = sum([part.request.decoding for part in parts])
         pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
+        self._requests, left = len(parts), sum([part.request.left for part in parts])
+        self._left = left / max(1, len(parts))
         self.placing.place(len(parts), requests, pending.rows, pending.reading)
         if self.placing.reading:
             return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
@@ -215,6 +220,14 @@ class RoundPlanner:
         steps = {layout: DraftStep(drafters.step_of(layout), width) for layout in governing.costs}
         unit_s = governing.costs[Layout.OFF].first_seconds(requests, Reading())
         return forecast(requests, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
+
+    def _lasting(self, layout: Layout) -> float:
+        """The share of what the round's requests still have to come that its drafters would have read for."""
+        governing = self.placing.governing
+        if governing is None or layout is Layout.OFF or not (read_s := self._drafters.unread_s(layout)):
+            return 1.0
+        left_s = self._left * governing.costs[Layout.OFF].first_seconds(self._requests, Reading())
+        return left_s / (left_s + read_s)
 
     def _undrafted(self, requests: int) -> Decision:
         """A round for which nobody drafts."""
