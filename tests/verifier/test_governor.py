@@ -191,6 +191,17 @@ def test_what_slows_prompts_at_one_level_is_not_tried_for_them_at_another() -> N
     assert rounds(16, 600).count("inline") == 0
 
 
+def test_a_way_that_begins_too_late_keeps_no_other_from_beginning() -> None:
+    gains = {"beside": 0.6, "inline": 1.5, "plain": 1.0}
+    governor = Governor(tuple(gains))
+    governor.forecast = lambda _: gains
+    governor.lasting = {"beside": 1.0, "inline": 0.3, "plain": 1.0}.__getitem__
+    for _ in range(64):
+        way = governor.choose(4)
+        governor.observe(PLAIN_S, PLAIN_S / gains[way], PLAIN_S)
+    assert governor.choose(4) == "plain"
+
+
 def test_a_way_that_begins_too_late_for_what_is_left_is_not_begun() -> None:
     gains = {"beside": 1.5, "plain": 1.0}
     governor = Governor(tuple(gains))

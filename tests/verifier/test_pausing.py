@@ -136,15 +136,12 @@ def test_a_pause_that_did_not_fit_is_said_later() -> None:
 def test_a_layout_knows_how_long_its_drafters_would_read_what_they_have_not_been_told() -> None:
     house = House()
     house.join(replace(HELLO, text_ms=2.0))
-    house.drafters.use(Layout.OFF)
-    for request in house.requests.values():
-        house.drafters.open(request)
-    assert house.drafters.unread_s(Layout.ASYNC) == pytest.approx(2 * 3 * 0.002)
-    assert house.drafters.unread_s(Layout.SYNC) == 0.0
-    house.drafters.use(Layout.ASYNC)
-    house.end_round()
     assert house.drafters.unread_s(Layout.ASYNC) == 0.0
     house.drafters.use(Layout.OFF)
+    late = house.requests[2] = make_request(2)
+    house.drafters.open(late)
     house.commit(0, 5, 6)
-    house.drafters.close(house.requests[1])
-    assert house.drafters.unread_s(Layout.ASYNC) == pytest.approx(2 * 0.002)
+    assert house.drafters.unread_s(Layout.ASYNC) == pytest.approx((3 + 2) * 0.002)
+    assert house.drafters.unread_s(Layout.SYNC) == 0.0
+    house.drafters.use(Layout.ASYNC)
+    assert house.drafters.unread_s(Layout.ASYNC) == 0.0

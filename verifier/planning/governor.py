@@ -132,7 +132,7 @@ class Governor(Generic[Way]):
         self._levels: dict[int, _Level[Way]] = {}
         self._load = 0.0
         self._exponent = 0
-        self._way: Way | None = None
+        self._last: Way | None = None
         """That of the last round."""
 
     def choose(self, requests: int, decoding: bool = True) -> Way:
@@ -149,10 +149,10 @@ class Governor(Generic[Way]):
             if not least * (1 - _EDGE) <= self._load < 2 ** (self._exponent + 0.5) * (1 + _EDGE):
                 self._exponent = _exponent(self._load)
         level = self._at(self._exponent)
-        way = self._way
+        way = self._last
         if way is not None and level.running != way and self._late(level, way):
             level.running, level.rounds, level.pace = way, _SETTLING, _Pace()
-        self._way = level.running
+        self._last = level.running
         return level.running
 
     def _late(self, level: _Level[Way], now: Way) -> bool:
@@ -224,10 +224,12 @@ class Governor(Generic[Way]):
                 self._doubt(level, math.exp(change))
         if level.rounds % _CHECK == 0:
             self._forecast(level)
-            hopes = {way: self._hope(level, way) for way in self._ways}
-            stays = hopes[level.running]
-            way = max(self._ways, key=lambda way: hopes[way])
-            if hopes[way] > _STICK * stays and hopes[way] * self.lasting(way) > stays:
+            stays = self._hope(level, level.running)
+            others = [way for way in self._ways if way != level.running]
+            hopes = {way: self._hope(level, way) for way in others if self._hope(level, way) > _STICK * stays}
+            worth = {way: hope * self.lasting(way) for way, hope in hopes.items()}
+            way = max(worth, key=worth.__getitem__, default=level.running)
+            if way != level.running and worth[way] > stays:
                 level.running, level.rounds, level.pace = way, 0, _Pace()
 
     def _doubt(self, changed: _Level[Way], slower: float) -> None:
