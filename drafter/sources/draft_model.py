@@ -13,7 +13,7 @@ import torch
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
-from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, HeldText, StepRows, TreeRows, root_of
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, DraftRows, HeldText, StepRows, root_of
 from ssd_serve.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.messages import SamplingParameters
@@ -193,7 +193,7 @@ class ModelSource:
         if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
             self.pool.free([held.slots.pop()])  # the root's logits are wanted again
         first = held.start + len(held.tokens) - 1 - (root_of(nodes[0]).depth if nodes else 0)
-        tree = TreeRows(held, first, most)
+        tree = DraftRows(held, first, most)
         rows = [tree.row_of(node) for node in nodes]
         slots = self._allocate(len(tree.tokens), held.slots.last(), busy)
         if slots is None:

@@ -62,7 +62,7 @@ _Place = tuple[int, int, int]
 """A node: its row (-1: it has KV already), and the masks of the chain that ends with it."""
 
 
-class TreeRows:
+class DraftRows:
     """The rows of one request: committed tokens not fed yet, then nodes that have no KV yet.
 
     Tree slots are numbered: first the new rows in order, then the nodes that have KV and are ancestors of a
