@@ -98,8 +98,6 @@ class EagleSource(ModelSource):
     def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         """One forward for those that it can read so far."""
         ready = [index for index, pick in enumerate(picks) if self._can_grow(pick)]
-        if not ready:
-            return [None] * len(picks)
         found = super().expand([picks[index] for index in ready], [scales[index] for index in ready])
         if len(ready) == len(picks):
             return found

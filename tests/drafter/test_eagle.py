@@ -11,6 +11,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.eagle import EagleSource
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS
 from ssd_serve.errors import ProtocolError
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -24,12 +25,14 @@ FAN_OUT, SLOTS = 3, 128
 class Told:
     """A source and the oracle, told the same of one request. `vectors` are those of committed places."""
 
-    def __init__(self, oracle: Oracle | FirstOracle, folder: Path, tokens: list[int]) -> None:
+    def __init__(
+        self, oracle: Oracle | FirstOracle, folder: Path, tokens: list[int], text_rows: int = MOST_TEXT_ROWS
+    ) -> None:
         self.oracle, theirs = oracle, target(folder / "target")
         head = loaded(oracle.save(folder / "head", FLAT), theirs)
         oracle.adopt(load_file(theirs / "model.safetensors"))
         self.pool = SlotPool(SLOTS)
-        self.source = EagleSource(head, self.pool, NoiseRows(VOCABULARY, 8), FAN_OUT)
+        self.source = EagleSource(head, self.pool, NoiseRows(VOCABULARY, 8), FAN_OUT, text_rows=text_rows)
         self.tokens, self.vectors = list(tokens), torch.zeros((0, HIDDEN))
         self.first = 0
         self.tree = SpeculationTree(1, 1000)
@@ -133,6 +136,33 @@ def test_nothing_is_drafted_before_vectors_have_come(oracle: Oracle | FirstOracl
     waiting.give(2, 1)
     (found,) = waiting.expand(waiting.tree.root)
     waiting.check(waiting.tree.root, found)
+
+
+LONG = [place % (VOCABULARY - 1) + 1 for place in range(60)]
+
+
+def test_a_long_text_is_read_in_parts(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
+    told = Told(oracle, tmp_path, LONG, text_rows=20)
+    told.give(0, len(LONG) - 1)
+    root = told.tree.root
+    for _ in range(2):
+        assert told.source.expand([NodeRequest(1, root)], [1.0]) == [None]
+        assert set(told.source.unread) == {1}
+    (found,) = told.expand(root)
+    told.check(root, found)
+    assert not told.source.unread
+
+
+def test_a_text_that_ended_while_it_was_read_is_not_asked_for_again(
+    oracle: Oracle | FirstOracle, tmp_path: Path
+) -> None:
+    told = Told(oracle, tmp_path, LONG, text_rows=20)
+    told.give(0, len(LONG) - 1)
+    assert told.source.expand([NodeRequest(1, told.tree.root)], [1.0]) == [None]
+    told.source.close(1)
+    told.source.open(2, [3, 4], GREEDY, 0)
+    assert told.source.expand([NodeRequest(2, SpeculationTree(2, 10).root)], [1.0]) == [None]
+    assert not told.source.unread
 
 
 def test_after_a_gap_it_begins_anew_behind_it(told: Told) -> None:
