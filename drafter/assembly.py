@@ -10,6 +10,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts
 from ssd_serve.drafter.sources.registry import is_source, load_source, own_layers
+from ssd_serve.drafter.sources.tree_rows import text_s
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.hub_id import without_revision
@@ -87,7 +88,7 @@ def load_draft(
 
 def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hello:
     """What a drafter of this name says first, whose source was loaded for this draft."""
-    texts, widest = loaded.texts, max(loaded.seconds)
+    texts = loaded.texts
     return Hello(
         protocol=PROTOCOL_VERSION,
         noise=NOISE_SCHEME,
@@ -98,7 +99,7 @@ def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
         instance=secrets.randbits(63),
         source=as_label(without_revision(draft)),
         step_ms=1e3 * step_s,
-        text_ms=1e3 * loaded.seconds[widest] / widest,
+        text_ms=1e3 * text_s(loaded.seconds),
         features=loaded.features,
     )
 

@@ -15,11 +15,16 @@ _LEAST_TEXT_ROWS = 64
 _TEXT_S = 0.03
 
 
+def text_s(seconds: Mapping[int, float]) -> float:
+    """For how long a token of a text is read, about. `seconds` are those of steps by their rows."""
+    widest = max(seconds)
+    return seconds[widest] / widest
+
+
 def text_rows_of(seconds: Mapping[int, float]) -> int:
     """How many tokens of a text a step reads: as many as take about 30 ms, so that nobody waits longer for
-    other drafts. `seconds` are those of steps by their rows."""
-    widest = max(seconds)
-    return min(MOST_TEXT_ROWS, max(_LEAST_TEXT_ROWS, int(_TEXT_S * widest / seconds[widest])))
+    other drafts. `seconds` as in `text_s`."""
+    return min(MOST_TEXT_ROWS, max(_LEAST_TEXT_ROWS, int(_TEXT_S / text_s(seconds))))
 
 
 @dataclass(slots=True)

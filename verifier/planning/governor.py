@@ -114,7 +114,11 @@ class _Level(Generic[Way]):
     prompts_s: float = 0.0
     """What plain decoding should take for recent rounds of each kind, whichever way ran."""
     forecast: dict[Way, float] = field(default_factory=dict)
-    pace: "_Pace" = field(default_factory=lambda: _Pace())
+    pace: _Pace = field(default_factory=_Pace)
+
+    def begin(self, way: Way, settled: bool = False) -> None:
+        """Run another way from now on, `settled` if it runs already."""
+        self.running, self.rounds, self.pace = way, _SETTLING if settled else 0, _Pace()
 
 
 class Governor(Generic[Way]):
@@ -151,7 +155,7 @@ class Governor(Generic[Way]):
         level = self._at(self._exponent)
         way = self._last
         if way is not None and level.running != way and self._late(level, way):
-            level.running, level.rounds, level.pace = way, _SETTLING, _Pace()
+            level.begin(way, settled=True)
         self._last = level.running
         return level.running
 
@@ -225,12 +229,11 @@ class Governor(Generic[Way]):
         if level.rounds % _CHECK == 0:
             self._forecast(level)
             stays = self._hope(level, level.running)
-            others = [way for way in self._ways if way != level.running]
-            hopes = {way: self._hope(level, way) for way in others if self._hope(level, way) > _STICK * stays}
-            worth = {way: hope * self.lasting(way) for way, hope in hopes.items()}
+            hopes = {way: self._hope(level, way) for way in self._ways}
+            worth = {way: hope * self.lasting(way) for way, hope in hopes.items() if hope > _STICK * stays}
             way = max(worth, key=worth.__getitem__, default=level.running)
-            if way != level.running and worth[way] > stays:
-                level.running, level.rounds, level.pace = way, 0, _Pace()
+            if worth.get(way, 0.0) > stays:
+                level.begin(way)
 
     def _doubt(self, changed: _Level[Way], slower: float) -> None:
         """Rounds take `slower` times as long as before: all that was found is older than that."""

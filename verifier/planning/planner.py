@@ -121,8 +121,8 @@ class RoundPlanner:
         if governing is not None:
             governing.governor.forecast = self._forecast
             governing.governor.lasting = self._lasting
-        self._requests, self._left = 0, 0.0
-        """Of the round, and tokens that each may still get on average."""
+        self._parts: Sequence[ScheduledChunk] = ()
+        """Of the last round."""
 
     @property
     def cost(self) -> CostTable:
@@ -135,8 +135,7 @@ class RoundPlanner:
         """The nodes of a round, best first, and why they are these; `drain` takes what came."""
         requests = sum([part.request.decoding for part in parts])
         pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
-        self._requests, left = len(parts), sum([part.request.left for part in parts])
-        self._left = left / max(1, len(parts))
+        self._parts = parts
         self.placing.place(len(parts), requests, pending.rows, pending.reading)
         if self.placing.reading:
             return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
@@ -226,7 +225,9 @@ class RoundPlanner:
         governing = self.placing.governing
         if governing is None or layout is Layout.OFF or not (read_s := self._drafters.unread_s(layout)):
             return 1.0
-        left_s = self._left * governing.costs[Layout.OFF].first_seconds(self._requests, Reading())
+        requests = len(self._parts)
+        rounds = sum([part.request.left for part in self._parts]) / max(1, requests)
+        left_s = rounds * governing.costs[Layout.OFF].first_seconds(requests, Reading())
         return left_s / (left_s + read_s)
 
     def _undrafted(self, requests: int) -> Decision:

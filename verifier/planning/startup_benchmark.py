@@ -1,6 +1,7 @@
 """Measures a target when it is loaded: its cost table. Knows models by their forwards only."""
 
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
@@ -9,7 +10,7 @@ import torch
 from ssd_serve.models.interface import Model
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT, measure_steps
 from ssd_serve.verifier.planning.cost import CostTable, Timing
-from ssd_serve.verifier.planning.timing_files import TimingFiles
+from ssd_serve.verifier.planning.timing_files import TimingFiles, least
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LONG_ROWS = (1, 8, 32)
@@ -48,17 +49,16 @@ def identity(model: Model, device: str) -> dict[str, object]:
 
 
 def _measure(model: Model) -> list[Timing]:
-    seconds = measure_steps(model, ROWS, least_s=_LEAST_S, most_s=_MOST_S)
+    short = measure_steps(model, ROWS, least_s=_LEAST_S, most_s=_MOST_S)
     longer = measure_steps(model, _LONG_ROWS, _CONTEXTS, least_s=_LEAST_S, most_s=_MOST_S)
-    for key, some in longer.items():
-        seconds.setdefault(key, []).extend(some)
-    return _least(seconds)
+    return least((*_timings(short), *_timings(longer)))
 
 
 def _probe(model: Model) -> list[Timing]:
-    return _least(measure_steps(model, _PROBED_ROWS, _CONTEXTS, 2, least_s=_PROBE_S, most_s=_LEAST_S))
+    return least(
+        _timings(measure_steps(model, _PROBED_ROWS, _CONTEXTS, 2, least_s=_PROBE_S, most_s=_LEAST_S))
+    )
 
 
-def _least(seconds: dict[tuple[int, int], list[float]]) -> list[Timing]:
-    """The least of the repeats is taken: what disturbs a moment is no property of the model."""
-    return [Timing(rows, context, min(each)) for (rows, context), each in seconds.items()]
+def _timings(seconds: Mapping[tuple[int, int], Sequence[float]]) -> list[Timing]:
+    return [Timing(*key, each) for key, repeats in seconds.items() for each in repeats]

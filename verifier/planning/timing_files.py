@@ -68,7 +68,7 @@ class TimingFiles:
             if _agree(measured, probed):
                 self._write(path, measured)
                 return measured
-            found = _least((*found, *measured, *probed))
+            found = least((*found, *measured, *probed))
         self._log.debug("step times are not remembered: other work disturbs this machine")
         return found
 
@@ -126,12 +126,13 @@ def _read(path: Path) -> list[Timing]:
     return [Timing(*each) for each in file.timings] if sound and file.format == _FORMAT else []
 
 
-def _least(timings: Iterable[Timing]) -> list[Timing]:
+def least(timings: Iterable[Timing]) -> list[Timing]:
     """The least of each kind: what disturbs a moment only lengthens it."""
-    least: dict[tuple[int, int], float] = {}
-    for rows, context, seconds in ((each.rows, each.context, each.seconds) for each in timings):
-        least[rows, context] = min(seconds, least.get((rows, context), seconds))
-    return [Timing(*key, seconds) for key, seconds in least.items()]
+    found: dict[tuple[int, int], Timing] = {}
+    for each in timings:
+        key = each.rows, each.context
+        found[key] = min(each, found.get(key, each), key=lambda timing: timing.seconds)
+    return list(found.values())
 
 
 def _agree(known: Sequence[Timing], probed: Sequence[Timing]) -> bool:
