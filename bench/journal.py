@@ -89,6 +89,10 @@ class Journal(Generic[Answer]):
         self._given[key] += 1
         return known[given]
 
+    def known(self, key: str) -> bool:
+        """Whether `next` has an answer to this."""
+        return self._given[key] < len(self._told.get(key, []))
+
     def add(self, key: str, answer: Answer) -> None:
         """Keep an answer that was measured."""
         with self._file.open("ab") as out:
@@ -101,6 +105,22 @@ class Journal(Generic[Answer]):
     def answers(self) -> int:
         """How many it has."""
         return sum(map(len, self._told.values()))
+
+
+def read_kept(file: Path, kind: type[Answer]) -> Answer | None:
+    """What an earlier sitting has written there, if any. Raises `UserError` for a file that cannot be
+    read."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind) if file.exists() else None
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error}): give another --work") from error
+
+
+def write_kept(file: Path, value: object) -> None:
+    """For later sittings: all of it or nothing."""
+    unfinished = file.with_suffix(".part")
+    unfinished.write_bytes(msgspec.json.encode(value))
+    unfinished.rename(file)
 
 
 def name_of(value: object) -> str:

@@ -5,15 +5,11 @@ run. Knows ways and prompts by their names.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-
-import msgspec
 
 from ssd_serve.bench.journal import Journal, TimeGiven, name_of
 from ssd_serve.bench.modes import Entry, ModesStage, Share
-from ssd_serve.bench.prompts import Chosen, Prompt
+from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.timed_request import TimedRequest
-from ssd_serve.errors import UserError
 
 
 class KeptStage:
@@ -37,18 +33,3 @@ class KeptStage:
         found = self._stage.run(entry, prompt, temperature)
         self._journal.add(key, found)
         return found
-
-
-def read_chosen(file: Path) -> dict[float, Chosen] | None:
-    """Prompts that an earlier sitting has chosen. Raises `UserError` for a file that cannot be read."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[float, Chosen]) if file.exists() else None
-    except (OSError, msgspec.DecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error}): give another --work") from error
-
-
-def write_chosen(file: Path, chosen: dict[float, Chosen]) -> None:
-    """For later sittings."""
-    unfinished = file.with_suffix(".part")
-    unfinished.write_bytes(msgspec.json.encode(chosen))
-    unfinished.rename(file)

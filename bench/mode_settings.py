@@ -8,10 +8,11 @@ import msgspec
 
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.journal import Journal, TimeGiven, name_of, work_folder
-from ssd_serve.bench.kept_stage import KeptStage, read_chosen, write_chosen
+from ssd_serve.bench.journal import Journal, TimeGiven, name_of, read_kept, work_folder, write_kept
+from ssd_serve.bench.kept_stage import KeptStage
 from ssd_serve.bench.modes import run_modes
 from ssd_serve.bench.modes_result import ModesRow
+from ssd_serve.bench.prompts import Chosen
 from ssd_serve.bench.rig import Rig
 from ssd_serve.bench.stage import RigStage
 from ssd_serve.bench.timed_request import TimedRequest
@@ -72,7 +73,7 @@ def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]
                 pairs[setting] += " with ballast (the same function at a larger cost)"
             say(f"{setting}: choosing prompts")
             texts = folder / f"prompts-{setting}.json"
-            chosen = read_chosen(texts)
+            chosen = read_kept(texts, dict[float, Chosen])
             if chosen is None:
                 chosen = choose_prompts(
                     own.model_copy(update={"model_wrapper": None}),
@@ -84,7 +85,7 @@ def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]
                     chat=plan.chat,
                     device="cpu" if where is None else where.torch_name,
                 )
-                write_chosen(texts, chosen)
+                write_kept(texts, chosen)
             stage = RigStage(Rig(own, devices.target.torch_name), setting, devices)
             with stage.drafting():
                 rows += run_modes(KeptStage(stage, journal, given), chosen, say)

@@ -7,10 +7,10 @@ from types import FrameType
 from typing import NoReturn
 
 from ssd_serve.bench.document import say, write
-from ssd_serve.bench.experiment import Report, Result, add_experiment
+from ssd_serve.bench.experiment import Report, Result, add_experiment, add_sittings, check_sittings
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, count_or_zero, positive, positive_or_zero
-from ssd_serve.bench.provenance import SERVER
+from ssd_serve.bench.provenance import SERVER, code_here
 from ssd_serve.cli.flags import Commands, add_settings_flags, settings_from
 from ssd_serve.devices import this_machine
 from ssd_serve.engine_settings import Mode
@@ -23,6 +23,7 @@ SERVER_FLAGS = (
     *("hf_token", "generation_config", "tls_certificate", "tls_key", *KEY_SETTINGS),
 )
 """What the benchmark chooses by itself, what would hide the servers from it, and secrets."""
+_LOAD = ("bench/load", *SERVER)
 
 
 def add_load(commands: Commands) -> None:
@@ -47,7 +48,8 @@ def add_load(commands: Commands) -> None:
     _add_trace(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the closed loop")
     add_settings_flags(parser, leave_out=SERVER_FLAGS)
-    add_experiment(parser, _run_load, ("bench/load", *SERVER))
+    add_sittings(parser)
+    add_experiment(parser, _run_load, _LOAD)
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +147,7 @@ def _run_load(args: argparse.Namespace) -> Report:
     from ssd_serve.bench.load.statistics import GoodLimits
     from ssd_serve.bench.load.traffic import OpenLoop
 
+    check_sittings(args)
     if args.no_closed_loop and not args.offered and args.trace is None:
         raise UserError("--no-closed-loop and no --offered leave nothing to do: give --trace")
     if args.busy_core is not None and args.busy_core not in this_machine().cores:
@@ -169,6 +172,9 @@ def _run_load(args: argparse.Namespace) -> Report:
         time_scale=args.time_scale,
         length_scale=args.length_scale,
         trace_seconds=args.trace_seconds,
+        work=args.work,
+        minutes=args.minutes,
+        code=code_here(_LOAD),
     )
     settings = settings_from(args)
     signal.signal(signal.SIGTERM, leave_tidily)

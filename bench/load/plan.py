@@ -20,7 +20,8 @@ class LoadPlan:
 
     `learning` bursts more warm up the modes that choose by measuring; a `fresh` launch remembers nothing of
     the last and has no warm-up at all. `busy_core` is kept busy from when the servers are up. Without
-    `concurrencies` there is no closed loop, without shares of the capacity no open one.
+    `concurrencies` there is no closed loop, without shares of the capacity no open one. What is measured of
+    the same `code` is kept in the folder `work` for later sittings, each at most so many `minutes` long.
     """
 
     modes: tuple[str, ...]
@@ -42,6 +43,9 @@ class LoadPlan:
     time_scale: float
     length_scale: float
     trace_seconds: float
+    work: Path | None = None
+    minutes: float | None = None
+    code: str = ""
 
     @property
     def crowd(self) -> int:

@@ -211,12 +211,18 @@ def _where(found: LoadResult) -> str:
         f"{plan.requests}, temperature "
         f"{plan.temperature:g}; throughput includes prompts. Good: first token within "
         f"{plan.limits.ttft_ms:g} ms and {plan.limits.tpot_ms:g} ms per token after it. Each mode a launched "
-        f"server, {plan.launches} launches; target on {notes.get('target_device')}, drafter on "
+        f"server, {_launches(plan.launches, notes.get('sittings'))}; target on {notes.get('target_device')}, drafter on "
         f"{notes.get('draft_device')}, client on {notes.get('client_device')}, where it took up to "
         f"{client:.2f} of a core; the servers that were not measured took up to {idle:.3f}. Measured on "
         f"{hardware.get('cpu')}, {hardware.get('cores')} cores, {hardware.get('memory_gib')} GiB; Python "
         f"{versions.get('python')}, torch {versions.get('torch')}."
     )
+
+
+def _launches(count: int, sittings: object) -> str:
+    """Each sitting starts the servers anew."""
+    launches = f"{count} launch{'' if count == 1 else 'es'}"
+    return launches if sittings in (None, 1) else f"{launches} in {sittings} sittings"
 
 
 def _latency(found: Percentiles | None, decimals: int = 0, unit: float = 1.0) -> str:

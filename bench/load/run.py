@@ -8,15 +8,17 @@ lucky with its memory. Knows what is started; what is sent is the session's.
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
 
 from ssd_serve.bench.emulated import emulated_table
-from ssd_serve.bench.load.client import Endpoint, LoadClient, LoadRequest
+from ssd_serve.bench.journal import TimeGiven, name_of, work_folder
+from ssd_serve.bench.load.client import Endpoint, LoadClient
 from ssd_serve.bench.load.conditions import busy, empty_cache
 from ssd_serve.bench.load.groups import turn
+from ssd_serve.bench.load.kept import ChosenSets, KeptLoad
 from ssd_serve.bench.load.outcome import pairs, ratios, results
 from ssd_serve.bench.load.plan import Findings, LoadPlan
 from ssd_serve.bench.load.requests import RequestMaker
@@ -40,7 +42,8 @@ def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> 
     """`{"benchmark": "load", "plan", "results", "pairs", "ratios", "capacities", "trace", "resume",
     "notes"}`.
 
-    Raises `UserError` for a trace that cannot be read, `SsdError` for a server that does not start.
+    Raises `UserError` for a trace that cannot be read, `SsdError` for a server that does not start,
+    `OutOfTimeError` when the time of this sitting is over.
     """
     table = emulated_table(settings)
     if plan.ballast and (settings.target != EMBEDDED or settings.draft_model != EMBEDDED or table):
@@ -53,8 +56,12 @@ def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> 
     maker = RequestMaker(pool)
     setting = "emulated" if table else "ballast" if plan.ballast else "real"
     found = Findings()
-    with tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
+    with work_folder(plan.work) as work, tempfile.TemporaryDirectory(prefix="ssd-load-") as name:
         folder = Path(name)
+        asked = replace(plan, work=None, minutes=None)
+        kept = KeptLoad(work, name_of(f"{asked} {settings.model_dump_json()}"), TimeGiven(plan.minutes))
+        if kept.earlier:
+            say(f"{kept.earlier} pairs are known from before")
         own = settings.model_copy(update={"prefix_cache": plan.mix.shared > 0, "generation_config": "none"})
         if plan.ballast:
             say("writing the ballast pair")
@@ -65,8 +72,10 @@ def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> 
         found.notes.update(chosen.described())
         found.notes["device_table"] = table
         connect = _connector(plan.temperature, own.api_key)
-        sets = _sets(own, plan, maker, trace, folder, connect, found, say)
-        session = LoadSession(plan, maker, sets, chosen.client, connect, found, say)
+        sets = kept.sets(lambda: _sets(own, plan, maker, trace, folder, connect, say))
+        found.notes |= {"trace": sets.trace, "left_out": round(sets.sets.left_out, 4)}
+        found.notes["sittings"] = kept.count_sitting()
+        session = LoadSession(plan, maker, sets.sets.requests, chosen.client, connect, kept, found, say)
         for launch in range(plan.launches):
             order = turn(list(chosen.servers), launch)
             say(f"launch {launch + 1} of {plan.launches}: starting {', '.join(order)}")
@@ -79,7 +88,7 @@ def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> 
                 asyncio.run(session.run(launch, servers))
     return {
         "benchmark": "load",
-        "plan": {**asdict(plan), "trace": plan.trace is not None, "setting": setting},
+        "plan": {**asdict(asked), "trace": plan.trace is not None, "setting": setting},
         "results": results(found.bursts, setting, plan.limits),
         "pairs": pairs(found.bursts, setting),
         "ratios": msgspec.to_builtins(ratios(found.bursts)),
@@ -97,15 +106,15 @@ def _sets(
     trace: Sequence[Arrival],
     folder: Path,
     connect: Callable[[Server], LoadClient],
-    found: Findings,
     say: Callable[[str], None],
-) -> dict[str, list[LoadRequest]]:
+) -> ChosenSets:
     """The requests that count: a plain server of the same weights continues them all, and is gone before
     anybody is measured."""
     plainly = settings.model_copy(update={"mode": Mode.AR, "model_wrapper": None})
     with served({"plain": plainly}, folder) as servers:
         (server,) = servers.values()
         arrivals: Sequence[Arrival] = ()
+        of_trace: dict[str, object] | None = None
         if trace:
             replay = fit(
                 trace,
@@ -114,7 +123,7 @@ def _sets(
                 seconds=plan.trace_seconds,
                 context=server.context,
             )
-            found.notes["trace"], arrivals = told(replay, server.context), replay.arrivals
+            of_trace, arrivals = told(replay, server.context), replay.arrivals
         candidates = candidate_sets(plan, maker, arrivals, server.context)
         say(f"choosing {sum(map(len, candidates.values()))} requests")
 
@@ -123,9 +132,8 @@ def _sets(
                 return await choose(client, candidates, settings.max_running)
 
         sets = asyncio.run(chosen())
-    found.notes["left_out"] = round(sets.left_out, 4)
     say(f"  {sets.left_out:.0%} of those tried are left out, because they loop")
-    return sets.requests
+    return ChosenSets(sets, of_trace)
 
 
 def _connector(temperature: float, api_key: str | None) -> Callable[[Server], LoadClient]:

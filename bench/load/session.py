@@ -9,9 +9,11 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ssd_serve.bench.load.client import Answer, LoadClient, LoadRequest
 from ssd_serve.bench.load.groups import AUTO, turn
+from ssd_serve.bench.load.kept import Figures, KeptLoad
 from ssd_serve.bench.load.outcome import Burst
 from ssd_serve.bench.load.plan import Findings, LoadPlan
 from ssd_serve.bench.load.requests import RequestMaker
@@ -42,9 +44,14 @@ class _Pair:
     concurrency: int
     offered: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Under which it is kept."""
+        return f"{self.concurrency}:{self.offered}:{self.number}"
+
 
 class LoadSession:
-    """Measures the servers of one launch after the other, and keeps what it finds.
+    """Measures the servers of one launch after the other; what is `kept` is not measured again.
 
     `sets` are the requests that count, `maker` makes the others; `cores` is None where the client may run
     anywhere.
@@ -57,6 +64,7 @@ class LoadSession:
         sets: Mapping[str, Sequence[LoadRequest]],
         cores: Device | None,
         connect: Callable[[Server], LoadClient],
+        kept: KeptLoad,
         found: Findings,
         say: Callable[[str], None],
         rest_s: float = _REST_S,
@@ -66,12 +74,15 @@ class LoadSession:
         self._sets = sets
         self._cores = cores
         self._connect = connect
+        self._kept = kept
         self._found = found
         self._say = say
         self._rest_s = rest_s
+        self._warm = False
 
     async def run(self, launch: int, servers: Mapping[str, Server]) -> None:
         """Closed loop, open loop, resume check, and in the last launch the trace."""
+        self._warm = False
         notes, plan = self._found.notes, self._plan
         notes["resolved_modes"] = {name: server.mode for name, server in servers.items()}
         settle_memory()
@@ -102,32 +113,43 @@ class LoadSession:
         servers: Mapping[str, Server],
         clients: Mapping[str, LoadClient],
     ) -> None:
-        plan, names = self._plan, sorted(servers)
-        warm_up = self._requests(f"warm-up:{launch}:{concurrency}", concurrency)
-        for name in () if plan.fresh else names:
-            await clients[name].closed_loop(warm_up, concurrency)
-            for number in range(plan.learning if name.startswith(AUTO) else 0):
-                some = self._requests(f"learning:{launch}:{concurrency}:{number}", plan.size(concurrency))
-                await clients[name].closed_loop(some, concurrency)
-        for pair in range(launch, plan.pairs, plan.launches):
-            wanted = self._sets[closed(concurrency, pair)]
-            await self._pair(_Pair(launch, pair, concurrency), wanted, servers, clients)
+        plan = self._plan
+        pairs = [_Pair(launch, pair, concurrency) for pair in range(launch, plan.pairs, plan.launches)]
+        if not self._kept.knows(pair.name for pair in pairs):
+            await self._warm_up(launch, concurrency, clients)
+        for pair in pairs:
+            await self._pair(pair, self._sets[closed(concurrency, pair.number)], servers, clients)
         self._tell(launch, f"concurrency {concurrency}", (0.0, concurrency))
+
+    async def _warm_up(self, launch: int, concurrency: int, clients: Mapping[str, LoadClient]) -> None:
+        self._warm = True
+        warm_up = self._requests(f"warm-up:{launch}:{concurrency}", concurrency)
+        for name in () if self._plan.fresh else sorted(clients):
+            await clients[name].closed_loop(warm_up, concurrency)
+            for number in range(self._plan.learning if name.startswith(AUTO) else 0):
+                some = self._requests(
+                    f"learning:{launch}:{concurrency}:{number}", self._plan.size(concurrency)
+                )
+                await clients[name].closed_loop(some, concurrency)
 
     async def _open_loop(
         self, launch: int, servers: Mapping[str, Server], clients: Mapping[str, LoadClient]
     ) -> None:
         """The same arrivals to every server, at shares of what the best of them can do."""
-        plan = self._plan.open_loop
+        plan, wanted = self._plan.open_loop, self._sets[CAPACITY]
+        runs = range(launch, plan.runs, self._plan.launches)
+        pairs = [_Pair(launch, run, 0, share) for share in plan.shares for run in runs]
+        if not self._warm and not self._kept.knows(pair.name for pair in pairs):
+            await self._warm_up(launch, self._plan.crowd, clients)
         if not self._found.capacities:
-            self._found.capacities |= await capacities(
-                clients, self._sets[CAPACITY], self._plan.crowd, self._rest_s
+            self._found.capacities |= await self._kept.capacities(
+                lambda: capacities(clients, wanted, self._plan.crowd, self._rest_s)
             )
         capacity = max(self._found.capacities.values())
         for share in plan.shares:
-            for run in range(launch, plan.runs, self._plan.launches):
-                wanted = arriving(self._sets[opened(share, run)], share * capacity)
-                await self._pair(_Pair(launch, run, 0, share), wanted, servers, clients)
+            for pair in (pair for pair in pairs if pair.offered == share):
+                arrivals = arriving(self._sets[opened(share, pair.number)], share * capacity)
+                await self._pair(pair, arrivals, servers, clients)
             self._tell(launch, f"{share:g} of {capacity:.2f} requests/s", (share, 0))
 
     async def _pair(
@@ -138,20 +160,35 @@ class LoadSession:
         clients: Mapping[str, LoadClient],
     ) -> None:
         """The same requests to every server, one server after the other."""
-        for order, name in enumerate(turn(sorted(servers), pair.number)):
-            await asyncio.sleep(self._rest_s)
-            before, client = _clocks(servers), clients[name]
-            send = client.open_loop(wanted) if pair.offered else client.closed_loop(wanted, pair.concurrency)
-            answers = await send
-            shares = _shares(before, _clocks(servers), name)
-            _check(name, wanted, answers)
-            self._found.bursts.append(
-                Burst(
-                    *(name, pair.concurrency, pair.launch, pair.number, order, tuple(answers)),
-                    *shares,
-                    offered=pair.offered,
-                )
-            )
+
+        async def measured() -> list[Burst]:
+            return [
+                await self._burst(pair, order, name, wanted, servers, clients[name])
+                for order, name in enumerate(turn(sorted(servers), pair.number))
+            ]
+
+        self._found.bursts += await self._kept.pair(pair.name, measured)
+
+    async def _burst(
+        self,
+        pair: "_Pair",
+        order: int,
+        name: str,
+        wanted: Sequence[LoadRequest],
+        servers: Mapping[str, Server],
+        client: LoadClient,
+    ) -> Burst:
+        await asyncio.sleep(self._rest_s)
+        before = _clocks(servers)
+        send = client.open_loop(wanted) if pair.offered else client.closed_loop(wanted, pair.concurrency)
+        answers = await send
+        shares = _shares(before, _clocks(servers), name)
+        _check(name, wanted, answers)
+        return Burst(
+            *(name, pair.concurrency, pair.launch, pair.number, order, tuple(answers)),
+            *shares,
+            offered=pair.offered,
+        )
 
     def _requests(self, name: str, count: int) -> list[LoadRequest]:
         return self._maker.burst(name, count, self._plan.mix)
@@ -178,9 +215,10 @@ class LoadSession:
         for name in sorted(servers):
             if servers[name].mode != Mode.AR.value:
                 await asyncio.sleep(self._rest_s)
-                seen = await check_resume(
-                    clients[name], ResumePlan(alone, longer, burst, concurrency, _ALONE_S)
+                check = partial(
+                    check_resume, clients[name], ResumePlan(alone, longer, burst, concurrency, _ALONE_S)
                 )
+                seen = await self._kept.figures(f"resume:{name}:{launch}", check)
                 self._found.resumes.append({"mode": name, "launch": launch, **seen})
 
     async def _replay(self, clients: Mapping[str, LoadClient]) -> None:
@@ -189,9 +227,14 @@ class LoadSession:
         for name in sorted(clients):
             self._say(f"  trace: {len(wanted)} requests to {name}")
             await asyncio.sleep(self._rest_s)
-            answers = await clients[name].open_loop(wanted)
-            _check(name, wanted, answers)
-            self._found.replays.append(replay_row(name, answers, self._plan.limits))
+            row = await self._kept.figures(f"trace:{name}", partial(self._replayed, name, clients[name]))
+            self._found.replays.append(row)
+
+    async def _replayed(self, name: str, client: LoadClient) -> Figures:
+        wanted = self._sets[TRACE]
+        answers = await client.open_loop(wanted)
+        _check(name, wanted, answers)
+        return replay_row(name, answers, self._plan.limits)
 
 
 def _clocks(servers: Mapping[str, Server]) -> tuple[float, float, dict[str, float]]:

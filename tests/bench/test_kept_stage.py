@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.journal import Journal, OutOfTimeError, TimeGiven
-from ssd_serve.bench.kept_stage import KeptStage, read_chosen, write_chosen
+from ssd_serve.bench.journal import Journal, OutOfTimeError, TimeGiven, read_kept, write_kept
+from ssd_serve.bench.kept_stage import KeptStage
 from ssd_serve.bench.modes import Entry, run_modes
-from ssd_serve.bench.prompts import Prompt
+from ssd_serve.bench.prompts import Chosen, Prompt
 from ssd_serve.bench.timed_request import TimedRequest
 from ssd_serve.errors import UserError
 from tests.bench.test_modes import CHOSEN, FakeStage
@@ -49,9 +49,9 @@ def test_a_sitting_ends_with_its_time_and_keeps_what_it_has(tmp_path: Path) -> N
 
 def test_the_prompts_are_those_of_the_first_sitting(tmp_path: Path) -> None:
     file = tmp_path / "prompts.json"
-    assert read_chosen(file) is None
-    write_chosen(file, {0.0: CHOSEN, 0.6: CHOSEN})
-    assert read_chosen(file) == {0.0: CHOSEN, 0.6: CHOSEN}
+    assert read_kept(file, dict[float, Chosen]) is None
+    write_kept(file, {0.0: CHOSEN, 0.6: CHOSEN})
+    assert read_kept(file, dict[float, Chosen]) == {0.0: CHOSEN, 0.6: CHOSEN}
     file.write_text('{"0.0": ')
     with pytest.raises(UserError, match="give another --work"):
-        read_chosen(file)
+        read_kept(file, dict[float, Chosen])

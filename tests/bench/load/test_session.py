@@ -1,6 +1,7 @@
 """What is sent to whom, and when: a session over servers that are not there."""
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.load.client import Endpoint, LoadClient
+from ssd_serve.bench.journal import OutOfTimeError, TimeGiven
+from ssd_serve.bench.load.client import Endpoint, LoadClient, LoadRequest
+from ssd_serve.bench.load.kept import ChosenSets, KeptLoad
 from ssd_serve.bench.load.plan import Findings, LoadPlan
 from ssd_serve.bench.load.requests import Mix, RequestMaker
 from ssd_serve.bench.load.run import run_load
 from ssd_serve.bench.load.servers import Server
 from ssd_serve.bench.load.session import LoadSession
-from ssd_serve.bench.load.sets import candidate_sets
+from ssd_serve.bench.load.sets import Sets, candidate_sets
 from ssd_serve.bench.load.statistics import GoodLimits
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.load.traffic import OpenLoop
@@ -50,9 +53,18 @@ RESOLVED = {"ar": "ar", "ssd": "ssd", "auto": "ssd"}
 
 
 class Measured:
-    """A session, the fake API of each server, and what was found."""
+    """A session, the fake API of each server, and what was found; kept in a folder of its own unless one is
+    given."""
 
-    def __init__(self, plan: LoadPlan = PLAN, arrivals: Sequence[Arrival] = ()) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan = PLAN,
+        arrivals: Sequence[Arrival] = (),
+        work: Path | None = None,
+        given: TimeGiven | None = None,
+    ) -> None:
+        self._own = tempfile.TemporaryDirectory()
+        kept = KeptLoad(work or Path(self._own.name), "code", given or TimeGiven(None))
         self.apis = {name: FakeApi() for name in plan.modes}
         self.found = Findings()
         self._servers = {name: Server(name, name, RESOLVED[name], 100, ()) for name in plan.modes}
@@ -60,7 +72,7 @@ class Measured:
         candidates = candidate_sets(plan, maker, arrivals, 100)
         sets = {name: [each(0) for each in some] for name, some in candidates.items()}
         self._session = LoadSession(
-            plan, maker, sets, None, self._connect, self.found, lambda _text: None, rest_s=0.0
+            plan, maker, sets, None, self._connect, kept, self.found, lambda _text: None, rest_s=0.0
         )
 
     def _connect(self, server: Server) -> LoadClient:
@@ -194,3 +206,62 @@ def test_a_fresh_launch_has_no_warm_up() -> None:
     asked = {measured: sum(len(api.bodies) for api in measured.apis.values()) for measured in (warm, fresh)}
     warm_ups = sum(PLAN.concurrencies) * len(PLAN.modes)
     assert asked[warm] - asked[fresh] == warm_ups
+
+
+WHOLE = replace(PLAN, resume=True, open_loop=OpenLoop((0.5,), requests=8, runs=2))
+ARRIVALS = [Arrival(0.0, 20, 4), Arrival(0.01, 96, 4)]
+
+
+class Ending(TimeGiven):
+    """Time for so many measurements."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(None)
+        self._left = count
+
+    def require(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise OutOfTimeError
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 8, 10, 12, 13, 15])
+def test_a_sitting_that_ends_is_gone_on_with_by_the_next(tmp_path: Path, count: int) -> None:
+    with pytest.raises(OutOfTimeError):
+        Measured(WHOLE, ARRIVALS, tmp_path, Ending(count)).run(0, 1)
+    found = Measured(WHOLE, ARRIVALS, tmp_path).run(0, 1).found
+    whole = Measured(WHOLE, ARRIVALS).run(0, 1).found
+    assert [(each.mode, each.load, each.launch, each.pair) for each in found.bursts] == [
+        (each.mode, each.load, each.launch, each.pair) for each in whole.bursts
+    ]
+    assert [each["mode"] for each in found.resumes] == [each["mode"] for each in whole.resumes]
+    assert [each["mode"] for each in found.replays] == [each["mode"] for each in whole.replays]
+
+
+def test_what_is_known_is_neither_measured_again_nor_warmed_up_for(tmp_path: Path) -> None:
+    first = Measured(WHOLE, ARRIVALS, tmp_path).run(0, 1)
+    again = Measured(WHOLE, ARRIVALS, tmp_path, Ending(0)).run(0, 1)
+    assert not any(api.bodies for api in again.apis.values())
+    assert again.found.bursts == first.found.bursts
+    assert again.found.capacities == first.found.capacities
+
+
+def test_servers_that_only_open_loops_are_left_for_are_warmed_up_before(tmp_path: Path) -> None:
+    plan = replace(PLAN, launches=1, open_loop=OpenLoop((0.5,), requests=8, runs=2))
+    with pytest.raises(OutOfTimeError):
+        Measured(plan, (), tmp_path, Ending(2 * plan.pairs + 1)).run(0)
+    measured = Measured(plan, (), tmp_path).run(0)
+    assert len(measured.apis["ar"].bodies) == 3 + 2 * 8
+
+
+def test_the_requests_are_those_of_the_first_sitting(tmp_path: Path) -> None:
+    chosen = ChosenSets(Sets({"1:0": [LoadRequest((1, 2), 6, 7)]}, 0.25), {"arrivals": 3})
+    assert KeptLoad(tmp_path, "code", TimeGiven(None)).sets(lambda: chosen) == chosen
+    assert KeptLoad(tmp_path, "code", TimeGiven(None)).sets(lambda: pytest.fail("chosen again")) == chosen
+    with pytest.raises(UserError, match="give another --work"):
+        KeptLoad(tmp_path, "other code", TimeGiven(None))
+
+
+def test_sittings_are_counted(tmp_path: Path) -> None:
+    counts = [KeptLoad(tmp_path, "code", TimeGiven(None)).count_sitting() for _ in range(3)]
+    assert counts == [1, 2, 3]
