@@ -75,7 +75,7 @@ class Journal(Generic[Answer]):
             return
         first, *lines = file.read_bytes().split(b"\n")
         if msgspec.json.decode(first) != subject:
-            raise UserError(f"{file} has answers of another code or another pair: give another --work")
+            raise UserError(f"{file} has answers of another code, command or pair: give another --work")
         for line in lines[:-1]:  # what stands behind the last end of a line was cut off
             found = msgspec.json.decode(line, type=_Line)
             self._told.setdefault(found.key, []).append(msgspec.json.decode(found.sample, type=kind))
@@ -89,9 +89,9 @@ class Journal(Generic[Answer]):
         self._given[key] += 1
         return known[given]
 
-    def known(self, key: str) -> bool:
-        """Whether `next` has an answer to this."""
-        return self._given[key] < len(self._told.get(key, []))
+    def known(self, key: str) -> int:
+        """How many answers to this `next` still has."""
+        return len(self._told.get(key, [])) - self._given[key]
 
     def add(self, key: str, answer: Answer) -> None:
         """Keep an answer that was measured."""

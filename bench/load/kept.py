@@ -1,9 +1,10 @@
 """What `ssd bench load` has measured so far, kept in a folder so that a later sitting goes on from it.
 
-Everything has a name: a name that is known is told and not measured again. Knows files and names, not servers.
+Everything has a name: what is known by its name is told and not measured again. Knows files and names, not
+servers.
 """
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from ssd_serve.bench.load.sets import Sets
 
 _SITTING = "sitting"
 
-Figures = dict[str, object]
+Figures = Mapping[str, object]
 Found = TypeVar("Found")
 
 
@@ -35,23 +36,17 @@ class KeptLoad:
 
     def __init__(self, folder: Path, subject: str, given: TimeGiven) -> None:
         self._pairs = Journal(folder / "pairs.jsonl", subject, list[Burst])
-        self._figures = Journal(folder / "figures.jsonl", subject, Figures)
-        self._capacities = folder / "capacities.json"
+        self._figures: Journal[Figures] = Journal(folder / "figures.jsonl", subject, dict[str, object])
         self._sets = folder / "requests.json"
         self._given = given
+        self._sittings_before = self._figures.known(_SITTING)
+        self.sittings = self._sittings_before
+        """That have measured anything; this one is among them as soon as it has."""
 
     @property
     def earlier(self) -> int:
         """Pairs that sittings before this one measured."""
         return self._pairs.earlier
-
-    def count_sitting(self) -> int:
-        """How many sittings there were, with this one, which has started servers."""
-        known = 0
-        while self._figures.next(_SITTING) is not None:
-            known += 1
-        self._figures.add(_SITTING, {})
-        return known + 1
 
     def knows(self, pairs: Iterable[str]) -> bool:
         """Whether all of these are known."""
@@ -59,21 +54,11 @@ class KeptLoad:
 
     async def pair(self, name: str, measure: Callable[[], Awaitable[list[Burst]]]) -> list[Burst]:
         """One set of requests on every server. Raises `OutOfTimeError` rather than begin too late."""
-        return await _known_or_measured(self._pairs, name, measure, self._given)
+        return await self._known_or_measured(self._pairs, name, measure)
 
     async def figures(self, name: str, measure: Callable[[], Awaitable[Figures]]) -> Figures:
         """What else is measured. Raises `OutOfTimeError` rather than begin too late."""
-        return await _known_or_measured(self._figures, name, measure, self._given)
-
-    async def capacities(self, measure: Callable[[], Awaitable[dict[str, float]]]) -> dict[str, float]:
-        """Requests a second of each server, by which all sittings offer theirs. Raises `OutOfTimeError`
-        rather than begin too late."""
-        known = read_kept(self._capacities, dict[str, float])
-        if known is None:
-            self._given.require()
-            known = await measure()
-            write_kept(self._capacities, known)
-        return known
+        return await self._known_or_measured(self._figures, name, measure)
 
     def sets(self, choose: Callable[[], ChosenSets]) -> ChosenSets:
         """The requests of all sittings."""
@@ -83,14 +68,16 @@ class KeptLoad:
             write_kept(self._sets, known)
         return known
 
-
-async def _known_or_measured(
-    journal: Journal[Found], name: str, measure: Callable[[], Awaitable[Found]], given: TimeGiven
-) -> Found:
-    known = journal.next(name)
-    if known is not None:
-        return known
-    given.require()
-    found = await measure()
-    journal.add(name, found)
-    return found
+    async def _known_or_measured(
+        self, journal: Journal[Found], name: str, measure: Callable[[], Awaitable[Found]]
+    ) -> Found:
+        known = journal.next(name)
+        if known is not None:
+            return known
+        self._given.require()
+        found = await measure()
+        if self.sittings == self._sittings_before:
+            self.sittings += 1
+            self._figures.add(_SITTING, {})
+        journal.add(name, found)
+        return found

@@ -74,7 +74,6 @@ def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> 
         connect = _connector(plan.temperature, own.api_key)
         sets = kept.sets(lambda: _sets(own, plan, maker, trace, folder, connect, say))
         found.notes |= {"trace": sets.trace, "left_out": round(sets.sets.left_out, 4)}
-        found.notes["sittings"] = kept.count_sitting()
         session = LoadSession(plan, maker, sets.sets.requests, chosen.client, connect, kept, found, say)
         for launch in range(plan.launches):
             order = turn(list(chosen.servers), launch)
@@ -86,6 +85,7 @@ def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> 
                 busy(plan.busy_core),
             ):
                 asyncio.run(session.run(launch, servers))
+        found.notes["sittings"] = kept.sittings
     return {
         "benchmark": "load",
         "plan": {**asdict(asked), "trace": plan.trace is not None, "setting": setting},

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from ssd_serve.bench.load.client import Answer, LoadClient, LoadRequest
 from ssd_serve.bench.load.groups import AUTO, turn
 from ssd_serve.bench.load.kept import Figures, KeptLoad
@@ -136,15 +138,15 @@ class LoadSession:
         self, launch: int, servers: Mapping[str, Server], clients: Mapping[str, LoadClient]
     ) -> None:
         """The same arrivals to every server, at shares of what the best of them can do."""
-        plan, wanted = self._plan.open_loop, self._sets[CAPACITY]
+        plan = self._plan.open_loop
         runs = range(launch, plan.runs, self._plan.launches)
         pairs = [_Pair(launch, run, 0, share) for share in plan.shares for run in runs]
         if not self._warm and not self._kept.knows(pair.name for pair in pairs):
             await self._warm_up(launch, self._plan.crowd, clients)
         if not self._found.capacities:
-            self._found.capacities |= await self._kept.capacities(
-                lambda: capacities(clients, wanted, self._plan.crowd, self._rest_s)
-            )
+            measure = partial(capacities, clients, self._sets[CAPACITY], self._plan.crowd, self._rest_s)
+            found = await self._kept.figures("capacities", measure)
+            self._found.capacities |= msgspec.convert(found, dict[str, float])
         capacity = max(self._found.capacities.values())
         for share in plan.shares:
             for pair in (pair for pair in pairs if pair.offered == share):
@@ -228,7 +230,7 @@ class LoadSession:
             self._say(f"  trace: {len(wanted)} requests to {name}")
             await asyncio.sleep(self._rest_s)
             row = await self._kept.figures(f"trace:{name}", partial(self._replayed, name, clients[name]))
-            self._found.replays.append(row)
+            self._found.replays.append(dict(row))
 
     async def _replayed(self, name: str, client: LoadClient) -> Figures:
         wanted = self._sets[TRACE]

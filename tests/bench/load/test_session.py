@@ -1,6 +1,7 @@
 """What is sent to whom, and when: a session over servers that are not there."""
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,19 +53,22 @@ POOL = [Prompt(f"file {index}", tuple(range(40 * index, 40 * index + 30)), index
 RESOLVED = {"ar": "ar", "ssd": "ssd", "auto": "ssd"}
 
 
+def kept_in(folder: Path, given: TimeGiven | None = None) -> KeptLoad:
+    return KeptLoad(folder, "code", given or TimeGiven(None))
+
+
 class Measured:
-    """A session, the fake API of each server, and what was found; kept in a folder of its own unless one is
+    """A session, the fake API of each server, and what was found; `kept` in a folder of its own unless one is
     given."""
 
     def __init__(
         self,
         plan: LoadPlan = PLAN,
         arrivals: Sequence[Arrival] = (),
-        work: Path | None = None,
-        given: TimeGiven | None = None,
+        kept: KeptLoad | None = None,
     ) -> None:
         self._own = tempfile.TemporaryDirectory()
-        kept = KeptLoad(work or Path(self._own.name), "code", given or TimeGiven(None))
+        kept = kept or kept_in(Path(self._own.name))
         self.apis = {name: FakeApi() for name in plan.modes}
         self.found = Findings()
         self._servers = {name: Server(name, name, RESOLVED[name], 100, ()) for name in plan.modes}
@@ -228,8 +232,8 @@ class Ending(TimeGiven):
 @pytest.mark.parametrize("count", [0, 1, 4, 8, 10, 12, 13, 15])
 def test_a_sitting_that_ends_is_gone_on_with_by_the_next(tmp_path: Path, count: int) -> None:
     with pytest.raises(OutOfTimeError):
-        Measured(WHOLE, ARRIVALS, tmp_path, Ending(count)).run(0, 1)
-    found = Measured(WHOLE, ARRIVALS, tmp_path).run(0, 1).found
+        Measured(WHOLE, ARRIVALS, kept_in(tmp_path, Ending(count))).run(0, 1)
+    found = Measured(WHOLE, ARRIVALS, kept_in(tmp_path)).run(0, 1).found
     whole = Measured(WHOLE, ARRIVALS).run(0, 1).found
     assert [(each.mode, each.load, each.launch, each.pair) for each in found.bursts] == [
         (each.mode, each.load, each.launch, each.pair) for each in whole.bursts
@@ -239,8 +243,8 @@ def test_a_sitting_that_ends_is_gone_on_with_by_the_next(tmp_path: Path, count: 
 
 
 def test_what_is_known_is_neither_measured_again_nor_warmed_up_for(tmp_path: Path) -> None:
-    first = Measured(WHOLE, ARRIVALS, tmp_path).run(0, 1)
-    again = Measured(WHOLE, ARRIVALS, tmp_path, Ending(0)).run(0, 1)
+    first = Measured(WHOLE, ARRIVALS, kept_in(tmp_path)).run(0, 1)
+    again = Measured(WHOLE, ARRIVALS, kept_in(tmp_path, Ending(0))).run(0, 1)
     assert not any(api.bodies for api in again.apis.values())
     assert again.found.bursts == first.found.bursts
     assert again.found.capacities == first.found.capacities
@@ -249,19 +253,24 @@ def test_what_is_known_is_neither_measured_again_nor_warmed_up_for(tmp_path: Pat
 def test_servers_that_only_open_loops_are_left_for_are_warmed_up_before(tmp_path: Path) -> None:
     plan = replace(PLAN, launches=1, open_loop=OpenLoop((0.5,), requests=8, runs=2))
     with pytest.raises(OutOfTimeError):
-        Measured(plan, (), tmp_path, Ending(2 * plan.pairs + 1)).run(0)
-    measured = Measured(plan, (), tmp_path).run(0)
+        Measured(plan, (), kept_in(tmp_path, Ending(2 * plan.pairs + 1))).run(0)
+    measured = Measured(plan, (), kept_in(tmp_path)).run(0)
     assert len(measured.apis["ar"].bodies) == 3 + 2 * 8
 
 
 def test_the_requests_are_those_of_the_first_sitting(tmp_path: Path) -> None:
     chosen = ChosenSets(Sets({"1:0": [LoadRequest((1, 2), 6, 7)]}, 0.25), {"arrivals": 3})
-    assert KeptLoad(tmp_path, "code", TimeGiven(None)).sets(lambda: chosen) == chosen
-    assert KeptLoad(tmp_path, "code", TimeGiven(None)).sets(lambda: pytest.fail("chosen again")) == chosen
+    assert kept_in(tmp_path).sets(lambda: chosen) == chosen
+    assert kept_in(tmp_path).sets(lambda: pytest.fail("chosen again")) == chosen
     with pytest.raises(UserError, match="give another --work"):
         KeptLoad(tmp_path, "other code", TimeGiven(None))
 
 
-def test_sittings_are_counted(tmp_path: Path) -> None:
-    counts = [KeptLoad(tmp_path, "code", TimeGiven(None)).count_sitting() for _ in range(3)]
-    assert counts == [1, 2, 3]
+def test_sittings_that_measured_something_are_counted(tmp_path: Path) -> None:
+    counts: list[int] = []
+    for given in (Ending(0), Ending(1), Ending(7), TimeGiven(None), TimeGiven(None)):
+        kept = kept_in(tmp_path, given)
+        with contextlib.suppress(OutOfTimeError):
+            Measured(WHOLE, ARRIVALS, kept=kept).run(0, 1)
+        counts.append(kept.sittings)
+    assert counts == [0, 1, 2, 3, 3]
