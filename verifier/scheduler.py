@@ -156,7 +156,13 @@ class Scheduler:
         return kept
 
     def tree_slots(self, parts: Sequence[ScheduledChunk], wanted: Sequence[int]) -> list[list[int]]:
-        """Slots for the tree rows of each part, at most `wanted[i]`, leaving one for each running request."""
+        """Slots for the tree rows of each part, at most `wanted[i]`, leaving one for each running request.
+
+        Cached texts that nobody uses make room: a server that has answered for a while is full of them.
+        """
+        short = sum(wanted) + len(self.running) - self.pool.available
+        if self.prefix is not None and short > 0:
+            self.prefix.evict(short)
         found: list[list[int]] = []
         for part, count in zip(parts, wanted, strict=True):
             spare = max(0, self.pool.available - len(self.running))

@@ -82,6 +82,10 @@ class Rounds(RuleBasedStateMachine):
             for part in parts
         ]
         trees = self.scheduler.tree_slots(parts, wanted)
+        prefix = self.scheduler.prefix
+        if sum(map(len, trees)) < sum(wanted):
+            spare = self.scheduler.pool.available + (prefix.evictable if prefix is not None else 0)
+            assert spare <= len(self.scheduler.running), "nothing that nobody needs was kept instead"
         for part, count, tree in zip(parts, wanted, trees, strict=True):
             assert len(tree) <= count
             accepted = min(data.draw(st.integers(0, len(tree))), part.request.left - 1)
@@ -211,6 +215,28 @@ def test_tree_rows_take_only_what_no_running_request_needs() -> None:
     trees = scheduler.tree_slots(parts, [9, 9])
     assert [len(tree) for tree in trees] == [4, 0]
     assert scheduler.pool.available == 2
+
+
+def test_cached_texts_make_room_for_tree_rows() -> None:
+    """However full of them a server is, and no more of them go than there are rows."""
+    scheduler = make_scheduler(slots=24)
+    for number in range(4):
+        over = make_request(number, [number, 2, 3, 4, 5, 6], 4)
+        scheduler.submit(over)
+        scheduler.admit()
+        commit(scheduler, scheduler.plan()[0][0], [], 0, 3)
+        scheduler.remove(over)
+    assert scheduler.pool.available == 0
+    request = make_request(9, [9, 9], 8)
+    scheduler.submit(request)
+    scheduler.admit()
+    for _ in range(2):
+        parts, _ = scheduler.plan()
+        trees = scheduler.tree_slots(parts, [5])
+        assert [len(tree) for tree in trees] == [5]
+        commit(scheduler, parts[0], trees[0], 0, 3)
+    assert scheduler.prefix is not None
+    assert scheduler.prefix.size == 24 - len(request.slots) - 6
 
 
 @pytest.mark.parametrize("worth_reusing", [4, 5])
