@@ -70,14 +70,14 @@ class Listening(Governor[Layout]):
         self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def told(round_: Round) -> tuple[float, float, float, bool]:
-    """What the governor hears of a round, where a row takes a millisecond."""
+def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
+    """What the governor hears of a round; a forward takes `forward_s`, and `row_s` more for each row."""
     governor, drafters = Listening(), Drafters(HELLO)
     mine, its = memory_pair()
     drafters.connect(mine)
     its.send(HELLO)
     drafters.drain({})
-    cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
+    cost = CostTable([Timing(rows, 0, forward_s + row_s * rows) for rows in (1, 64)])
     places = Cores(Device("cpu"), None)
     governing = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
     bounds = DraftBounds(4096, None, 8)
@@ -94,6 +94,13 @@ def test_a_decoding_round_is_worth_the_plain_rounds_that_it_saves() -> None:
 def test_prompt_rows_count_as_what_plain_decoding_takes_for_them() -> None:
     round_ = Round(2, 1, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05)
     assert told(round_) == pytest.approx((0.032 + 1.5 * 0.002, 0.05, 0.032, True))
+
+
+def test_beside_prompts_a_token_saves_its_share_of_a_round_of_all() -> None:
+    """Not a round of those that decode already: who has read its prompt decodes with them."""
+    round_ = Round(1, 3, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05)
+    gained_s, _, plain_s, _ = told(round_, row_s=0.0, forward_s=0.012)
+    assert gained_s - plain_s == pytest.approx(4 * 0.012 / 4)
 
 
 def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:

@@ -204,10 +204,10 @@ class RoundPlanner:
         else:
             share = rows / round_.rows  # of what attention read: nodes read too
             plain_s = cost.first_seconds(rows, Reading(reading.context, int(share * reading.row_context)))
-            gained_s = plain_s
-            if round_.requests:
-                more = round_.tokens / round_.requests - 1
-                gained_s += more * cost.first_seconds(round_.requests, Reading())
+            # Those whose prompts are read decode beside them before long: a token saves its share of a round.
+            together = round_.requests + round_.prompts
+            saved_s = cost.first_seconds(together, Reading()) / together
+            gained_s = plain_s + (round_.tokens - round_.requests) * saved_s
         governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
 
     def _forecast(self, requests: int) -> dict[Layout, float]:
@@ -264,7 +264,7 @@ class RoundPlanner:
     def _prospect(self, pending: _Pending, steps: int) -> _Prospect:
         """The round as it would be now, after so many awaited draft steps."""
         bounds, requests = self._bounds, pending.requests
-        rate = self._rate.value(requests)
+        rate = self._rate.value(len(pending.parts))  # who waits for a prompt waits too
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
         instant = self._drafters.instant_sources if self._drafters.step_s else 0
