@@ -329,6 +329,7 @@ class Engine:
                 forward_s=forward_s,
                 host_s=total_s - forward_s - waited_s,
                 total_s=total_s,
+                levels=sum(walk.levels for walk in decoding),
             )
         )
 

@@ -122,6 +122,13 @@ class Walk(NamedTuple):
         return len(self.work.part.slots) == 1 and bool(self.tokens)
 
     @property
+    def levels(self) -> int:
+        """Levels of the tree at which the text came by with nodes to choose from: those at which it went on,
+        and one at which none of them was right."""
+        last = self.accepted[-1] if self.accepted else -1
+        return len(self.accepted) + (not self.ended and last in self.work.tree.parents)
+
+    @property
     def kept(self) -> list[int]:
         """Slots of the accepted nodes."""
         return [self.work.node_slots[index] for index in self.accepted]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.planning.forecast import DraftStep, Rightness, forecast
+from ssd_serve.verifier.planning.forecast import Crowd, DraftStep, Rightness, forecast
 from ssd_serve.verifier.planning.layout import Layout
 
 ROWS = (1, 8, 64)
@@ -28,7 +28,7 @@ def gains(
     costs = {Layout.ASYNC: table(one, row_s), Layout.SYNC: alone, Layout.OFF: alone}
     steps = {layout: DraftStep(draft_s, 16) for layout in (Layout.ASYNC, Layout.SYNC)}
     unit_s = alone.seconds(requests)
-    return forecast(requests, unit_s, costs, steps, HostCost(0.0), right)
+    return forecast(Crowd(requests), unit_s, costs, steps, HostCost(0.0), right)
 
 
 def test_plain_decoding_is_the_unit() -> None:
@@ -75,10 +75,37 @@ def test_more_guesses_that_are_right_never_lower_a_forecast(
     assert all(0 < low[layout] <= high[layout] * (1 + 1e-9) for layout in low)
 
 
-def test_how_often_guesses_are_right_follows_the_rounds() -> None:
+def test_several_requests_are_not_forecast_to_verify_what_is_hardly_right() -> None:
+    """Four requests whose rows cost: a node each pays where two for each level would not."""
+    found = gains(requests=4, two=0.010, row_s=1.2e-3, draft_s=0.0005, right=0.6)
+    assert found[Layout.SYNC] > 1.0
+
+
+def test_long_texts_are_part_of_what_a_round_takes() -> None:
+    """Reading them is what a saved round saves: by the rows alone, drafts would not pay."""
+    cost = CostTable(
+        [Timing(rows, read, 0.004 + (2e-6 + 1e-9 * rows) * read) for rows in ROWS for read in (0, 1024)]
+    )
+    costs: dict[Layout, CostTable] = {Layout.SYNC: cost, Layout.OFF: cost}
+    steps = {Layout.SYNC: DraftStep(0.006, 16)}
+    for crowd, pays in ((Crowd(1, 0), False), (Crowd(1, 20_000), True)):
+        unit_s = cost.seconds(1, crowd.reading())
+        found = forecast(crowd, unit_s, costs, steps, HostCost(0.0), 0.6)
+        assert found[Layout.OFF] == pytest.approx(1.0)
+        assert (found[Layout.SYNC] > 1.0) is pays
+
+
+def test_how_often_guesses_are_right_follows_the_levels_that_had_any() -> None:
     right = Rightness()
-    start = right.share
+    assert right.share > 0.5
     for _ in range(2000):
-        right.observe(1.25)
+        right.observe(1, 5)
     assert right.share == pytest.approx(0.2, abs=0.01)
-    assert start > 0.5
+
+
+def test_a_round_without_guesses_says_nothing_about_them() -> None:
+    right = Rightness()
+    right.observe(3, 3)
+    before = right.share
+    right.observe(0, 0)
+    assert right.share == before

@@ -172,6 +172,19 @@ def test_a_way_that_slows_prompts_more_than_it_speeds_up_decoding_is_left() -> N
     assert world.governor.choose(1) == "plain"
 
 
+def test_one_slow_round_with_a_prompt_does_not_end_a_way() -> None:
+    """It was descheduled, or read a text for the first time."""
+    world, read = World(1.15), 4 * PLAIN_S
+    world.governor.recall({1: {"beside": 1.0, "plain": 1.3}})
+    while world.round() == "plain":
+        world.governor.observe(read, read, read, prompts=True)
+    world.run(200)
+    while world.round() != "beside":
+        pass
+    world.governor.observe(read, 3 * read, read, prompts=True)
+    assert [world.round() for _ in range(64)].count("beside") > 48
+
+
 def test_what_slows_prompts_at_one_level_is_not_tried_for_them_at_another() -> None:
     gains = {"beside": 0.6, "inline": 1.15, "plain": 1.0}
     governor = Governor(tuple(gains))

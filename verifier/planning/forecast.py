@@ -7,33 +7,51 @@ counts more as soon as it is known. Plain Python; knows cost tables, not drafter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ssd_serve.verifier.planning.cost import CostTable, HostCost
+from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.layout import Layout
 
 _RIGHT = 0.7
 """How often the next level of a grown tree has the target's choice, while nothing is known."""
-_MEMORY = 1 / 256
+_PRIOR = 16.0
+"""Levels that this weighs."""
+_MEMORY = 1 - 1 / 1024
 _DEEPEST = 8
-_NODES_A_LEVEL = 2
-"""Nodes that a round verifies for each level that a tree has grown."""
+_NODES_A_LEVEL = (1, 2)
+"""Nodes that a round verifies for each level that a tree has grown: fewer where many requests share it."""
 _IN_TIME = 0.5
 """Share of what a drafter beside the target grows that lies where the text goes on."""
 
 
 class Rightness:
-    """How often the next level of a grown tree has the target's choice, by the tokens of drafting rounds."""
+    """How often a level of a tree of which nodes were verified has the target's choice among them."""
 
     def __init__(self) -> None:
-        self._tokens = 1 / (1 - _RIGHT)
+        self._right, self._levels = _RIGHT * _PRIOR, _PRIOR
 
     @property
     def share(self) -> float:
         """From 0 to below 1."""
-        return 1 - 1 / self._tokens
+        return self._right / self._levels
 
-    def observe(self, tokens_each: float) -> None:
-        """A round of drafted requests gave so many tokens to each; it may have drafted less than it could."""
-        self._tokens += _MEMORY * (max(1.0, tokens_each) - self._tokens)
+    def observe(self, right: int, levels: int) -> None:
+        """Texts came to so many levels with nodes, and went on along `right` of these. What was not drafted,
+        or not verified, is no guess that was wrong."""
+        faded = _MEMORY**levels
+        self._right = faded * self._right + right
+        self._levels = faded * self._levels + levels
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """So many `requests` that decode, of `context` tokens each."""
+
+    requests: int
+    context: float = 0.0
+
+    def reading(self, nodes_each: int = 0) -> Reading:
+        """What attention reads in a round of theirs with so many nodes each."""
+        tokens = int(self.requests * self.context)
+        return Reading(tokens, tokens * (1 + nodes_each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +68,7 @@ class DraftStep:
 
 
 def forecast(
-    requests: int,
+    crowd: Crowd,
     unit_s: float,
     costs: Mapping[Layout, CostTable],
     steps: Mapping[Layout, DraftStep],
@@ -58,43 +76,37 @@ def forecast(
     right: float,
 ) -> dict[Layout, float]:
     """Of each layout: how many tokens of a request it gives in `unit_s` seconds; none for a layout whose
-    draft steps are not known."""
+    draft steps are not known. `right` is `Rightness.share`."""
     gains: dict[Layout, float] = {}
+    shapes = [(depth, depth * nodes) for depth in range(1, _DEEPEST + 1) for nodes in _NODES_A_LEVEL]
     for layout, cost in costs.items():
         if layout is Layout.OFF:
-            gains[layout] = unit_s / _round_s(cost, host, requests, 0)
+            gains[layout] = unit_s / _round_s(cost, host, crowd, 0)
         elif layout in steps and steps[layout].seconds > 0:
-            level_s = steps[layout].level_s(requests)
-            depths = range(1, _DEEPEST + 1)
-            if layout is Layout.SYNC:
-                each = (_inline(cost, host, requests, depth, level_s, right) for depth in depths)
-            else:
-                each = (_beside(cost, host, requests, depth, level_s, right) for depth in depths)
-            gains[layout] = unit_s * max(each)
+            speed = _inline if layout is Layout.SYNC else _beside
+            level_s = steps[layout].level_s(crowd.requests)
+            gains[layout] = unit_s * max(
+                speed(_round_s(cost, host, crowd, nodes), depth, level_s, right) for depth, nodes in shapes
+            )
     return gains
 
 
-def _inline(
-    cost: CostTable, host: HostCost, requests: int, depth: int, level_s: float, right: float
-) -> float:
-    """Tokens a second of a request where `depth` levels are grown before each forward."""
-    seconds = depth * level_s + _round_s(cost, host, requests, _NODES_A_LEVEL * depth)
-    return _tokens(depth, right) / seconds
+def _inline(round_s: float, depth: int, level_s: float, right: float) -> float:
+    """Tokens a second of a request where `depth` levels are grown before each round of `round_s`."""
+    return _tokens(depth, right) / (depth * level_s + round_s)
 
 
-def _beside(
-    cost: CostTable, host: HostCost, requests: int, depth: int, level_s: float, right: float
-) -> float:
+def _beside(round_s: float, depth: int, level_s: float, right: float) -> float:
     """The same where at most `depth` levels are verified of what grows meanwhile; a miss waits for one."""
-    seconds = _round_s(cost, host, requests, _NODES_A_LEVEL * depth)
-    grown = min(float(depth), _IN_TIME * seconds / level_s)
-    return _tokens(grown, right) / (seconds + (1 - right) * level_s)
+    grown = min(float(depth), _IN_TIME * round_s / level_s)
+    return _tokens(grown, right) / (round_s + (1 - right) * level_s)
 
 
 def _tokens(depth: float, right: float) -> float:
-    return float((1 - right ** (depth + 1)) / (1 - right))
+    return depth + 1 if right >= 1 else float((1 - right ** (depth + 1)) / (1 - right))
 
 
-def _round_s(cost: CostTable, host: HostCost, requests: int, nodes_each: int) -> float:
-    nodes = nodes_each * requests
-    return max(1e-9, cost.seconds(requests + nodes) + host.seconds(requests, nodes))
+def _round_s(cost: CostTable, host: HostCost, crowd: Crowd, nodes_each: int) -> float:
+    nodes = nodes_each * crowd.requests
+    forward_s = cost.seconds(crowd.requests + nodes, crowd.reading(nodes_each))
+    return max(1e-9, forward_s + host.seconds(crowd.requests, nodes))

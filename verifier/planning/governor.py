@@ -28,6 +28,9 @@ _PLAIN_PRIOR = 64.0
 disturbed to look at it."""
 _RECALLED = 6.0
 """Rounds that weighs what an earlier process has found."""
+_PROMPTS_PRIOR = 4.0
+"""Rounds that weighs that a way slows prompts as it does elsewhere, or not at all: one that was descheduled
+is no slow way to read."""
 _CHECK, _FORESEE = 8, 64
 _SETTLING = 6
 """Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
@@ -276,9 +279,9 @@ class Governor(Generic[Way]):
         return (1.0, _PLAIN_PRIOR) if way == self._plain else (_PRIOR_GAIN, level.prior)
 
     def _gain(self, level: _Level[Way], way: Way) -> float:
-        """What the way is worth at this level's shares of decoding and of prompts. Prompts that are not
-        measured with it take as long as with the one that slows them least, but for what it slows them at
-        other levels."""
+        """What the way is worth at this level's shares of decoding and of prompts. As far as prompts are not
+        measured with it, they take as long as with the one that slows them least, but for what it slows them
+        at other levels."""
         decoding = self._decoding(level, way)
         known = [
             1 / (rounds.gain * self._slows_prompts(each))
@@ -287,19 +290,23 @@ class Governor(Generic[Way]):
         ]
         if not known:
             return decoding
-        mine = level.prompts[way].gain
-        slowness = 1 / mine if mine else self._slows_prompts(way) * min(known)
+        mine, slowness = level.prompts[way], self._slows_prompts(way) * min(known)
+        if mine.gain:
+            slowness += _weighed(mine.rounds) * (1 / mine.gain - slowness)
         share = level.prompts_s / (level.prompts_s + level.decoding_s)
         return 1 / ((1 - share) / decoding + share * slowness)
 
     def _slows_prompts(self, way: Way) -> float:
         """By how much rounds that read prompts take longer than in plain decoding, over all levels that know
-        both; 1: unknown."""
-        pairs = [
-            (level.prompts[self._plain].gain, level.prompts[way].gain) for level in self._levels.values()
-        ]
-        ratios = [plain / mine for plain, mine in pairs if plain and mine]
-        return sum(ratios) / len(ratios) if ratios else 1.0
+        both."""
+        slower = rounds = 0.0
+        for level in self._levels.values():
+            plain, mine = level.prompts[self._plain], level.prompts[way]
+            if plain.gain and mine.gain:
+                both = min(plain.rounds, mine.rounds)
+                slower += both * (plain.gain / mine.gain - 1)
+                rounds += both
+        return 1 + _weighed(rounds) * slower / rounds if rounds else 1.0
 
     def _decoding(self, level: _Level[Way], way: Way) -> float:
         """Its gain in decoding: what it gave and, as far as it was hardly tried, what it should give."""
@@ -307,6 +314,11 @@ class Governor(Generic[Way]):
         if way not in level.forecast:
             return seen.gain or prior
         return (seen.gain * seen.rounds + prior * weight) / max(seen.rounds + weight, 1e-9)
+
+
+def _weighed(rounds: float) -> float:
+    """What so many rounds with prompts weigh against the prior."""
+    return rounds / (rounds + _PROMPTS_PRIOR)
 
 
 def _exponent(requests: float) -> int:

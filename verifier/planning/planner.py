@@ -19,7 +19,7 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.budget import Rate, choose
 from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.forecast import DraftStep, Rightness, forecast
+from ssd_serve.verifier.planning.forecast import Crowd, DraftStep, Rightness, forecast
 from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
@@ -52,7 +52,7 @@ class DraftBounds:
 @dataclass(frozen=True, slots=True)
 class Round:
     """What a round was: `requests` decoding requests and some prompts, in `rows` rows, gave `tokens` tokens
-    to the decoding ones."""
+    to the decoding ones, whose texts came to `levels` levels of their trees with nodes."""
 
     requests: int
     prompts: int
@@ -63,6 +63,7 @@ class Round:
     forward_s: float
     host_s: float
     total_s: float
+    levels: int = 0
 
 
 class _Pending(NamedTuple):
@@ -191,8 +192,7 @@ class RoundPlanner:
             return
         self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
-        if nodes >= round_.requests > 0:
-            self._right.observe(round_.tokens / round_.requests)
+        self._right.observe(min(round_.levels, round_.tokens - round_.requests), round_.levels)
 
     def _govern(self, round_: Round, governing: Governing) -> None:
         """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
@@ -217,8 +217,10 @@ class RoundPlanner:
             return {}
         width, drafters = self._bounds.width, self._drafters
         steps = {layout: DraftStep(drafters.step_of(layout), width) for layout in governing.costs}
-        unit_s = governing.costs[Layout.OFF].first_seconds(requests, Reading())
-        return forecast(requests, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
+        contexts = [len(part.request.slots) for part in self._parts]
+        crowd = Crowd(requests, sum(contexts) / max(1, len(contexts)))
+        unit_s = governing.costs[Layout.OFF].first_seconds(requests, crowd.reading())
+        return forecast(crowd, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
 
     def _lasting(self, layout: Layout) -> float:
         """The share of what the round's requests still have to come that its drafters would have read for."""
