@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.planning.forecast import Crowd, DraftStep, Rightness, forecast
+from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast
 from ssd_serve.verifier.planning.layout import Layout
 
 ROWS = (1, 8, 64)
@@ -28,7 +28,7 @@ def gains(
     costs = {Layout.ASYNC: table(one, row_s), Layout.SYNC: alone, Layout.OFF: alone}
     steps = {layout: DraftStep(draft_s, 16) for layout in (Layout.ASYNC, Layout.SYNC)}
     unit_s = alone.seconds(requests)
-    return forecast(Crowd(requests), unit_s, costs, steps, HostCost(0.0), right)
+    return forecast(DecodingLoad(requests), unit_s, costs, steps, HostCost(0.0), right)
 
 
 def test_plain_decoding_is_the_unit() -> None:
@@ -88,7 +88,7 @@ def test_long_texts_are_part_of_what_a_round_takes() -> None:
     )
     costs: dict[Layout, CostTable] = {Layout.SYNC: cost, Layout.OFF: cost}
     steps = {Layout.SYNC: DraftStep(0.006, 16)}
-    for crowd, pays in ((Crowd(1, 0), False), (Crowd(1, 20_000), True)):
+    for crowd, pays in ((DecodingLoad(1, 0), False), (DecodingLoad(1, 20_000), True)):
         unit_s = cost.seconds(1, crowd.reading())
         found = forecast(crowd, unit_s, costs, steps, HostCost(0.0), 0.6)
         assert found[Layout.OFF] == pytest.approx(1.0)

@@ -42,7 +42,7 @@ class Rightness:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class DecodingLoad:
     """So many `requests` that decode, of `context` tokens each."""
 
     requests: int
@@ -68,7 +68,7 @@ class DraftStep:
 
 
 def forecast(
-    crowd: Crowd,
+    load: DecodingLoad,
     unit_s: float,
     costs: Mapping[Layout, CostTable],
     steps: Mapping[Layout, DraftStep],
@@ -81,12 +81,12 @@ def forecast(
     shapes = [(depth, depth * nodes) for depth in range(1, _DEEPEST + 1) for nodes in _NODES_A_LEVEL]
     for layout, cost in costs.items():
         if layout is Layout.OFF:
-            gains[layout] = unit_s / _round_s(cost, host, crowd, 0)
+            gains[layout] = unit_s / _round_s(cost, host, load, 0)
         elif layout in steps and steps[layout].seconds > 0:
             speed = _inline if layout is Layout.SYNC else _beside
-            level_s = steps[layout].level_s(crowd.requests)
+            level_s = steps[layout].level_s(load.requests)
             gains[layout] = unit_s * max(
-                speed(_round_s(cost, host, crowd, nodes), depth, level_s, right) for depth, nodes in shapes
+                speed(_round_s(cost, host, load, nodes), depth, level_s, right) for depth, nodes in shapes
             )
     return gains
 
@@ -106,7 +106,7 @@ def _tokens(depth: float, right: float) -> float:
     return depth + 1 if right >= 1 else float((1 - right ** (depth + 1)) / (1 - right))
 
 
-def _round_s(cost: CostTable, host: HostCost, crowd: Crowd, nodes_each: int) -> float:
-    nodes = nodes_each * crowd.requests
-    forward_s = cost.seconds(crowd.requests + nodes, crowd.reading(nodes_each))
-    return max(1e-9, forward_s + host.seconds(crowd.requests, nodes))
+def _round_s(cost: CostTable, host: HostCost, load: DecodingLoad, nodes_each: int) -> float:
+    nodes = nodes_each * load.requests
+    forward_s = cost.seconds(load.requests + nodes, load.reading(nodes_each))
+    return max(1e-9, forward_s + host.seconds(load.requests, nodes))

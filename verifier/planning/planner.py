@@ -19,7 +19,7 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.budget import Rate, choose
 from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.forecast import Crowd, DraftStep, Rightness, forecast
+from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast
 from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
@@ -218,9 +218,9 @@ class RoundPlanner:
         width, drafters = self._bounds.width, self._drafters
         steps = {layout: DraftStep(drafters.step_of(layout), width) for layout in governing.costs}
         contexts = [len(part.request.slots) for part in self._parts]
-        crowd = Crowd(requests, sum(contexts) / max(1, len(contexts)))
-        unit_s = governing.costs[Layout.OFF].first_seconds(requests, crowd.reading())
-        return forecast(crowd, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
+        load = DecodingLoad(requests, sum(contexts) / max(1, len(contexts)))
+        unit_s = governing.costs[Layout.OFF].first_seconds(requests, load.reading())
+        return forecast(load, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
 
     def _lasting(self, layout: Layout) -> float:
         """The share of what the round's requests still have to come that its drafters would have read for."""
