@@ -1,0 +1,71 @@
+"""A scheduler over few slots, requests for it, and what an engine does with its rounds."""
+
+from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.verifier.request import Request, accept, share
+from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
+
+SLOTS = 64
+VOCABULARY = 50
+
+
+def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
+    parameters = SamplingParameters(max_tokens=max_tokens)
+    submit = Submit(number, tuple(prompt), parameters, number)
+    return accept(submit, share(submit, ()), 64, VOCABULARY)
+
+
+def make_scheduler(
+    slots: int = SLOTS,
+    prefix: bool = True,
+    max_running: int = 4,
+    chunk: int = 8,
+    max_waiting: int = 2,
+    worth_reusing: int = 16,
+) -> Scheduler:
+    pool = SlotPool(slots)
+    limits = SchedulerLimits(max_running, max_waiting, chunk, worth_reusing)
+    return Scheduler(pool, PrefixCache(pool) if prefix else None, limits)
+
+
+def commit(scheduler: Scheduler, part: ScheduledChunk, tree: list[int], accepted: int, token: int) -> None:
+    """What the engine does after a round: keep some tree slots, free the rest, extend the text."""
+    request, final = part.request, part.final
+    request.slots.extend([*part.slots, *tree[:accepted]])
+    scheduler.pool.free(tree[accepted:])
+    if final:
+        request.tokens.extend([token] * (accepted + 1))
+
+
+def read_and_remove(scheduler: Scheduler, request: Request) -> None:
+    """A request of one chunk comes and goes; where there is a cache, its text stays there."""
+    scheduler.submit(request)
+    scheduler.admit()
+    (part,) = scheduler.plan()[0]
+    commit(scheduler, part, [], 0, 3)
+    scheduler.remove(request)
+
+
+def until_memory_is_short(scheduler: Scheduler) -> list[Request]:
+    """Rounds until somebody makes room; who does."""
+    preempted: list[Request] = []
+    while not preempted:
+        parts, preempted = scheduler.plan()
+        for part in parts:
+            commit(scheduler, part, [], 0, 3)
+    return preempted
+
+
+def read_all(scheduler: Scheduler, rounds: int = 100) -> int:
+    """Rounds until all are decoding; how many prompt tokens were computed, roots included."""
+    computed = 0
+    for _ in range(rounds):
+        scheduler.admit()
+        if not scheduler.waiting and all(request.decoding for request in scheduler.running):
+            return computed
+        parts, _ = scheduler.plan()
+        for part in parts:
+            computed += 0 if part.request.decoding else len(part.slots)
+            commit(scheduler, part, [], 0, 1)
+    raise AssertionError("a prompt is never read")

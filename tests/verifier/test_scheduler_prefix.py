@@ -1,0 +1,148 @@
+"""The scheduler and its prefix cache: prompts are read once, looks are bounded, cached texts make room."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
+from ssd_serve.cache.slots import SlotPool
+from tests.verifier.scheduler_house import commit, make_request, make_scheduler, read_all, read_and_remove
+
+
+def test_cached_texts_make_room_for_tree_rows() -> None:
+    """However full of them a server is, and no more of them go than there are rows."""
+    scheduler = make_scheduler(slots=24)
+    for number in range(4):
+        read_and_remove(scheduler, make_request(number, [number, 2, 3, 4, 5, 6], 4))
+    assert scheduler.pool.available == 0
+    request = make_request(9, [9, 9], 8)
+    scheduler.submit(request)
+    scheduler.admit()
+    for _ in range(2):
+        parts, _ = scheduler.plan()
+        trees = scheduler.tree_slots(parts, [5])
+        assert [len(tree) for tree in trees] == [5]
+        commit(scheduler, parts[0], trees[0], 0, 3)
+    assert scheduler.prefix is not None
+    assert scheduler.prefix.size == 24 - len(request.slots) - 6
+
+
+@pytest.mark.parametrize("worth_reusing", [4, 5])
+def test_a_cached_prefix_is_not_read_again(worth_reusing: int) -> None:
+    """Where it is long enough to be worth it."""
+    scheduler = make_scheduler(worth_reusing=worth_reusing)
+    read_and_remove(scheduler, make_request(0, [1, 2, 3, 4, 5], 4))
+    second = make_request(1, [1, 2, 3, 4, 9], 4)
+    scheduler.submit(second)
+    scheduler.admit()
+    assert second.pending == (1 if worth_reusing == 4 else 5)
+    assert second.figures.cached_prompt_tokens == (4 if worth_reusing == 4 else 0)
+
+
+@pytest.mark.parametrize("chunk", [16, 40, 400])
+@pytest.mark.parametrize("max_running", [2, 4])
+def test_choices_of_one_prompt_read_it_once(chunk: int, max_running: int) -> None:
+    scheduler = make_scheduler(slots=1000, chunk=chunk, max_running=max_running)
+    prompt = [1 + place % 7 for place in range(100)]
+    choices = [make_request(number, prompt, 60 - 20 * number) for number in range(4)]
+    for request in choices[:max_running]:
+        scheduler.submit(request)
+    assert read_all(scheduler) <= 100 + 15 * max_running
+    assert [request.figures.cached_prompt_tokens > 80 for request in choices[:max_running]] == [
+        False,
+        *[True] * (max_running - 1),
+    ]
+    assert scheduler.prefix is not None
+    assert scheduler.prefix.size == 100
+
+
+def test_later_requests_go_on_with_what_is_being_read() -> None:
+    """The second begins when a part of the prompt is read, and differs from the first after 70 tokens."""
+    scheduler = make_scheduler(slots=1000, chunk=20)
+    first = make_request(0, [1] * 100, 9)
+    scheduler.submit(first)
+    for _ in range(2):
+        scheduler.admit()
+        (part,) = scheduler.plan()[0]
+        commit(scheduler, part, [], 0, 1)
+    second = make_request(1, [1] * 70 + [2] * 30, 9)
+    scheduler.submit(second)
+    assert [request.number for request in scheduler.admit()] == [1]
+    assert (len(first.slots), len(second.slots)) == (40, 40)
+    assert read_all(scheduler) == 60 + 30
+    assert second.figures.cached_prompt_tokens == 70
+    assert second.slots.view()[:70].tolist() == first.slots.view()[:70].tolist()
+
+
+def test_few_shared_tokens_are_not_waited_for() -> None:
+    scheduler = make_scheduler(slots=1000, chunk=100)
+    for number in range(2):
+        scheduler.submit(make_request(number, [5] * 10 + [number] * 20, 9))
+    scheduler.admit()
+    assert [len(part.slots) for part in scheduler.plan()[0]] == [30, 30]
+
+
+def test_without_a_prefix_cache_nobody_waits() -> None:
+    scheduler = make_scheduler(slots=1000, prefix=False, chunk=100)
+    for number in range(3):
+        scheduler.submit(make_request(number, [5] * 30, 9))
+    scheduler.admit()
+    assert [len(part.slots) for part in scheduler.plan()[0]] == [30, 30, 30]
+
+
+def test_a_reader_that_leaves_is_followed_by_the_next() -> None:
+    scheduler = make_scheduler(slots=1000, chunk=20)
+    choices = [make_request(number, [1] * 100, 9) for number in range(3)]
+    for request in choices:
+        scheduler.submit(request)
+    scheduler.admit()
+    (part,) = scheduler.plan()[0]
+    commit(scheduler, part, [], 0, 1)
+    scheduler.remove(choices[0])
+    assert read_all(scheduler) == 80
+    assert len(choices[0].slots) == 0
+    assert choices[1].slots.view()[:99].tolist() == choices[2].slots.view()[:99].tolist()
+
+
+def test_choices_that_share_their_prompt_need_its_memory_once() -> None:
+    scheduler = make_scheduler(slots=150, chunk=20, max_running=8)
+    for number in range(8):
+        scheduler.submit(make_request(number, [1] * 100, 9))
+    assert len(scheduler.admit()) == 1
+    read_all(scheduler)
+    assert len(scheduler.running) == 8
+    assert scheduler.preemptions == 0
+
+
+class CountingPrefix(PrefixCache):
+    """Notes how many tokens each look may cover."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        super().__init__(pool)
+        self.looks: list[int] = []
+
+    def follow(self, handle: PrefixHandle, text: Sequence[int], end: int, least: int = 1) -> list[int]:
+        self.looks.append(end - handle.length)
+        return super().follow(handle, text, end, least)
+
+
+def test_a_long_request_that_finds_no_memory_is_not_looked_up_every_round() -> None:
+    scheduler = make_scheduler(slots=70_000, chunk=100)
+    scheduler.prefix = prefix = CountingPrefix(scheduler.pool)
+    first, second = (make_request(number, [1 + number] * 40_000, 9) for number in range(2))
+    for request in (first, second):
+        scheduler.submit(request)
+    for _ in range(30):
+        scheduler.admit()
+        for part in scheduler.plan()[0]:
+            commit(scheduler, part, [], 0, 1)
+    assert prefix.looks.count(39_999) <= 1 + 30 // 4
+    scheduler.remove(first)
+    assert scheduler.admit() == [second], "when nobody runs there is nothing to wait for"
+
+
+def test_long_requests_are_looked_up_over_several_rounds() -> None:
+    scheduler = make_scheduler(slots=1_000_000, max_running=8)
+    for number in range(4):
+        scheduler.submit(make_request(number, [1 + number] * 140_000, 9))
+    assert [len(scheduler.admit()) for _ in range(3)] == [2, 2, 0]
