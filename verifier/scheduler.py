@@ -160,9 +160,9 @@ class Scheduler:
 
         Cached texts that nobody uses make room: a server that has answered for a while is full of them.
         """
-        short = sum(wanted) + len(self.running) - self.pool.available
-        if self.prefix is not None and short > 0:
-            self.prefix.evict(short)
+        rows = sum(wanted)
+        if self.prefix is not None and rows:
+            self.prefix.evict(rows + len(self.running) - self.pool.available)
         found: list[list[int]] = []
         for part, count in zip(parts, wanted, strict=True):
             spare = max(0, self.pool.available - len(self.running))

@@ -110,7 +110,7 @@ def dear(max_tpot_s: float = math.inf, rate: float = 0.0) -> Engine:
     )
     engine = inline(build_engine(parts))
     if rate:
-        RoundPlanner.learn(engine.planner, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate))
+        RoundPlanner.learn(engine.planner, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate, 0))
     return engine
 
 

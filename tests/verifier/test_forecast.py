@@ -88,9 +88,9 @@ def test_long_texts_are_part_of_what_a_round_takes() -> None:
     )
     costs: dict[Layout, CostTable] = {Layout.SYNC: cost, Layout.OFF: cost}
     steps = {Layout.SYNC: DraftStep(0.006, 16)}
-    for crowd, pays in ((DecodingLoad(1, 0), False), (DecodingLoad(1, 20_000), True)):
-        unit_s = cost.seconds(1, crowd.reading())
-        found = forecast(crowd, unit_s, costs, steps, HostCost(0.0), 0.6)
+    for load, pays in ((DecodingLoad(1, 0), False), (DecodingLoad(1, 20_000), True)):
+        unit_s = cost.seconds(1, load.reading())
+        found = forecast(load, unit_s, costs, steps, HostCost(0.0), 0.6)
         assert found[Layout.OFF] == pytest.approx(1.0)
         assert (found[Layout.SYNC] > 1.0) is pays
 

@@ -16,7 +16,9 @@ from ssd_serve.verifier.planning.growth import Never
 from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.planning.placing import Governing
 from ssd_serve.verifier.planning.planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
+from ssd_serve.verifier.scheduler import ScheduledChunk
 from tests.fakes import HELLO
+from tests.verifier.scheduler_house import make_request
 
 
 def planner(max_tpot_s: float) -> RoundPlanner:
@@ -70,39 +72,59 @@ class Listening(Governor[Layout]):
         self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
-    """What the governor hears of a round; a forward takes `forward_s`, and `row_s` more for each row."""
-    governor, drafters = Listening(), Drafters(HELLO)
+def governed(governor: Governor[Layout], cost: CostTable) -> RoundPlanner:
+    """One drafter has joined, and all layouts cost the same."""
+    drafters = Drafters(HELLO)
     mine, its = memory_pair()
     drafters.connect(mine)
     its.send(HELLO)
     drafters.drain({})
-    cost = CostTable([Timing(rows, 0, forward_s + row_s * rows) for rows in (1, 64)])
     places = Cores(Device("cpu"), None)
     governing = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
-    bounds = DraftBounds(4096, None, 8)
-    RoundPlanner(drafters, cost, Never(), bounds, governing=governing).learn(round_)
+    return RoundPlanner(drafters, cost, Never(), DraftBounds(4096, None, 8), governing=governing)
+
+
+def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
+    """What the governor hears of a round; a forward takes `forward_s`, and `row_s` more for each row."""
+    governor = Listening()
+    governed(governor, CostTable([Timing(rows, 0, forward_s + row_s * rows) for rows in (1, 64)])).learn(
+        round_
+    )
     (heard,) = governor.told
     return heard
 
 
 def test_a_decoding_round_is_worth_the_plain_rounds_that_it_saves() -> None:
-    round_ = Round(2, 0, 0, 6, Reading(), tokens=6, forward_s=0.007, host_s=0.001, total_s=0.008)
+    round_ = Round(2, 0, 0, 6, Reading(), tokens=6, forward_s=0.007, host_s=0.001, total_s=0.008, levels=4)
     assert told(round_) == pytest.approx((0.006, 0.008, 0.002, False))
 
 
 def test_prompt_rows_count_as_what_plain_decoding_takes_for_them() -> None:
-    round_ = Round(2, 1, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05)
+    round_ = Round(2, 1, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05, levels=4)
     assert told(round_) == pytest.approx((0.032 + 1.5 * 0.002, 0.05, 0.032, True))
 
 
 def test_beside_prompts_a_token_saves_its_share_of_a_round_of_all() -> None:
     """Not a round of those that decode already: who has read its prompt decodes with them."""
-    round_ = Round(1, 3, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05)
+    round_ = Round(1, 3, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05, levels=4)
     gained_s, _, plain_s, _ = told(round_, row_s=0.0, forward_s=0.012)
     assert gained_s - plain_s == pytest.approx(4 * 0.012 / 4)
 
 
 def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
-    round_ = Round(0, 2, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08)
+    round_ = Round(0, 2, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
     assert told(round_) == pytest.approx((0.06, 0.08, 0.06, True))
+
+
+def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:
+    """Also when one of its requests has ended since, and with it its context."""
+    governor = Governor[Layout](WAYS)
+    times = [Timing(rows, read, (1 + rows) * (1e-3 + 1e-6 * read)) for rows in (1, 64) for read in (0, 1024)]
+    planner = governed(governor, CostTable(times))
+    request = make_request(0, [1, 2], 8)
+    request.slots.extend(range(2000))
+    planner.choose([ScheduledChunk(request, (2000,), final=True)], lambda: None)
+    assert governor.forecast is not None
+    running = governor.forecast(1)
+    request.slots.clear()
+    assert governor.forecast(1) == running

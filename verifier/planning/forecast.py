@@ -30,7 +30,7 @@ class Rightness:
 
     @property
     def share(self) -> float:
-        """From 0 to below 1."""
+        """From 0 to 1."""
         return self._right / self._levels
 
     def observe(self, right: int, levels: int) -> None:

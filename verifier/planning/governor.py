@@ -290,15 +290,15 @@ class Governor(Generic[Way]):
         ]
         if not known:
             return decoding
-        mine, slowness = level.prompts[way], self._slows_prompts(way) * min(known)
-        if mine.gain:
-            slowness += _weighed(mine.rounds) * (1 / mine.gain - slowness)
+        mine, prior = level.prompts[way], self._slows_prompts(way) * min(known)
+        seen = mine.rounds / mine.gain if mine.gain else 0.0
+        slowness = (seen + _PROMPTS_PRIOR * prior) / (mine.rounds + _PROMPTS_PRIOR)
         share = level.prompts_s / (level.prompts_s + level.decoding_s)
         return 1 / ((1 - share) / decoding + share * slowness)
 
     def _slows_prompts(self, way: Way) -> float:
         """By how much rounds that read prompts take longer than in plain decoding, over all levels that know
-        both."""
+        both; 1: unknown."""
         slower = rounds = 0.0
         for level in self._levels.values():
             plain, mine = level.prompts[self._plain], level.prompts[way]
@@ -306,7 +306,7 @@ class Governor(Generic[Way]):
                 both = min(plain.rounds, mine.rounds)
                 slower += both * (plain.gain / mine.gain - 1)
                 rounds += both
-        return 1 + _weighed(rounds) * slower / rounds if rounds else 1.0
+        return 1 + slower / (rounds + _PROMPTS_PRIOR)
 
     def _decoding(self, level: _Level[Way], way: Way) -> float:
         """Its gain in decoding: what it gave and, as far as it was hardly tried, what it should give."""
@@ -314,11 +314,6 @@ class Governor(Generic[Way]):
         if way not in level.forecast:
             return seen.gain or prior
         return (seen.gain * seen.rounds + prior * weight) / max(seen.rounds + weight, 1e-9)
-
-
-def _weighed(rounds: float) -> float:
-    """What so many rounds with prompts weigh against the prior."""
-    return rounds / (rounds + _PROMPTS_PRIOR)
 
 
 def _exponent(requests: float) -> int:

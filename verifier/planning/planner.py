@@ -63,7 +63,7 @@ class Round:
     forward_s: float
     host_s: float
     total_s: float
-    levels: int = 0
+    levels: int
 
 
 class _Pending(NamedTuple):
@@ -73,6 +73,11 @@ class _Pending(NamedTuple):
     requests: int
     rows: int
     reading: Reading
+
+    @property
+    def context(self) -> float:
+        """Tokens of a request's context, on average."""
+        return self.reading.context / max(1, len(self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +127,8 @@ class RoundPlanner:
         if governing is not None:
             governing.governor.forecast = self._forecast
             governing.governor.lasting = self._lasting
-        self._parts: Sequence[ScheduledChunk] = ()
-        """Of the last round."""
+        self._pending = _Pending((), 0, 0, Reading())
+        """Of the last round, as it began."""
 
     @property
     def cost(self) -> CostTable:
@@ -136,7 +141,7 @@ class RoundPlanner:
         """The nodes of a round, best first, and why they are these; `drain` takes what came."""
         requests = sum([part.request.decoding for part in parts])
         pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
-        self._parts = parts
+        self._pending = pending
         self.placing.place(len(parts), requests, pending.rows, pending.reading)
         if self.placing.reading:
             return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
@@ -192,7 +197,7 @@ class RoundPlanner:
             return
         self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
-        self._right.observe(min(round_.levels, round_.tokens - round_.requests), round_.levels)
+        self._right.observe(round_.tokens - round_.requests, round_.levels)
 
     def _govern(self, round_: Round, governing: Governing) -> None:
         """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
@@ -217,8 +222,7 @@ class RoundPlanner:
             return {}
         width, drafters = self._bounds.width, self._drafters
         steps = {layout: DraftStep(drafters.step_of(layout), width) for layout in governing.costs}
-        contexts = [len(part.request.slots) for part in self._parts]
-        load = DecodingLoad(requests, sum(contexts) / max(1, len(contexts)))
+        load = DecodingLoad(requests, self._pending.context)
         unit_s = governing.costs[Layout.OFF].first_seconds(requests, load.reading())
         return forecast(load, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
 
@@ -227,8 +231,9 @@ class RoundPlanner:
         governing = self.placing.governing
         if governing is None or layout is Layout.OFF or not (read_s := self._drafters.unread_s(layout)):
             return 1.0
-        requests = len(self._parts)
-        rounds = sum([part.request.left for part in self._parts]) / max(1, requests)
+        parts = self._pending.parts
+        requests = len(parts)
+        rounds = sum([part.request.left for part in parts]) / max(1, requests)
         left_s = rounds * governing.costs[Layout.OFF].first_seconds(requests, Reading())
         return left_s / (left_s + read_s)
 
@@ -284,9 +289,9 @@ class RoundPlanner:
 
     def _round_seconds(self, pending: _Pending, most: int) -> npt.NDArray[np.float64]:
         """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
-        _, _, rows, reading = pending
+        rows = pending.rows
         most = max(0, min(most, MAX_ROWS - rows))
-        forward_s = self.cost.span(rows, rows + most, reading, reading.context / max(1, len(pending.parts)))
+        forward_s = self.cost.span(rows, rows + most, pending.reading, pending.context)
         return forward_s + self.host.node_s * np.arange(most + 1)
 
 
