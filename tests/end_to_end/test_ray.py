@@ -276,20 +276,19 @@ def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster
 def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster, settings: Settings) -> None:
     plain = settings.model_copy(update={"mode": Mode.AR})
     cluster.add(1)
-    with ray_engine(plain, QUIET, silence_s=2.0) as engine:
-        channel = engine.connect()
-        EngineProcesses(engine, channel, lambda _progress: None)
-        engine.target_is_ready()
-        hanging = engine.pids()["verifier"]
-        time.sleep(1.5)  # a first sign of life
-        os.kill(hanging, signal.SIGSTOP)
-        until(lambda: engine.restarts > 0, 30.0)
-        channel.close()
-        channel = engine.connect()
-        EngineProcesses(engine, channel, lambda _progress: None)
-        assert not psutil.pid_exists(hanging)
-        engine.expect_end()
-        channel.close()
+    # Long enough that an actor of a busy machine is not taken for one that hangs.
+    with ray_engine(plain, QUIET, silence_s=8.0) as engine:
+        with closing(engine.connect()) as channel:
+            EngineProcesses(engine, channel, lambda _progress: None)
+            engine.target_is_ready()
+            hanging = engine.pids()["verifier"]
+            time.sleep(1.5)  # a first sign of life
+            os.kill(hanging, signal.SIGSTOP)
+            until(lambda: engine.restarts > 0, 60.0)
+        with closing(engine.connect()) as channel:
+            EngineProcesses(engine, channel, lambda _progress: None)
+            assert not psutil.pid_exists(hanging)
+            engine.expect_end()
 
 
 def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
