@@ -64,7 +64,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/prediction.json": _of_lab("prediction"),
     "lab/results/faults.json": _of_lab("faults", "--ray"),
     "bench/results/load.json": _of_bench(
-        *("load", "--ballast", "--devices", "all", "--waves", "1", "--pairs", "6", "--launches", "2"),
+        *("load", "--ballast", "--devices", "all", "--waves", "1", "--pairs", "4", "--launches", "2"),
         *("--learning", "2", "--offered", "0.5", "0.9", "1.2", "--open-requests", "16", "--open-runs", "4"),
         *("--plot", "bench/results/load.svg"),
     ),
