@@ -1,0 +1,210 @@
+"""Which nodes the drafter's core expands, and where growth ends."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from ssd_serve.cache.expansions import unpack
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.contract import Branch, Candidates, Guesses, NodeRequest, Subtree
+from ssd_serve.messages import (
+    Close,
+    DrafterMessage,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+    SamplingParameters,
+)
+from ssd_serve.seeds import mix, root_name
+from tests.drafter.core_house import LIMITS, PROMPT, ROOT, grown, make, opening
+from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
+
+
+def test_it_expands_the_most_probable_nodes_of_all_requests() -> None:
+    core, source = make()
+    for request in range(1, 4):
+        core.handle(opening(request))
+    assert {message.request for message in core.step()} == {1, 2, 3}
+    assert len(source.made) == 3  # three roots are more probable than any guess
+    core.step()
+    assert len(source.made) == 6
+
+
+class SlowCore(DrafterCore):
+    """Picks in the obvious way: it looks at the best node of every request before each pick."""
+
+    def _pick(self) -> list[NodeRequest]:
+        picked: list[NodeRequest] = []
+        while self._requests and len(picked) < self._limits.width:
+            best = max(self._requests, key=lambda request: self._requests[request].reach())
+            if self._requests[best].reach() == -math.inf:
+                break
+            picked.append(NodeRequest(best, self._requests[best].frontier.pop()))
+        return picked
+
+
+class CoarseSource(ScriptedSource):
+    """Few different log-probabilities, so that nodes of different requests are often equally probable.
+    Remembers every pick in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks: list[tuple[int, int]] = []
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
+        self.picks += [(pick.request, pick.node) for pick in picks]
+        found: list[Candidates | None] = []
+        for pick in picks:
+            steps = sorted((-0.5 * (1 + (pick.node >> 8 * rank) % 3) for rank in range(3)), reverse=True)
+            values = np.array(steps, dtype=np.float32)
+            found.append(
+                Candidates(np.array(self.tokens_of(pick.node), dtype=np.int32), values, values, -1.0)
+            )
+        return found
+
+
+@given(st.permutations(range(1, 6)), st.integers(1, 9), st.lists(st.integers(0, VOCABULARY - 1), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_it_picks_what_looking_at_every_request_before_each_pick_gives(
+    numbers: list[int], width: int, tokens: list[int]
+) -> None:
+    """Between steps roots move, requests end and begin again, and some pause."""
+    limits = GrowthLimits(width=width, fan_out=3, depth=5, nodes=60)
+    sources = CoarseSource(), CoarseSource()
+    cores = core_of(sources[0], limits, ()), SlowCore(sources[1], limits, frozenset(), "slow")
+    roots = {number: root_name(number, 1, 2) for number in numbers}
+    positions = dict.fromkeys(numbers, 3)
+
+    def tell(message: DrafterMessage) -> None:
+        for core in cores:
+            core.handle(message)
+
+    for number in numbers:
+        tell(opening(number))
+    for turn, token in enumerate([*tokens, 0]):
+        for core in cores:
+            core.step()
+        assert sources[0].picks == sources[1].picks
+        number = numbers[turn % len(numbers)]
+        if turn % 4 == 3:
+            tell(Close(number, 1))
+            tell(opening(number))
+            roots[number], positions[number] = root_name(number, 1, 2), 3
+        elif turn % 4 == 2:
+            tell(Pause(paused=token % 2 == 0))
+        else:
+            if token % 2:  # a hit
+                token = ScriptedSource.tokens_of(roots[number])[token % 3]
+            roots[number] = mix(roots[number], token)
+            tell(Outcome(number, 1, positions[number], (token,), roots[number]))
+            positions[number] += 1
+    assert sources[0].picks
+
+
+class SourceOfArrays(CoarseSource):
+    """The same guesses in arrays."""
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
+        found = [each for each in super().expand(picks, scales) if each is not None]
+        columns = (np.array([getattr(each, name) for each in found]) for name in Candidates._fields)
+        return Guesses(*columns)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(1, 9), st.sampled_from([20, 35, 200]))
+@settings(max_examples=40, deadline=None)
+def test_guesses_in_arrays_grow_the_same_trees_and_messages(ranks: list[int], width: int, nodes: int) -> None:
+    """Trees may be full before all of a step is appended."""
+    limits = GrowthLimits(width=width, fan_out=3, depth=5, nodes=nodes)
+    cores = core_of(CoarseSource(), limits, ()), core_of(SourceOfArrays(), limits, ())
+    for core in cores:
+        for request in (1, 2):
+            core.handle(opening(request))
+    root, position = ROOT, 3
+    for rank in ranks:
+        for _ in range(3):
+            each, together = (core.step() for core in cores)
+            assert each == together
+        token = ScriptedSource.tokens_of(root)[rank]
+        root = mix(root, token)
+        for core in cores:
+            assert core.handle(Outcome(1, 1, position, (token,), root)) == []
+        position += 1
+    assert cores[0].handle(Resync(1, 1)) == cores[1].handle(Resync(1, 1))
+
+
+class BrokenSource(ScriptedSource):
+    """Of some candidates the log-probabilities are no numbers, or of all."""
+
+    kind = "candidates"
+    values = np.array([-0.5, -math.inf, math.nan], dtype=np.float32)
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Any:
+        tokens = np.array([4, 5, 6], dtype=np.int32)
+        if self.kind == "subtree":
+            branches = [Branch((), tokens.tolist(), self.values.tolist())]
+            return [Subtree(branches)] * len(picks)
+        if self.kind == "candidates":
+            return [Candidates(tokens, self.values, self.values, 0.0)] * len(picks)
+        rows, values = np.tile(tokens, (len(picks), 1)), np.tile(self.values, (len(picks), 1))
+        return Guesses(rows, values, values, np.zeros(len(picks), dtype=np.float32))
+
+
+@pytest.mark.parametrize("kind", ["candidates", "arrays", "subtree"])
+def test_candidates_whose_log_probabilities_are_no_numbers_are_left_out(kind: str) -> None:
+    source = BrokenSource()
+    source.kind = kind
+    core = core_of(source, LIMITS, ())
+    core.handle(opening())
+    (growth,) = core.step()
+    (expansion,) = unpack(growth, VOCABULARY) or []
+    assert expansion.read() == ((4,), (-0.5,))
+    source.values = np.full(3, math.nan, dtype=np.float32)
+    assert core.step() == []
+
+
+def test_it_stops_when_nothing_is_worth_it() -> None:
+    core, _ = make()
+    core.handle(opening())
+    assert grown(core)
+    assert core.step() == []
+    assert core.nodes <= LIMITS.nodes
+
+
+def test_nothing_grows_beyond_the_last_token() -> None:
+    for tokens, expansions in ((1, 0), (2, 1), (3, 4)):
+        core, source = make()
+        core.handle(opening(max_tokens=tokens))
+        grown(core)
+        assert len(source.made) == expansions
+
+
+def test_what_was_put_out_before_counts_towards_the_last_token() -> None:
+    core, source = make()
+    core.handle(opening(output=(4, 8), max_tokens=4))
+    grown(core)
+    assert len(source.made) == 1
+
+
+def test_nothing_grows_below_ends() -> None:
+    for stops, ignore_eos, expansions in (((), True, 3), ((), False, 2), ((7, 14), True, 1)):
+        core, source = make()
+        source.candidates = [EOS, 7, 14]
+        parameters = SamplingParameters(max_tokens=3, stop_token_ids=stops, ignore_eos=ignore_eos)
+        core.handle(Open(1, 1, PROMPT, (), parameters, 9, ROOT))
+        grown(core)
+        assert len(source.made) == 1 + expansions
+
+
+def test_nothing_grows_beyond_what_the_draft_model_has_positions_for() -> None:
+    for context, expansions in ((2, 0), (3, 1), (4, 4)):
+        core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, context=context))
+        core.handle(opening())
+        grown(core)
+        assert len(source.made) == expansions
