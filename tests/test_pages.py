@@ -12,6 +12,7 @@ from tests.test_docs import DOCUMENTS, LINK
 
 COPIES = [
     ("README.md", "- **Speed is measured", "modes"),
+    ("README.md", "- **For crowds", "load"),
 ]
 """Paragraphs that repeat factors of a block of results.md."""
 
