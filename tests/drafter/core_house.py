@@ -2,12 +2,7 @@
 
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.messages import (
-    DrafterMessage,
-    Open,
-    Outcome,
-    SamplingParameters,
-)
+from ssd_serve.messages import DrafterMessage, Open, Outcome, SamplingParameters
 from ssd_serve.seeds import mix, root_name
 from tests.fakes import ScriptedSource, core_of
 

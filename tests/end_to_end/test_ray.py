@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,13 @@ def settings(pair: tuple[Path, Path]) -> Settings:
     )
 
 
+@contextmanager
+def asking(engine: RunningEngine) -> Generator[EngineProcesses]:
+    """A client of the engine, whose channel is closed however the test ends."""
+    with closing(engine.connect()) as channel:
+        yield EngineProcesses(engine, channel, lambda _progress: None)
+
+
 def generated(access: EngineProcesses, tokenizer: Tokenizer) -> list[int]:
     """Token ids of one request on an engine that stays."""
     prompt, parameters = (
@@ -137,11 +144,9 @@ def generated(access: EngineProcesses, tokenizer: Tokenizer) -> list[int]:
 
 def text(engine: RunningEngine, settings: Settings) -> list[int]:
     """Token ids of one request."""
-    channel = engine.connect()
-    access = EngineProcesses(engine, channel, lambda _progress: None)
-    tokens = generated(access, Tokenizer(Path(settings.target)))
-    engine.expect_end()
-    channel.close()
+    with asking(engine) as access:
+        tokens = generated(access, Tokenizer(Path(settings.target)))
+        engine.expect_end()
     return tokens
 
 
@@ -159,28 +164,24 @@ def test_target_and_drafter_share_a_node_and_come_back_on_another(
     small, large = cluster.add(1), cluster.add(2)
     tokenizer = Tokenizer(Path(settings.target))
     with ray_engine(settings, QUIET) as engine:
-        channel = engine.connect()
-        access = EngineProcesses(engine, channel, lambda _progress: None)
-        assert generated(access, tokenizer) == expected
-        assert engine.nodes() == dict.fromkeys(("verifier", "drafter-0"), cluster.id(large))
-        pids = engine.pids()
-        assert set(pids) == {"verifier", "drafter-0"}
-        environment = psutil.Process(pids["verifier"]).environ()
-        assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
+        with asking(engine) as access:
+            assert generated(access, tokenizer) == expected
+            assert engine.nodes() == dict.fromkeys(("verifier", "drafter-0"), cluster.id(large))
+            pids = engine.pids()
+            assert set(pids) == {"verifier", "drafter-0"}
+            environment = psutil.Process(pids["verifier"]).environ()
+            assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
 
-        engine.target_is_ready()
-        another = cluster.add(2)
-        cluster.lose(large)
-        channel.close()
-        channel = engine.connect()
-        access = EngineProcesses(engine, channel, lambda _progress: None)
-        assert generated(access, tokenizer) == expected
-        until(lambda: len(engine.nodes()) == 2)
-        assert set(engine.nodes().values()) <= {cluster.id(another), cluster.id(small)}
-        assert engine.failure is None
-        pids = engine.pids()
-        engine.expect_end()
-        channel.close()
+            engine.target_is_ready()
+            another = cluster.add(2)
+            cluster.lose(large)
+        with asking(engine) as access:
+            assert generated(access, tokenizer) == expected
+            until(lambda: len(engine.nodes()) == 2)
+            assert set(engine.nodes().values()) <= {cluster.id(another), cluster.id(small)}
+            assert engine.failure is None
+            pids = engine.pids()
+            engine.expect_end()
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
 
 
@@ -189,9 +190,7 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
 ) -> None:
     ranked = settings.model_copy(update={"tensor_parallel": 2})
     large, small = cluster.add(2), cluster.add(1)
-    with ray_engine(ranked, QUIET) as engine:
-        channel = engine.connect()
-        access = EngineProcesses(engine, channel, lambda _progress: None)
+    with ray_engine(ranked, QUIET) as engine, asking(engine) as access:
         target = cluster.id(large)
         assert engine.nodes() == {"verifier": target, "rank-1": target, "drafter-0": cluster.id(small)}
         tokenizer = Tokenizer(Path(ranked.target))
@@ -202,7 +201,6 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
         until(lambda: engine.nodes().get("drafter-0") == cluster.id(another))
         assert engine.failure is None
         engine.expect_end()
-        channel.close()
 
 
 def seen_gpus() -> tuple[list[str], str | None]:
@@ -278,15 +276,13 @@ def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster,
     cluster.add(1)
     # Long enough that an actor of a busy machine is not taken for one that hangs.
     with ray_engine(plain, QUIET, silence_s=8.0) as engine:
-        with closing(engine.connect()) as channel:
-            EngineProcesses(engine, channel, lambda _progress: None)
+        with asking(engine):
             engine.target_is_ready()
             hanging = engine.pids()["verifier"]
-            time.sleep(1.5)  # a first sign of life
+            time.sleep(3.0)  # it is asked every second, and watched from its first answer on
             os.kill(hanging, signal.SIGSTOP)
-            until(lambda: engine.restarts > 0, 60.0)
-        with closing(engine.connect()) as channel:
-            EngineProcesses(engine, channel, lambda _progress: None)
+            until(lambda: engine.restarts > 0, 30.0)
+        with asking(engine):
             assert not psutil.pid_exists(hanging)
             engine.expect_end()
 
@@ -298,10 +294,8 @@ def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
     (target / "model.safetensors").unlink()
     cluster.add(1)
     broken = settings.model_copy(update={"mode": Mode.AR, "target": str(target)})
-    with ray_engine(broken, QUIET) as engine:
-        channel = engine.connect()
+    with ray_engine(broken, QUIET) as engine, closing(engine.connect()):
         failure = engine.await_failure(60.0)
-        channel.close()
     assert failure is not None
     assert (failure.exit_code, failure.explained) == (6, True)
     assert capfd.readouterr().err.count("ssd: verifier: ") == 1
