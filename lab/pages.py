@@ -16,6 +16,7 @@ from lab.clients.report import clients_table
 from lab.front.report import front_table
 from lab.prediction.report import prediction_tables
 from lab.relay.report import relay_table
+from lab.trace_report import trace_table
 from ssd_serve.bench.blocks import block_text
 from ssd_serve.bench.document import replace_block
 from ssd_serve.bench.provenance import ROOT
@@ -54,6 +55,7 @@ _BLOCKS = (
     _of_bench("modes"),
     _of_bench("peers"),
     _of_bench("load"),
+    Block("docs/results.md", "trace", ("bench/results/trace.json",), trace_table),
     Block("docs/results.md", "ablate", ("lab/results/ablate.json",), page_blocks.ablate),
     Block("docs/results.md", "calibration", ("lab/results/calibration.json",), page_blocks.calibration),
     Block("docs/results.md", "quality", ("bench/results/quality.json",), page_blocks.quality),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.stale import judge_results
+from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.provenance import ROOT
 from ssd_serve.cli.main import exit_code
 
@@ -67,6 +68,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("load", "--ballast", "--devices", "all", "--waves", "1", "--pairs", "4", "--launches", "2"),
         *("--learning", "2", "--offered", "0.5", "0.9", "1.2", "--open-requests", "16", "--open-runs", "4"),
         *("--plot", "bench/results/load.svg"),
+    ),
+    "bench/results/trace.json": _of_bench(
+        *("load", "--model-wrapper", emulating("mi300x-70b-1b*2"), "--devices", "same", "--no-closed-loop"),
+        *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "240"),
+        *("--length-scale", "0.25"),
     ),
     "bench/results/peers.json": _of_bench("peers"),
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
