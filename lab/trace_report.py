@@ -20,10 +20,22 @@ class _Trace(msgspec.Struct, frozen=True):
     output_tokens_lost_share: float
 
 
+class _Notes(msgspec.Struct, frozen=True):
+    trace: _Trace
+    device_table: str
+
+
+class _Replayed(msgspec.Struct, frozen=True):
+    """What a result has of a trace that an emulated target was sent."""
+
+    notes: _Notes
+
+
 def trace_table(result: Mapping[str, object]) -> str:
-    """A line for each way; below them what was replayed, where."""
+    """A line for each way; below them what was replayed, where. Raises `UserError` where nothing was."""
     found = read_as(LoadResult, result, "ssd bench load")
-    sent = msgspec.convert(found.notes["trace"], type=_Trace)
+    notes = read_as(_Replayed, result, "ssd bench load --trace").notes
+    sent = notes.trace
     plan, limits = found.plan, found.plan.limits
     good = f"good at {' / '.join(found.trace[0].good)} times the limits"
     head = (
@@ -36,7 +48,7 @@ def trace_table(result: Mapping[str, object]) -> str:
         f"{plan.length_scale:g}, clipped to a context of {sent.context} tokens (at most {cut:.0%} of the "
         f"tokens are lost); later arrivals are left out. Temperature {plan.temperature:g}. Good: first token "
         f"within {limits.ttft_ms:g} ms and {limits.tpot_ms:g} ms per token after it. One replay of each: no "
-        f"intervals. Forwards take what the device table {found.notes['device_table']} says, or longer where "
+        f"intervals. Forwards take what the device table {notes.device_table} says, or longer where "
         f"this machine does: {found.hardware['cpu']}, {found.hardware['cores']} cores."
     )
     return f"{markdown_table(head, map(_cells, found.trace))}\n\n{told}"

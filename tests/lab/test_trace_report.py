@@ -33,3 +33,8 @@ def test_a_line_for_each_way_and_what_was_sent() -> None:
 def test_another_result_is_refused() -> None:
     with pytest.raises(UserError, match="ssd bench load"):
         trace_table({"benchmark": "modes"})
+
+
+def test_a_load_without_a_trace_is_refused() -> None:
+    with pytest.raises(UserError, match="ssd bench load --trace"):
+        trace_table({**RESULT, "trace": [], "notes": {"trace": None, "device_table": None}})
