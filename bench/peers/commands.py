@@ -54,7 +54,12 @@ def add_peers(commands: Commands) -> None:
     )
     parser.add_argument("--tokens", type=count, default=48, help="new tokens of each prompt (48)")
     parser.add_argument("--launches", type=count, default=6, help="how often everybody is started anew (6)")
-    parser.add_argument("--at-once", type=count, default=12, help="engines that run at the same time (12)")
+    parser.add_argument(
+        "--at-once",
+        type=count,
+        default=12,
+        help="engines that run at the same time, where memory has room (12)",
+    )
     add_sittings(parser)
     parser.add_argument("--dry-run", action="store_true", help="only tell how long it would take")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the bar chart")

@@ -8,12 +8,22 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import psutil  # type: ignore[import-untyped]
+
 from ssd_serve.bench.peers.client import Ask, PeerError, Sample
 from ssd_serve.bench.peers.engines import Engine, launched
 from ssd_serve.bench.peers.ways import Place, Way
 
 Launch = Callable[[Way], AbstractContextManager[Engine]]
 WARM_UPS = 2
+_ROOMY_GIB, _FULL_GIB = 4.0, 1.0
+"""Free memory below which idle engines end (vLLM takes 3 GiB), and below which none is started: where weights
+are read from the disk again and again, the disk is measured."""
+
+
+def free_gib() -> float:
+    """Memory that engines may still take."""
+    return float(psutil.virtual_memory().available) / 2**30
 
 
 @dataclass(slots=True)
@@ -24,12 +34,13 @@ class _Running:
 
 
 class Fleet:
-    """Engines by the way of their process. At most so many run, unless more are needed at once; who has not
-    been needed for the longest time ends first."""
+    """Engines by the way of their process. At most so many run, unless more are needed at once, and no more
+    than memory has room for; who has not been needed for the longest time ends first."""
 
-    def __init__(self, launch: Launch, most: int) -> None:
+    def __init__(self, launch: Launch, most: int, free_gib: Callable[[], float] = free_gib) -> None:
         self._launch = launch
         self._most = most
+        self._free_gib = free_gib
         self._running: dict[Way, _Running] = {}
         self.versions: dict[str, str] = {}
 
@@ -51,10 +62,22 @@ class Fleet:
         for way in needed:
             if way not in self._running:
                 try:
+                    self._make_room(needed)
                     self._enter(way)
                 except PeerError as error:
                     failed[way] = error
         return failed
+
+    def _make_room(self, needed: Iterable[Way]) -> None:
+        """End idle engines until one more fits into memory."""
+        idle = [way for way in self._running if way not in needed]
+        while idle and self._free_gib() < _ROOMY_GIB:
+            self.end(idle.pop(0))
+        if (free := self._free_gib()) < _FULL_GIB:
+            raise PeerError(
+                f"{free:.1f} GiB of memory are free beside {len(self._running)} engines, too few for one "
+                "more: end other programs, or compare fewer engines"
+            )
 
     def _enter(self, way: Way) -> None:
         with ExitStack() as stack:

@@ -2,6 +2,7 @@
 that was cut off goes on where it ended."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,12 +30,17 @@ MACHINE = {"hardware": {"cpu": "A processor"}}
 
 
 def run(
-    folder: Path, machine: Machine, at_once: int = 12, after: float | None = None, plan: Plan = PLAN
+    folder: Path,
+    machine: Machine,
+    at_once: int = 12,
+    after: float | None = None,
+    plan: Plan = PLAN,
+    free_gib: Callable[[], float] = lambda: 64.0,
 ) -> tuple[Result, Session]:
     warm_ups = {when: Ask((99,), 48, when, 1) for when in plan.temperatures}
     journal = Journal(folder / "answers.jsonl", "code", Sample)
     session = Session(
-        Fleet(machine.launch, at_once),
+        Fleet(machine.launch, at_once, free_gib),
         journal,
         lambda text: [*text.encode()],
         warm_ups,
@@ -161,6 +167,20 @@ def test_no_more_engines_run_at_once_than_are_needed(tmp_path: Path) -> None:
     machine = Machine()
     run(tmp_path, machine, at_once=1)
     assert machine.most == len(OUR_MODES) + 4, "one of transformers answers in three ways"
+
+
+def test_idle_engines_end_where_memory_has_no_room_for_one_more(tmp_path: Path) -> None:
+    machine = Machine()
+    result, _ = run(tmp_path, machine, free_gib=lambda: 12.0 - 1.5 * len(machine.running))
+    assert not result.failures
+    assert machine.most <= len(OUR_MODES) + 4, "12 were allowed"
+
+
+def test_an_engine_for_which_there_is_no_memory_is_a_failure_that_says_so(tmp_path: Path) -> None:
+    machine = Machine()
+    result, _ = run(tmp_path, machine, free_gib=lambda: 9.0 - 1.2 * len(machine.running))
+    assert any("memory" in one.reason and one.when == "launch 1" for one in result.failures)
+    assert machine.most == 7
 
 
 def test_it_tells_how_long_it_takes() -> None:
