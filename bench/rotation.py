@@ -38,12 +38,14 @@ def tune(
     neighbours: Callable[[Entry], Iterable[Entry]],
     speeds: Callable[[Sequence[Entry], Sequence[Item]], Mapping[Entry, float]],
     items: Sequence[Item],
+    duel: Sequence[Item] = (),
 ) -> tuple[Entry, dict[Entry, float]]:
     """The fastest entry, with the last measured speeds of all that were tried.
 
     First by halving: everybody on a few items, then the faster half on twice as many. Then by climbing: the
     best against its neighbours on all items, until none of them is faster. So it is never at the edge of what
-    was tried.
+    was tried. The fastest of several is often so by chance: a neighbour takes the place of the best only when
+    it wins a duel too, on items of its own, or else on all items twice.
     """
     alive, tried = list(dict.fromkeys(start)), dict[Entry, float]()
     few = _FEWEST
@@ -59,9 +61,13 @@ def tune(
         if not new:
             return best, tried
         found = speeds([best, *new], items)
+        beaten |= set(new)
+        fastest = max(found, key=found.__getitem__)
+        if fastest != best:
+            judged = speeds([best, fastest], duel or [*items, *items])
+            found = {**found, **judged}
+            best = max(judged, key=judged.__getitem__)
         tried |= found
-        best = max(found, key=found.__getitem__)
-        beaten |= set(found)
 
 
 def next_to(ladder: Sequence[Item], value: Item) -> list[Item]:

@@ -5,7 +5,7 @@ ways and prompts. Knows what is measured in which order; ways, engines and figur
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -33,6 +33,8 @@ from ssd_serve.bench.rotation import tune
 
 Group = tuple[str, float]
 """Weights and temperature: who is compared."""
+_OTHER_SEEDS = (1000, 2000)
+"""Where two shapes are compared again, so that a text that one of them was lucky to sample counts once."""
 
 
 @dataclass(slots=True)
@@ -82,7 +84,8 @@ def _tuned(session: Session, begin: Sequence[Way], cores: int, asks: Sequence[As
     def speeds(ways: Sequence[Way], some: Sequence[Ask]) -> dict[Way, float]:
         return {way: speed(samples) for way, samples in session.rotation(TUNING, ways, some).items()}
 
-    best, tried = tune(begin, partial(neighbours, cores=cores), speeds, asks)
+    others = [replace(ask, seed=ask.seed + more) for more in _OTHER_SEEDS for ask in asks]
+    best, tried = tune(begin, partial(neighbours, cores=cores), speeds, asks, others)
     shown = {way.shape: round(value, 1) for way, value in tried.items()}
     temperature = asks[0].temperature
     session.say(f"  {best.label}, temperature {temperature:g}: the best of {shown}")

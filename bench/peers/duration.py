@@ -19,8 +19,9 @@ from ssd_serve.bench.peers.ways import (
 _START_S = {OURS: 15.0, LLAMA: 3.0, VLLM: 45.0, TRANSFORMERS: 10.0}
 _FIRST_S, _TOKEN_S = 0.3, 0.014
 """Of an answer on two cores of a server's processor, all engines together."""
-_CLIMBS, _TRIED = 3, 5
-"""Rotations until the best shape is inside of what was tried, and shapes in each."""
+_CLIMBS, _TRIED, _DUEL = 3, 5, 4
+"""Rotations until the best shape is inside of what was tried, shapes in each, and answers to each prompt of a
+duel."""
 
 
 def answers_of(plan: Plan, peers: Peers) -> int:
@@ -51,6 +52,7 @@ def _tuning(shapes_at_first: int, prompts: int, mode: str) -> tuple[int, int]:
     """Engines that are started, and answers."""
     tried, climbs = (2, 1) if mode == PLAIN else (_TRIED, _CLIMBS)
     starts, answers = climbs * (tried - 1) + shapes_at_first, climbs * tried * prompts
+    answers += (climbs - 1) * _DUEL * prompts
     few = 4
     while shapes_at_first > 1:
         answers += shapes_at_first * few
