@@ -61,13 +61,13 @@ def tune(
         if not new:
             return best, tried
         found = speeds([best, *new], items)
+        tried |= found
         beaten |= set(new)
         fastest = max(found, key=found.__getitem__)
         if fastest != best:
-            judged = speeds([best, fastest], duel or [*items, *items])
-            found = {**found, **judged}
-            best = max(judged, key=judged.__getitem__)
-        tried |= found
+            found = speeds([best, fastest], duel or [*items, *items])
+            tried |= found
+            best = max(found, key=found.__getitem__)
 
 
 def next_to(ladder: Sequence[Item], value: Item) -> list[Item]:

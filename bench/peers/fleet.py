@@ -3,27 +3,20 @@
 Knows when engines are started, warmed up and ended, not what is measured.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import psutil  # type: ignore[import-untyped]
-
 from ssd_serve.bench.peers.client import Ask, PeerError, Sample
-from ssd_serve.bench.peers.engines import Engine, launched
-from ssd_serve.bench.peers.ways import Place, Way
+from ssd_serve.bench.peers.engines import Engine
+from ssd_serve.bench.peers.ways import Way
 
 Launch = Callable[[Way], AbstractContextManager[Engine]]
 WARM_UPS = 2
-_ROOMY_GIB, _FULL_GIB = 4.0, 1.0
-"""Free memory below which idle engines end (vLLM takes 3 GiB), and below which none is started: where weights
+_ROOMY, _FULL = 4 << 30, 1 << 30
+"""Free bytes below which idle engines end (vLLM takes 3 GiB), and below which none is started: where weights
 are read from the disk again and again, the disk is measured."""
-
-
-def free_gib() -> float:
-    """Memory that engines may still take."""
-    return float(psutil.virtual_memory().available) / 2**30
 
 
 @dataclass(slots=True)
@@ -37,17 +30,20 @@ class Fleet:
     """Engines by the way of their process. At most so many run, unless more are needed at once, and no more
     than memory has room for; who has not been needed for the longest time ends first."""
 
-    def __init__(self, launch: Launch, most: int, free_gib: Callable[[], float] = free_gib) -> None:
+    def __init__(self, launch: Launch, most: int, free_memory: Callable[[], int]) -> None:
+        """`free_memory`: bytes that engines may still take."""
         self._launch = launch
         self._most = most
-        self._free_gib = free_gib
+        self._free_memory = free_memory
         self._running: dict[Way, _Running] = {}
         self.versions: dict[str, str] = {}
 
     @classmethod
-    def of(cls, place: Place, most: int) -> "Fleet":
-        """Of real engines."""
-        return cls(partial(launched, place=place), most)
+    def of(cls, launch: Launch, most: int) -> "Fleet":
+        """Of real engines, which take this machine's memory."""
+        from ssd_serve.models.memory import available_memory  # with torch, which reads the environment
+
+        return cls(launch, most, partial(available_memory, "cpu"))
 
     def start(self, ways: Iterable[Way]) -> dict[Way, PeerError]:
         """Have these running, started one after the other. Those that cannot be, and why."""
@@ -56,9 +52,6 @@ class Fleet:
         for way in needed:
             if way in self._running:
                 self._running[way] = self._running.pop(way)  # in the order of their last need
-        idle = [way for way in self._running if way not in needed]
-        for way in idle[: max(0, len(idle) + len(needed) - self._most)]:
-            self.end(way)
         for way in needed:
             if way not in self._running:
                 try:
@@ -68,15 +61,16 @@ class Fleet:
                     failed[way] = error
         return failed
 
-    def _make_room(self, needed: Iterable[Way]) -> None:
-        """End idle engines until one more fits into memory."""
+    def _make_room(self, needed: Sequence[Way]) -> None:
+        """End idle engines until one more may run and fits into memory."""
         idle = [way for way in self._running if way not in needed]
-        while idle and self._free_gib() < _ROOMY_GIB:
+        while idle and (len(self._running) >= self._most or self._free_memory() < _ROOMY):
             self.end(idle.pop(0))
-        if (free := self._free_gib()) < _FULL_GIB:
+        free = self._free_memory()
+        if free < _FULL:
             raise PeerError(
-                f"{free:.1f} GiB of memory are free beside {len(self._running)} engines, too few for one "
-                "more: end other programs, or compare fewer engines"
+                f"{free / 2**30:.1f} GiB of memory are free beside {len(self._running)} engines, too few for "
+                "one more: end other programs, or compare fewer engines"
             )
 
     def _enter(self, way: Way) -> None:

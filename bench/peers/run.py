@@ -5,12 +5,14 @@ Knows files, not what is measured.
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ssd_serve.bench.journal import Journal, TimeGiven, work_folder
 from ssd_serve.bench.peers.builds import peer_builds
 from ssd_serve.bench.peers.client import Ask, Sample
 from ssd_serve.bench.peers.comparison import measure, told
+from ssd_serve.bench.peers.engines import launched
 from ssd_serve.bench.peers.fleet import Fleet
 from ssd_serve.bench.peers.gguf_file import write_gguf
 from ssd_serve.bench.peers.result import Plan
@@ -63,7 +65,8 @@ def run_peers(
             for when, some in chosen.items()
         }
         words = Tokenizer(resolve_model(EMBEDDED, "target")).encode
-        session = Session(Fleet.of(place, at_once), journal, words, warm_ups, say, TimeGiven(minutes))
+        fleet = Fleet.of(partial(launched, place=place), at_once)
+        session = Session(fleet, journal, words, warm_ups, say, TimeGiven(minutes))
         found = measure(session, plan, peers, chosen)
         return {**told(session, plan, peers, found), "builds": peer_builds(place)}
 

@@ -98,7 +98,7 @@ def _ballast(work: Path, head: Path | None) -> tuple[Pair, Drafts]:
 
 
 def _fleet(drafts: Drafts, place: Place, most: int) -> Fleet:
-    return Fleet(partial(launched, place=place, words=partial(words, drafts=drafts)), most)
+    return Fleet.of(partial(launched, place=place, words=partial(words, drafts=drafts)), most)
 
 
 def _tuned(drafts: Drafts, place: Place, asks: Sequence[Ask], say: Callable[[str], None]) -> list[Way]:

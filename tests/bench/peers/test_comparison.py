@@ -35,12 +35,12 @@ def run(
     at_once: int = 12,
     after: float | None = None,
     plan: Plan = PLAN,
-    free_gib: Callable[[], float] = lambda: 64.0,
+    free_memory: Callable[[], int] = lambda: 64 << 30,
 ) -> tuple[Result, Session]:
     warm_ups = {when: Ask((99,), 48, when, 1) for when in plan.temperatures}
     journal = Journal(folder / "answers.jsonl", "code", Sample)
     session = Session(
-        Fleet(machine.launch, at_once, free_gib),
+        Fleet(machine.launch, at_once, free_memory),
         journal,
         lambda text: [*text.encode()],
         warm_ups,
@@ -171,14 +171,14 @@ def test_no_more_engines_run_at_once_than_are_needed(tmp_path: Path) -> None:
 
 def test_idle_engines_end_where_memory_has_no_room_for_one_more(tmp_path: Path) -> None:
     machine = Machine()
-    result, _ = run(tmp_path, machine, free_gib=lambda: 12.0 - 1.5 * len(machine.running))
+    result, _ = run(tmp_path, machine, free_memory=lambda: (24 - 3 * len(machine.running)) << 29)
     assert not result.failures
     assert machine.most <= len(OUR_MODES) + 4, "12 were allowed"
 
 
 def test_an_engine_for_which_there_is_no_memory_is_a_failure_that_says_so(tmp_path: Path) -> None:
     machine = Machine()
-    result, _ = run(tmp_path, machine, free_gib=lambda: 9.0 - 1.2 * len(machine.running))
+    result, _ = run(tmp_path, machine, free_memory=lambda: (15 - 2 * len(machine.running)) << 29)
     assert any("memory" in one.reason and one.when == "launch 1" for one in result.failures)
     assert machine.most == 7
 
