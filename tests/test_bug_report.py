@@ -205,3 +205,11 @@ def test_values_that_results_need_are_no_secrets(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("USE_AUTH", "false")
     monkeypatch.setenv("NO_PROXY", "localhost,127.0.0.1")
     assert known_secrets([None, ""]) == []
+
+
+def test_the_table_of_modes_is_measured_on_few_prompts_of_the_projects_own() -> None:
+    """Whoever reports has no file of prompts, and minutes."""
+    step = next(step for step in steps("cuda:0", quick=False) if step.name == "modes")
+    args = build_parser().parse_args([each.format(file="out.json") for each in step.arguments])
+    assert args.prompts is None
+    assert args.num_prompts <= 4

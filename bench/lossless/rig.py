@@ -195,8 +195,8 @@ def wish(
 
 
 def load_on(path: Path, device: Device, wished: ModelWish) -> Model:
-    """Load a model for a device."""
-    wished = replace(wished, device=device.torch_name)
+    """Load a model for a device; forwards of a GPU are captured, as in serving."""
+    wished = replace(wished, device=device.torch_name, graphs=device.kind != "cpu")
     if device.kind == "cpu":
         return load_model(path, wished)
     with torch.cuda.device(device.torch_name):

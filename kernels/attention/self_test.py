@@ -27,7 +27,7 @@ RATIOS = ((4, 4), (16, 4), (32, 4))
 _WINDOW = 11
 ALLOWED = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest difference from the reference, for values of about 1: some units of the last place."""
-_OBVIOUS = 2_000_000
+_OBVIOUS = 20_000
 """Products of rows, heads and mean context beyond which torch's attention in float32 on the CPU, itself held
 to the obvious reference below that, stands in for it."""
 
@@ -115,6 +115,7 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[TriedRequest], devic
     right: Any = ReferenceAttention(theirs) if obvious else SdpaAttention(theirs, form.heads)
     tried = make(ours, form.heads)
     rows = captured_rows(batch.rows)
+    real = batch.rows
     if isinstance(tried, Capturable) and rows is not None:
         batch = padded(batch, rows, slots)
     plans: tuple[Any, Any] = _plan_of(tried, batch), right.plan(batch)
@@ -131,7 +132,9 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[TriedRequest], devic
         found = tried.run_with_lse(layer, queries.to(device), plans[0])
         expected = right.run_with_lse(layer, queries.float(), plans[1])
         found = (tried.run(layer, queries.to(device), plans[0]), found[1])  # what serves is what is tried
-        worst = max(worst, *map(_difference, found, expected))
+        # Padding rows share a slot: whose keys stay there is chance on a GPU, and nobody reads their results.
+        pairs = zip(found, expected, strict=True)
+        worst = max(worst, *(_difference(each[:real], wanted[:real]) for each, wanted in pairs))
     return worst
 
 

@@ -9,7 +9,7 @@ import torch
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention.backends import Candidate, choose_attention
-from ssd_serve.kernels.attention.contract import Maker
+from ssd_serve.kernels.attention.contract import Capturable, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.attention.self_test import RATIOS, first_failure, self_test
 from ssd_serve.kernels.attention.timing import attention_seconds
@@ -56,6 +56,21 @@ class Raising(SdpaAttention):
         raise RuntimeError("unsupported architecture gfx000\nand a long story")
 
 
+class FirstStays(SdpaAttention):
+    """Planned as for a capture, so that batches are padded; of rows that write to one slot the first one stays
+    there, where torch's copy on a CPU leaves the last one. On a GPU it is any of them."""
+
+    def plan_to_capture(self, batch: Batch) -> SdpaPlan:
+        return self.plan(batch)
+
+    def captured_as(self, plan: SdpaPlan) -> None:
+        """Never captured."""
+
+    def write(self, layer: int, keys_values: torch.Tensor, plan: SdpaPlan) -> None:
+        for row in range(len(keys_values) - 1, -1, -1):
+            self._cache.write(layer, plan.write_slots[row : row + 1], keys_values[row : row + 1])
+
+
 @pytest.mark.parametrize("dtype", MOSTLY_SLOW)
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_right_results_pass_in_every_dtype(dtype: torch.dtype, head_dim: int) -> None:
@@ -74,6 +89,11 @@ def test_an_inflated_denominator_is_found_in_every_ratio(dtype: torch.dtype) -> 
 def test_the_mask_of_another_head_is_found_wherever_heads_share_keys(dtype: torch.dtype) -> None:
     right = [trial.right for trial in self_test(WrongHead, dtype, 64, "cpu")]
     assert right == [heads == kv_heads for heads, kv_heads in RATIOS]
+
+
+def test_padding_rows_may_overwrite_each_other_in_any_order() -> None:
+    assert isinstance(FirstStays(KVCache(KVLayout((LayerKV(2, 64),), torch.float32), 8, "cpu"), 4), Capturable)
+    assert first_failure(FirstStays, torch.float32, 64, "cpu") == ""
 
 
 def test_what_is_wrong_is_said_in_words() -> None:

@@ -63,7 +63,7 @@ def steps(device: str, *, quick: bool) -> list[Step]:
         Step("divergence", ("bench", "lossless", "--quick", *where), device),
     ]
     if not quick:
-        modes = ("bench", "modes", "--setting", "real", "--prompts", "4", *where)
+        modes = ("bench", "modes", "--setting", "real", "--num-prompts", "4", *where)
         found.append(Step("modes", modes, device))
     return found
 

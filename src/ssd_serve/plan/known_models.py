@@ -158,10 +158,16 @@ def known_names() -> tuple[str, ...]:
     return tuple(_shapes())
 
 
+def known_config(name: str) -> dict[str, Any] | None:
+    """What decides the sizes in the `config.json` of a well-known model; None if the name is not known."""
+    shape = _shapes().get(name.lower())
+    return None if shape is None else dict(zip(_KEYS, shape, strict=True))
+
+
 def known_model(name: str) -> Description[Any] | None:
     """A well-known model, as far as sizes go; None if the name is not known."""
-    shape = _shapes().get(name.lower())
-    return None if shape is None else describe(dict(zip(_KEYS, shape, strict=True)))
+    config = known_config(name)
+    return None if config is None else describe(config)
 
 
 def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[Any], Path | None]:
