@@ -18,9 +18,12 @@ from ssd_serve.logs import Logger
 from ssd_serve.models.completion import completion
 from ssd_serve.models.interface import CapturableModel, ForwardResult, Inputs
 from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.warmup import one_tree, single_rows
 from ssd_serve.models.wrapped import WrappedModel
 
-MAX_GRAPHS = 128
+MAX_GRAPHS = 256
+_FEW_ROWS = 64
+"""So many rows all have their logits computed where one is wanted: less than launching kernels one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,29 @@ class CapturedModel(WrappedModel):
         """Memory that the graphs hold."""
         return sum(each.graph.bytes for each in self._forwards.values())
 
+    def capture_ahead(self, most_rows: int = MAX_CAPTURED_ROWS) -> None:
+        """Capture what a tree of one request and single rows of many need, for every row count up to this
+        one; the largest first, whose memory serves the others. The rest is captured when it is met.
+
+        Writes only garbage into KV slots: call it before any request runs.
+        """
+        room = min(most_rows, self.slots - 1, self.facts.context - 1)
+        log, self._log = self._log, None  # one line for all of them
+        for rows in range(room, 0, -1):
+            for batch in (one_tree(rows), single_rows(rows)) if captured_rows(rows) == rows else ():
+                if not self._failed:
+                    self.forward(batch)
+        self._log = log
+        if log is not None and not self._failed:
+            log.info("forwards captured", graphs=self.graphs, mib=self.captured_bytes >> 20)
+
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
         """Logits are good until the next forward."""
         rows = captured_rows(batch.rows)
-        # The logits of all rows are computed; where few are wanted, as in a prompt, that would not pay.
-        if rows is None or self._failed or 2 * len(batch.rows_wanted) < batch.rows:
+        # All rows' logits are computed; where few of many are wanted, as in a prompt, that would not pay.
+        few_wanted = batch.rows > _FEW_ROWS and 2 * len(batch.rows_wanted) < batch.rows
+        if rows is None or self._failed or few_wanted:
             return self._model.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
         shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)

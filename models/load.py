@@ -222,9 +222,12 @@ class _Loading:
                 )
             return model
         capture = DeviceGraphCapture(torch.device(self._place))
-        return CapturedModel(
+        captured = CapturedModel(
             model, attention.backend, capture, padding_slot=wish.slots, group=self._group, log=log
         )
+        if self._group.parallel.size == 1:  # ranks forward when the first one says so
+            captured.capture_ahead()
+        return captured
 
 
 def load_served(

@@ -46,6 +46,25 @@ def measure_steps(
     return seconds
 
 
+def one_tree(rows: int) -> Batch:
+    """A root and its children, after one token."""
+    part = RequestRows(
+        tokens=[1] * rows,
+        positions=[1, *[2] * (rows - 1)],
+        write_slots=list(range(1, 1 + rows)),
+        prefix_slots=np.zeros(1, dtype=np.int32),
+        wanted=list(range(rows)),
+        ancestry=[1, *(1 | 1 << row for row in range(1, rows))],
+    )
+    return build_batch([part])
+
+
+def single_rows(rows: int) -> Batch:
+    """As many requests that decode without drafts, after one token, which they share."""
+    prefix = np.zeros(1, dtype=np.int32)
+    return build_batch([RequestRows([1], [1], [1 + row], prefix, [0]) for row in range(rows)])
+
+
 def _batch(rows: int, context: int) -> Batch:
     """A causal chunk of one request."""
     part = RequestRows(

@@ -16,6 +16,7 @@ import triton
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.batch import Batch, Int32Array
+from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, captured_rows
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
 from ssd_serve.kernels.triton.memory import BatchMemory, Room
 
@@ -27,11 +28,14 @@ one order whatever else is in the batch."""
 TILES = (16, 32, 64)
 """Stacked rows of a program in half precision."""
 WARPS = 4
-SCRATCH_BYTES = 256 << 20
+SCRATCH_BYTES = 512 << 20
 """Most memory for the results of parts; a batch that would need more is attended in several launches."""
 _FIXED_ROWS = 256
 _FIXED_WORDS = 128
 """Ancestry words of 32 bits a row: trees of 4,096 nodes."""
+_FEW_PARTS, _FEW_WORDS = 4, 4
+"""So many parts of a prefix, and words a row, are launched for those that have fewer: programs that find no
+part end at once, and trees up to 128 nodes after up to 2,048 tokens are one shape."""
 _SHARED = 4
 """How often a slot may be in the prefixes of a batch, on average, that fits into fixed memory."""
 
@@ -96,17 +100,22 @@ class TritonAttention:
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut every request's rows into tiles and copy the indices.
 
-        Counts of tiles, parts and words are rounded up to powers of two, so that few shapes are met.
+        What a graph may be captured of has a tile for each row; words are rounded up to powers of two, and
+        parts to powers of four: so few shapes are met.
         """
         counts = np.diff(batch.request_offsets)  # [requests]
-        tile = tile_of(int(counts.max()) * self._largest_group, self.dtype, self._largest_group)
+        longest = int(counts.max())
+        stacked = (captured_rows(longest) or longest) * self._largest_group
+        tile = tile_of(stacked, self.dtype, self._largest_group)
         tiles = _tiles(batch, max(1, tile // self._largest_group))
         parts = 1 + -(-np.diff(batch.prefix_offsets) // SPLIT)  # [requests]
         ancestry = _words(batch)  # [rows, words]
         room = Room(batch.rows, ancestry.size, len(batch.tree_slots), len(batch.prefix_slots))
         fixed = self._memory.room.holds(room)
         memory = self._memory if fixed else BatchMemory(room, self._device)
-        programs = min(batch.rows, _power_of_two(len(tiles)))
+        programs = batch.rows  # no row is in two tiles
+        if batch.rows > MAX_CAPTURED_ROWS:
+            programs = min(batch.rows, _power_of_two(len(tiles)))
         empty = np.zeros(programs - len(tiles), dtype=np.int32)  # a tile of no rows does nothing
         memory.fill(
             {
@@ -118,7 +127,7 @@ class TritonAttention:
                 **{name: getattr(batch, name) for name in _AS_THEY_ARE},
             }
         )
-        most = 1 + _power_of_two(int(parts.max()) - 1)
+        most = 1 + _power_of_four(max(_FEW_PARTS, int(parts.max()) - 1))
         launches = self._launches(tiles, programs, most, batch.rows)
         shape = _Shape(batch.rows, tile, most, ancestry.shape[1], launches)
         write_slots = memory["write_slots"][: batch.rows]
@@ -264,14 +273,21 @@ def _tiles(batch: Batch, most: int) -> Int32Array:
 
 
 def _words(batch: Batch) -> Int32Array:
-    """The ancestry in words of 32 bits, a power of two of them a row: int32 [rows, words]."""
+    """The ancestry in words of 32 bits, a power of two of them a row, and no fewer than four: int32 [rows,
+    words]."""
     words = np.ascontiguousarray(batch.ancestry, dtype="<u8").view(np.int32)
-    return np.pad(words, ((0, 0), (0, _power_of_two(words.shape[1]) - words.shape[1])))
+    width = max(_FEW_WORDS, _power_of_two(words.shape[1]))
+    return np.pad(words, ((0, 0), (0, width - words.shape[1])))
 
 
 def _power_of_two(count: int) -> int:
     """The least that is not below `count`; 0 for 0."""
     return 1 << (count - 1).bit_length() if count else 0
+
+
+def _power_of_four(count: int) -> int:
+    """The least that is not below `count`."""
+    return 1 << 2 * -(-(count - 1).bit_length() // 2)
 
 
 def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:

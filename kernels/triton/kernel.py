@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# What differs from batch to batch and decides no layout: nothing is compiled anew for another number of rows.
+@triton.jit(do_not_specialize=["first_tile", "first_row", "rows", "words"])
 def attend_parts(
     queries,
     keys,
@@ -131,7 +132,7 @@ def attend_parts(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "rows"])
 def merge_parts(
     partial,
     partial_lse,

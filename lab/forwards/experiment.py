@@ -100,8 +100,8 @@ def _of_model(
     times = _timed(model, plan)
     del model
     release_memory()
-    kind = {"model": known.name, "attention": attention, "captured": graphs}
-    rows = [
+    kind: dict[str, object] = {"model": known.name, "attention": attention, "captured": graphs}
+    rows: list[dict[str, object]] = [
         {
             **kind,
             "rows": count,

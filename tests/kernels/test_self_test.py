@@ -57,8 +57,8 @@ class Raising(SdpaAttention):
 
 
 class FirstStays(SdpaAttention):
-    """Planned as for a capture, so that batches are padded; of rows that write to one slot the first one stays
-    there, where torch's copy on a CPU leaves the last one. On a GPU it is any of them."""
+    """Planned as for a capture, so that batches are padded; of rows that write to one slot the first one
+    stays there, where torch's copy on a CPU leaves the last one. On a GPU it is any of them."""
 
     def plan_to_capture(self, batch: Batch) -> SdpaPlan:
         return self.plan(batch)
@@ -92,7 +92,9 @@ def test_the_mask_of_another_head_is_found_wherever_heads_share_keys(dtype: torc
 
 
 def test_padding_rows_may_overwrite_each_other_in_any_order() -> None:
-    assert isinstance(FirstStays(KVCache(KVLayout((LayerKV(2, 64),), torch.float32), 8, "cpu"), 4), Capturable)
+    assert isinstance(
+        FirstStays(KVCache(KVLayout((LayerKV(2, 64),), torch.float32), 8, "cpu"), 4), Capturable
+    )
     assert first_failure(FirstStays, torch.float32, 64, "cpu") == ""
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.batch import build_batch
+from ssd_serve.kernels.batch import build_batch, padded
+from ssd_serve.kernels.capture import captured_rows
 from ssd_serve.kernels.triton.attention import SPLIT, TILES, TritonAttention, tile_of
+from ssd_serve.models.warmup import one_tree, single_rows
 from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
 
 pytestmark = pytest.mark.slow
@@ -91,6 +93,25 @@ def test_a_batch_that_is_too_large_for_fixed_memory_gets_its_own() -> None:
     assert plan.memory is not again.memory
     small = attention.plan(build_batch([rows_of(range(2), slots[:9], slots[9:11], [9, 10], None)]))
     assert attention.captured_as(small) is not None
+
+
+@pytest.mark.parametrize("heads", [4, 6, 16])
+def test_a_tree_of_any_size_has_the_shape_of_its_row_count(heads: int) -> None:
+    """So that a server captures them all when it starts."""
+    rng, cache = random.Random(heads), KVCache(KVLayout((LayerKV(2, 16),), torch.bfloat16), 2600, "cpu")
+    attention, slots = TritonAttention(cache, heads), list(range(2600))
+    for rows in (*range(1, 65), 100, 128, 200, 256):
+        captured = captured_rows(rows)
+        assert captured is not None
+        ahead = attention.plan(one_tree(captured)).shape
+        prefix = rng.choice([0, 1, 512, 513, 2048])
+        depths = list(range(prefix, prefix + rows))
+        tree = build_batch([rows_of(range(rows), slots[:prefix], slots[2100 : 2100 + rows], depths, None)])
+        if rows <= 128:
+            assert attention.plan(padded(tree, captured, 2599)).shape == ahead
+        single = build_batch([rows_of(range(1), slots[:9], [2100 + row], [9], None) for row in range(rows)])
+        ahead = attention.plan(single_rows(captured)).shape
+        assert attention.plan(padded(single, captured, 2599)).shape == ahead
 
 
 def test_tiles_hold_whole_rows_of_a_group() -> None:

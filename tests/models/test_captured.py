@@ -237,17 +237,36 @@ def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
 def test_every_shape_has_its_own_recording(pair: Pair) -> None:
     pair.compare(batch_of(4, (9, 1)))
     pair.compare(batch_of(5, (9, 9)))
-    pair.compare(batch_of(6, (0, 1)))  # no part of a prefix
+    pair.compare(batch_of(6, (0, 1)))  # no part of a prefix: the shape has some that nobody needs
     pair.compare(batch_of(7, (8, 1)))
-    assert (pair.tape.runs, pair.tape.replays) == (3, 4)
+    assert (pair.tape.runs, pair.tape.replays) == (2, 4)
+
+
+def test_what_one_tree_and_single_rows_need_can_be_captured_ahead(pair: Pair) -> None:
+    pair.captured.capture_ahead(8)
+    assert pair.captured.graphs == pair.tape.runs == 4, "1, 2, 4 and 8 rows, all with the same tiles"
+    for batch in (batch_of(4, (9, 1)), batch_of(5, (60, 5)), batch_of(6, *[(5, 1)] * 7)):
+        assert not pair.captured.forward(batch).captured_now
+    assert pair.captured.graphs == 4
+
+
+def test_what_cannot_be_captured_ahead_is_tried_once(pair: Pair) -> None:
+    pair.tape.refuses = "an operation is not permitted while a stream is captured"
+    pair.captured.capture_ahead(8)
+    pair.tape.refuses = ""
+    assert not pair.captured.forward(batch_of(4, (9, 1))).captured_now
+    assert (pair.captured.graphs, pair.tape.replays) == (0, 0)
 
 
 def test_rows_whose_logits_are_not_wanted(pair: Pair) -> None:
     whole = batch_of(8, (5, 4), (2, 3))
     pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[0, 2, 3, 6]]))
-    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[6]]))  # a prompt: not captured
+    pair.compare(replace(whole, rows_wanted=whole.rows_wanted[[6]]))
     pair.compare(replace(whole, rows_wanted=whole.rows_wanted[:0]))
-    assert (pair.tape.runs, pair.tape.replays) == (1, 1)
+    assert (pair.tape.runs, pair.tape.replays) == (1, 3)
+    long = batch_of(9, (5, 70))
+    pair.compare(replace(long, rows_wanted=long.rows_wanted[[69]]))  # a prompt: not captured
+    assert (pair.tape.runs, pair.tape.replays) == (1, 3)
 
 
 def test_what_cannot_be_recorded_runs_as_it_is(pair: Pair) -> None:
