@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ssd_serve.bench.modes_result import ModesRow
-from ssd_serve.bench.prompts import Chosen, Prompt, refuse_loops
+from ssd_serve.bench.prompts import Chosen, Prompt, without_loops
 from ssd_serve.bench.rig import EngineWay
 from ssd_serve.bench.rotation import next_to, rotate, tune
 from ssd_serve.bench.statistics import quartiles, ratio_interval
@@ -70,9 +70,16 @@ def run_modes(
         entries = [*tuned, *(Entry(way, stage.beside) for way in BESIDE)]
         say(f"  measuring {len(entries)} ways on {len(texts.prompts)} prompts")
         samples = _samples(stage, entries, texts.prompts, temperature)
+        written = {
+            f"{entry.way.label} on {entry.share.target}": [sample.tokens for sample in some]
+            for entry, some in samples.items()
+        }
+        kept = without_loops(texts.prompts, written)
+        if len(kept) < len(texts.prompts):
+            say(f"  {len(kept)} prompts are counted: after the others a way's text is a loop")
+        samples = {entry: [some[place] for place in kept] for entry, some in samples.items()}
         ours = samples[entries[-1]]
         for entry, theirs in samples.items():
-            refuse_loops(entry.way.label, texts.prompts, (sample.tokens for sample in theirs))
             rows.append(_row(stage.setting, entry, temperature, theirs, ours, tuned.get(entry, {})))
     return rows
 

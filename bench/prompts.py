@@ -2,12 +2,12 @@
 
 A prompt is what stands before a place in a file that the embedded pair has not seen. There is another place
 every `NEW_TOKENS` tokens, so that no continuation goes far from real text. A loop is guessed by any drafter:
-prompts whose plain continuation comes near one are left out, and a measured text that loops ends the
-benchmark. Knows texts, not who continues them.
+prompts whose plain continuation comes near one are left out, and a measured text that loops is not counted,
+or ends the benchmark. Knows texts, not who continues them.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +24,7 @@ _SHORTEST, _LONGEST = 96, 288
 _NGRAM = 8
 LOOP, NEARLY = 0.3, 0.2
 """A text of whose 8-grams a larger share repeats earlier ones is a loop; one of the other share nearly is."""
+_MOST_LOOPS = 0.1
 _AT_ONCE = 16
 
 Continue = Callable[[Sequence["Prompt"]], Sequence[Sequence[int]]]
@@ -100,6 +101,23 @@ class FromFile(Protocol):
     def path(self) -> str:
         """Of the file, for people."""
         ...
+
+
+def without_loops(prompts: Sequence[FromFile], texts: Mapping[str, Sequence[Sequence[int]]]) -> list[int]:
+    """The places of the prompts after which no text is a loop, of all ways by their names.
+
+    A GPU rounds otherwise in another batch, so that a way may write another text than that by which its
+    prompt was chosen. Raises `SsdError` where a tenth of the prompts would go.
+    """
+    kept = [
+        place
+        for place in range(len(prompts))
+        if all(repeated_share(some[place]) <= LOOP for some in texts.values())
+    ]
+    if len(kept) <= (1 - _MOST_LOOPS) * len(prompts):
+        for who, some in texts.items():
+            refuse_loops(who, prompts, some)
+    return kept
 
 
 def refuse_loops(who: str, prompts: Sequence[FromFile], texts: Iterable[Sequence[int]]) -> None:

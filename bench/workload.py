@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from ssd_serve.bench.datasets import as_prompts, read_questions
-from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, choose, held_out_prompts
+from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, Prompt, choose, held_out_prompts
 from ssd_serve.bench.rig import EngineWay, Rig
 from ssd_serve.bench.timed_request import Runner
 from ssd_serve.engine_settings import EMBEDDED, Mode
@@ -37,7 +37,8 @@ def choose_prompts(
     device: str = "cpu",
 ) -> dict[float, Chosen]:
     """Prompts of held-out files, or of `file`, for each temperature. The target of these settings continues
-    them: a copy with ballast rounds otherwise than what it is a copy of, and so writes other texts."""
+    them: a copy with ballast rounds otherwise than what it is a copy of, and so writes other texts. On a GPU
+    each is continued alone, as it is measured, for a batch is rounded otherwise, too."""
     rig = Rig(settings.model_copy(update={"mode": Mode.AR, "log_level": "warning"}), device)
     if file is None:
         pool = held_out_prompts(resolve_model(EMBEDDED, "target"), rig.tokenizer)
@@ -45,8 +46,13 @@ def choose_prompts(
         pool = as_prompts(read_questions(file), rig.tokenizer, rig.target.facts.context - tokens, chat)
     engine, runner = rig.engine(EngineWay("ar")), Runner(tokens)
     chosen: dict[float, Chosen] = {}
+
+    def go_on(some: Sequence[Prompt], temperature: float) -> Sequence[Sequence[int]]:
+        if device == "cpu":
+            return runner.run_together(engine, some, temperature)
+        return [runner.run(engine, prompt, temperature).tokens for prompt in some]
+
     for temperature in temperatures:
-        go_on = partial(runner.run_together, engine, temperature=temperature)
-        found = chosen[temperature] = choose(pool, count, tuning, go_on)
+        found = chosen[temperature] = choose(pool, count, tuning, partial(go_on, temperature=temperature))
         say(f"temperature {temperature:g}: {found.left_out:.0%} of the prompts left out, because they loop")
     return chosen

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ssd_serve.errors import SsdError
-from ssd_serve.kernels.triton.attention import BLOCK_N, SPLIT, WARPS, tiles_of
+from ssd_serve.kernels.triton.attention import SPLIT, WARPS, block_n, merged, tiles_of
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
 from ssd_serve.kernels.triton.noise import BLOCKS
 from ssd_serve.kernels.triton.noise_kernel import fill_noise
@@ -104,7 +104,7 @@ def compile_attention(
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_M": tile,
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": block_n(dtype, head_dim),
         "SPLIT": SPLIT,
         "WIDEN": False,
     }
@@ -113,7 +113,8 @@ def compile_attention(
 
 def compile_merge(target: Target, head_dim: int, dtype: torch.dtype) -> Compiled:
     """The same of `merge_parts`, whose results are of `dtype`."""
-    constants = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    block_d = triton.next_power_of_2(head_dim)
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_P": merged(head_dim)}
     return _compile(target, merge_parts, constants, dtype, 1)
 
 

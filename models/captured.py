@@ -7,6 +7,7 @@ has failed. Knows the two parts of a model's forward, not requests.
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -24,6 +25,8 @@ from ssd_serve.models.wrapped import WrappedModel
 MAX_GRAPHS = 256
 _FEW_ROWS = 64
 """So many rows all have their logits computed where one is wanted: less than launching kernels one by one."""
+_AHEAD = (2048, 1)
+"""Contexts for which forwards are captured before they are wanted: most requests' are like one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class CapturedModel(WrappedModel):
         # One for all graphs: each would keep its own.
         self._logits = torch.zeros((MAX_CAPTURED_ROWS, model.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
-        self._failed = False
+        self._failed = self._ahead = False
 
     @property
     def graphs(self) -> int:
@@ -81,15 +84,16 @@ class CapturedModel(WrappedModel):
 
         Writes only garbage into KV slots: call it before any request runs.
         """
-        room = min(most_rows, self.slots - 1, self.facts.context - 1)
-        log, self._log = self._log, None  # one line for all of them
-        for rows in range(room, 0, -1):
-            for batch in (one_tree(rows), single_rows(rows)) if captured_rows(rows) == rows else ():
-                if not self._failed:
-                    self.forward(batch)
-        self._log = log
-        if log is not None and not self._failed:
-            log.info("forwards captured", graphs=self.graphs, mib=self.captured_bytes >> 20)
+        room = min(self.slots, self.facts.context) - 1
+        counts = [rows for rows in range(most_rows, 0, -1) if captured_rows(rows) == rows]
+        self._ahead = True  # one line for all of them
+        for rows, context in product(counts, _AHEAD):
+            if rows + context <= room and not self._failed:
+                self.forward(one_tree(rows, context))
+                self.forward(single_rows(rows, context))
+        self._ahead = False
+        if self._log is not None and not self._failed:
+            self._log.info("forwards captured", graphs=self.graphs, mib=self.captured_bytes >> 20)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
@@ -140,7 +144,7 @@ class CapturedModel(WrappedModel):
                 )
             return None, True
         self._forwards[key] = forward
-        if self._log is not None:
+        if self._log is not None and not self._ahead:
             mib = self.captured_bytes >> 20
             self._log.info("forward captured", rows=key[0], graphs=len(self._forwards), mib=mib)
         return forward, True

@@ -46,23 +46,28 @@ def measure_steps(
     return seconds
 
 
-def one_tree(rows: int) -> Batch:
-    """A root and its children, after one token."""
+def one_tree(rows: int, context: int = 1) -> Batch:
+    """A root and its children."""
     part = RequestRows(
         tokens=[1] * rows,
-        positions=[1, *[2] * (rows - 1)],
-        write_slots=list(range(1, 1 + rows)),
-        prefix_slots=np.zeros(1, dtype=np.int32),
+        positions=[context, *[context + 1] * (rows - 1)],
+        write_slots=list(range(context, context + rows)),
+        prefix_slots=np.arange(context, dtype=np.int32),
         wanted=list(range(rows)),
         ancestry=[1, *(1 | 1 << row for row in range(1, rows))],
     )
     return build_batch([part])
 
 
-def single_rows(rows: int) -> Batch:
-    """As many requests that decode without drafts, after one token, which they share."""
-    prefix = np.zeros(1, dtype=np.int32)
-    return build_batch([RequestRows([1], [1], [1 + row], prefix, [0]) for row in range(rows)])
+def single_rows(rows: int, context: int = 1) -> Batch:
+    """As many requests that decode without drafts, one of them after so many tokens."""
+    lengths = [context, *[1] * (rows - 1)]
+    return build_batch(
+        [
+            RequestRows([1], [length], [context + row], np.arange(length, dtype=np.int32), [0])
+            for row, length in enumerate(lengths)
+        ]
+    )
 
 
 def _batch(rows: int, context: int) -> Batch:

@@ -20,11 +20,13 @@ from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, captured_rows
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
 from ssd_serve.kernels.triton.memory import BatchMemory, Room
 
-SPLIT = 512
-"""Entries of the prefix that one program reads: enough programs for one long request, few merges."""
-BLOCK_N = 16
-"""Entries that are scored together: more spill registers. One number for all tiles, so that a row's sums have
-one order whatever else is in the batch."""
+SPLIT = 256
+"""Entries of the prefix that one program reads: enough programs for one request, few merges. On an H100 the
+fastest or nearly so of 64 to 512 for contexts of 512 to 4,096 tokens."""
+_BLOCK_N, _BLOCK_N_HALF = 16, 32
+_HALF_HEADS = 128
+"""The widest heads that leave room for more than the least."""
+_MERGED, _MERGED_WIDE = 8, 4
 TILES = (16, 32, 64)
 """Stacked rows of a program in half precision."""
 WARPS = 4
@@ -35,7 +37,7 @@ _FIXED_WORDS = 128
 """Ancestry words of 32 bits a row: trees of 4,096 nodes."""
 _FEW_PARTS, _FEW_WORDS = 4, 4
 """So many parts of a prefix, and words a row, are launched for those that have fewer: programs that find no
-part end at once, and trees up to 128 nodes after up to 2,048 tokens are one shape."""
+part end at once, and trees up to 128 nodes after up to 1,024 tokens are one shape."""
 _SHARED = 4
 """How often a slot may be in the prefixes of a batch, on average, that fits into fixed memory."""
 
@@ -200,7 +202,7 @@ class TritonAttention:
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             BLOCK_M=plan.shape.tile,
-            BLOCK_N=BLOCK_N,
+            BLOCK_N=block_n(self.dtype, head_dim),
             SPLIT=SPLIT,
             WIDEN=self._widen,
             num_warps=WARPS,
@@ -216,6 +218,7 @@ class TritonAttention:
             heads,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
+            BLOCK_P=merged(head_dim),
         )
 
     def _launches(self, tiles: Int32Array, programs: int, parts: int, rows: int) -> tuple[_Launch, ...]:
@@ -293,6 +296,17 @@ def _power_of_four(count: int) -> int:
 def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:
     """Tiles without register spills, `lab.compilation` shows which: in float32 only the smallest."""
     return TILES if dtype.itemsize == 2 else TILES[:1]
+
+
+def block_n(dtype: torch.dtype, head_dim: int) -> int:
+    """Entries that are scored together: as many as spill no registers. One number for all tiles, so that a
+    row's sums have one order whatever else is in the batch."""
+    return _BLOCK_N_HALF if dtype.itemsize == 2 and head_dim <= _HALF_HEADS else _BLOCK_N
+
+
+def merged(head_dim: int) -> int:
+    """Parts of a row that are read at once where they are merged, likewise."""
+    return _MERGED if head_dim <= _HALF_HEADS else _MERGED_WIDE
 
 
 def tile_of(stacked: int, dtype: torch.dtype, group: int = 1) -> int:

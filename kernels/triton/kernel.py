@@ -144,9 +144,10 @@ def merge_parts(
     heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
-    """Program (row, head), rows from `first_row` on: weigh the parts of a row by their log-sum-exp, always in
-    the same order.
+    """Program (row, head), rows from `first_row` on: weigh the parts of a row by their log-sum-exp, BLOCK_P
+    of them at a time, always in the same order.
 
     `row_parts` int32 [rows]: how many parts the row's request has; `out` [rows, heads, HEAD_DIM]; `lse`
     float32 [rows, heads].
@@ -158,15 +159,19 @@ def merge_parts(
     greatest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     result = tl.zeros([BLOCK_D], tl.float32)
-    for part in range(0, tl.load(row_parts + row)):
-        place = (part * rows + of_these).to(tl.int64) * heads + head
-        its = tl.load(partial_lse + place)
-        larger = tl.maximum(greatest, its)
+    count = tl.load(row_parts + row)
+    for start in range(0, count, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        there = part < count
+        place = (part * rows + of_these).to(tl.int64) * heads + head  # [BLOCK_P]
+        its = tl.load(partial_lse + place, mask=there, other=float("-inf"))
+        larger = tl.maximum(greatest, tl.max(its, 0))
         safe = tl.where(larger == float("-inf"), 0.0, larger)
         shrink, weight = tl.exp(greatest - safe), tl.exp(its - safe)
-        value = tl.load(partial + place * HEAD_DIM + dims, mask=inside, other=0.0)
-        result = result * shrink + value * weight
-        total = total * shrink + weight
+        at = partial + place[:, None] * HEAD_DIM + dims[None, :]
+        value = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)  # [BLOCK_P, BLOCK_D]
+        result = result * shrink + tl.sum(value * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
         greatest = larger
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)

@@ -39,8 +39,11 @@ class FakeStage:
     beside = Share("cpu:0", "cpu:1", 2)
     alone: Sequence[Share] = (Share("cpu:0", "", 1), Share("cpu:0-1", "", 2))
 
-    def __init__(self, wider: float = 1.2, noise: float = 0.05, loops: str = "") -> None:
-        self._wider, self._noise, self._loops = wider, noise, loops
+    def __init__(
+        self, wider: float = 1.2, noise: float = 0.05, loops: str = "", after: Sequence[Prompt] = ()
+    ) -> None:
+        """`loops`: the mode whose texts do, after these prompts; after all where none is named."""
+        self._wider, self._noise, self._loops, self._after = wider, noise, loops, after
         self._chance = random.Random(11)
         self._drift = 1.0
         self.runs: list[tuple[Entry, Prompt]] = []
@@ -55,7 +58,8 @@ class FakeStage:
         speed *= worth(way.mode, way.fan_out if way.mode == "ngram" else way.steps)
         if entry.share.target == "cpu:0-1":
             speed *= self._wider
-        tokens = [1] * NEW_TOKENS if way.mode == self._loops else list(range(NEW_TOKENS))
+        loops = way.mode == self._loops and (not self._after or prompt in self._after)
+        tokens = [1] * NEW_TOKENS if loops else list(range(NEW_TOKENS))
         seconds = NEW_TOKENS / speed
         figures = Figures(tokens=NEW_TOKENS, rounds=16, drafted=64, accepted=32, hits=12, misses=4)
         return TimedRequest(
@@ -115,9 +119,20 @@ def test_a_tie_is_as_good_and_with_much_noise_it_is_not_shown() -> None:
     assert against_the_wide_tree(FakeStage(wider=2.0)) is Verdict.WORSE
 
 
-def test_a_text_that_loops_is_an_error() -> None:
-    with pytest.raises(SsdError, match="is a loop"):
+def test_texts_that_loop_are_an_error() -> None:
+    with pytest.raises(SsdError, match=r"ssd on cpu:0: the text after .* is a loop"):
         run(FakeStage(loops="ssd"))
+
+
+def test_where_one_way_loops_no_way_is_counted() -> None:
+    """On a GPU a way may write another text than the one by which its prompt was chosen."""
+    said: list[str] = []
+    stage = FakeStage(loops="sd-chain", after=CHOSEN.prompts[3:4])
+    rows = run_modes(stage, {0.6: CHOSEN}, said.append)
+    assert {row.requests for row in rows} == {len(CHOSEN.prompts) - 1}
+    assert any(f"{len(CHOSEN.prompts) - 1} prompts are counted" in line for line in said)
+    with pytest.raises(SsdError, match="is a loop"):
+        run(FakeStage(loops="sd-chain", after=CHOSEN.prompts[: len(CHOSEN.prompts) // 10 + 1]))
 
 
 @pytest.mark.parametrize("mode", ["ngram", "sd-chain", "sd-tree"])

@@ -103,8 +103,9 @@ def test_a_tree_of_any_size_has_the_shape_of_its_row_count(heads: int) -> None:
     for rows in (*range(1, 65), 100, 128, 200, 256):
         captured = captured_rows(rows)
         assert captured is not None
-        ahead = attention.plan(one_tree(captured)).shape
-        prefix = rng.choice([0, 1, 512, 513, 2048])
+        prefix = rng.choice([0, 1, 256, 257, 1024, 1025, 2048])
+        context = 1 if prefix <= 1024 else 2048
+        ahead = attention.plan(one_tree(captured, context)).shape
         depths = list(range(prefix, prefix + rows))
         tree = build_batch([rows_of(range(rows), slots[:prefix], slots[2100 : 2100 + rows], depths, None)])
         if rows <= 128:
