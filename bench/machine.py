@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-_PACKAGES = ("ssd-serve", "torch", "numpy", "tokenizers", "transformers")
+_PACKAGES = ("ssd-serve", "torch", "triton", "flashinfer-python", "numpy", "tokenizers", "transformers")
 _COPIED_BYTES, _PASSES, _MOST_THREADS = 128 << 20, 4, 16
 """Of all threads together: more than caches hold, and a tenth of a second."""
 

@@ -47,8 +47,8 @@ class ForwardParts:
     weights_s: float
     """Reading every matrix once."""
     matmul_s: float
-    """Multiplying, as far as reading does not hide it. Of a prompt that is what lies beyond the ridge; a few
-    rows of several requests or of a tree are multiplied by kernels that hide nothing."""
+    """Multiplying, as far as reading does not hide it: of a prompt what lies beyond the ridge, of a few rows of
+    several requests or of a tree the share that the device's kernels expose."""
     attention_s: float
     """Reading the KV cache, and what is computed with it."""
     layers_s: float
@@ -77,7 +77,7 @@ def forward_parts(sheet: DeviceSheet, model: PlannedModel, ranks: int, forward: 
     return ForwardParts(
         launch_s=sheet.launch_s,
         weights_s=weights_s,
-        matmul_s=wanted * model.flops_per_row / flops + max(0.0, prompt_s - weights_s),
+        matmul_s=sheet.exposed_share * wanted * model.flops_per_row / flops + max(0.0, prompt_s - weights_s),
         attention_s=cache_bytes / bandwidth + forward.row_context * model.attention_flops / flops,
         layers_s=model.layers * (sheet.layer_s + wanted * sheet.row_s),
         exchange_s=_exchange_s(sheet, model, ranks, forward.rows),
