@@ -1,8 +1,8 @@
 """Devices that one need not own: what their makers' data sheets say, and what a forward attains of it.
 
 A table of public figures, and of constants fitted to public measurements of plain decoding; two of Hopper's
-are fitted to this project's own. `python -m lab.prediction` compares it with what others have published. Knows
-no models.
+are fitted to this project's own. `python -m lab.prediction` compares it with what others have published.
+Knows no models.
 """
 
 from dataclasses import dataclass

@@ -47,8 +47,8 @@ class ForwardParts:
     weights_s: float
     """Reading every matrix once."""
     matmul_s: float
-    """Multiplying, as far as reading does not hide it: of a prompt what lies beyond the ridge, of a few rows of
-    several requests or of a tree the share that the device's kernels expose."""
+    """Multiplying, as far as reading does not hide it: of a prompt what lies beyond the ridge, of a few rows
+    of several requests or of a tree the share that the device's kernels expose."""
     attention_s: float
     """Reading the KV cache, and what is computed with it."""
     layers_s: float
