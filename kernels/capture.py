@@ -46,7 +46,7 @@ class GraphCapture(Protocol):
 
 
 class DeviceGraphCapture:
-    """`GraphCapture` by CUDA graphs, which are HIP graphs on ROCm. Not yet run on any GPU.
+    """`GraphCapture` by CUDA graphs, which are HIP graphs on ROCm, where it has not run yet.
 
     All share one pool of memory: they never run at the same time, and what one leaves is read before the next
     one runs.

@@ -281,20 +281,20 @@ def soak(result: Result) -> str:
 def lossless(result: Result, torch: Result, invariant: Result) -> str:
     """What the whole product gave, and parts of it with PyTorch's kernels, without and with batch
     invariance."""
-    head = ("run", "cases", "tokens", "accepted nodes", "first differences", "of them near-ties")
-    lines = [
-        _lossless_row("fp32", result["totals"]),
-        _lossless_row(f"bf16, {result['bf16']['kernels']} kernels", result["bf16"]),
-        _lossless_row(f"bf16, {torch['bf16']['kernels']} kernels", torch["bf16"]),
-        _lossless_row("fp32, batch invariant", invariant["totals"]),
-        _lossless_row(f"bf16, batch invariant, {invariant['bf16']['kernels']} kernels", invariant["bf16"]),
-    ]
-    return markdown_table(head, lines)
+    return lossless_table(
+        "run",
+        {
+            "fp32": result["totals"],
+            f"bf16, {result['bf16']['kernels']} kernels": result["bf16"],
+            f"bf16, {torch['bf16']['kernels']} kernels": torch["bf16"],
+            "fp32, batch invariant": invariant["totals"],
+            f"bf16, batch invariant, {invariant['bf16']['kernels']} kernels": invariant["bf16"],
+        },
+    )
 
 
 def lossless_drafts(result: Result) -> str:
     """What each draft gave, alone or with others, in fp32."""
-    head = ("what drafts", "cases", "tokens", "accepted nodes", "first differences", "of them near-ties")
     figures = ("tokens", "accepted", "divergences", "near_ties")
     totals: dict[str, dict[str, int]] = {}
     for row in result["results"]:
@@ -302,7 +302,7 @@ def lossless_drafts(result: Result) -> str:
         found["cases"] += 1
         for each in figures:
             found[each] += row[each]
-    return markdown_table(head, [_lossless_row(f"`{draft}`", found) for draft, found in totals.items()])
+    return lossless_table("what drafts", {f"`{draft}`": found for draft, found in totals.items()})
 
 
 def governor(result: Result) -> str:
@@ -316,9 +316,12 @@ def governor(result: Result) -> str:
     return markdown_table(head, lines)
 
 
-def _lossless_row(name: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
+def lossless_table(what: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each proof by its name: what was compared, and what differed."""
+    head = (what, "cases", "tokens", "accepted nodes", "first differences", "of them near-ties")
     figures = ("cases", "tokens", "accepted", "divergences", "near_ties")
-    return (name, *(f"{totals[each]:,}" for each in figures))
+    lines = [(name, *(f"{totals[each]:,}" for each in figures)) for name, totals in found.items()]
+    return markdown_table(head, lines)
 
 
 def _ratio(found: Mapping[str, Any] | None) -> str:

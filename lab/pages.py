@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab import page_blocks
+from lab import gpu_blocks, page_blocks
 from lab.clients.report import clients_table
+from lab.forwards.report import table as forwards_table
 from lab.front.report import front_table
 from lab.prediction.report import prediction_tables
 from lab.relay.report import relay_table
@@ -50,6 +51,7 @@ def _of_bench(name: str) -> Block:
 
 
 _LOSSLESS = tuple(f"bench/results/lossless{kind}.json" for kind in ("", "-torch", "-batch-invariant"))
+_H100 = "bench/results/h100"
 _REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
@@ -81,6 +83,10 @@ _BLOCKS = (
         page_blocks.lossless_drafts,
     ),
     Block("docs/benchmarks.md", "soak", ("lab/results/soak.json",), page_blocks.soak),
+    Block("docs/gpus.md", "h100-conformance", (f"{_H100}/conformance.json",), gpu_blocks.conformance),
+    Block("docs/gpus.md", "h100-lossless", (f"{_H100}/lossless.json",), gpu_blocks.lossless),
+    Block("docs/gpus.md", "h100-kernels", (f"{_H100}/kernels.json",), gpu_blocks.kernels),
+    Block("docs/gpus.md", "h100-forwards", (f"{_H100}/forwards.json",), forwards_table),
     Block("docs/speculation.md", "governor", ("lab/results/governor.json",), page_blocks.governor),
 )
 BLOCKS = tuple(each for each in _BLOCKS if all((ROOT / file).exists() for file in each.files))

@@ -78,6 +78,17 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
 }
 """What writes each result, in the order in which they are measured; it is told where by `--json`."""
+_H100 = ("--device", "cuda:0")
+ON_GPUS: dict[str, tuple[str, ...]] = {
+    "bench/results/h100/conformance.json": _of_bench("conformance", *_H100),
+    "bench/results/h100/lossless.json": _of_bench("lossless", "--quick", *_H100),
+    "bench/results/h100/kernels.json": _of_bench("kernels", *_H100),
+    "bench/results/h100/forwards.json": _of_lab(
+        *("forwards", "--attention", "triton", "flashinfer"),
+        *("--rows", "1", "8", "16", "64", "--contexts", "128", "1024", "4096", *_H100),
+    ),
+}
+"""The same of results that need a GPU, of the kind that their folder names: measured when they are named."""
 VARIABLES = {
     "bench/results/lossless-torch.json": {"SSD_NATIVE_KERNELS": "false"},
     "lab/results/invariance.json": {"SSD_NATIVE_KERNELS": "false"},
@@ -110,11 +121,12 @@ def rerun(
     """Measure these again."""
     outcomes: list[_Outcome] = []
     logs.mkdir(parents=True, exist_ok=True)
+    commands = {**COMMANDS, **ON_GPUS}
     for file in files:
         log = logs / f"{Path(file).stem}.log"
-        say(f"{file}: python {' '.join(COMMANDS[file])}; log {log}")
+        say(f"{file}: python {' '.join(commands[file])}; log {log}")
         began = clock()
-        code = run([*COMMANDS[file], "--json", file], VARIABLES.get(file, {}), log)
+        code = run([*commands[file], "--json", file], VARIABLES.get(file, {}), log)
         outcomes.append(_Outcome(file, code, (clock() - began) / 60))
         say(f"  {'measured' if code == 0 else f'ended with {code}'} after {outcomes[-1].minutes:.1f} minutes")
     return outcomes
@@ -135,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", metavar="FILE", help="these only, stale or not")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "rerun", metavar="FOLDER")
     args = parser.parse_args(argv)
-    unknown = [file for file in args.files if file not in COMMANDS]
-    if unknown:
-        parser.error(f"nothing is known of {', '.join(unknown)}; known are {', '.join(COMMANDS)}")
+    known = (*COMMANDS, *ON_GPUS)
+    if unknown := [file for file in args.files if file not in known]:
+        parser.error(f"nothing is known of {', '.join(unknown)}; known are {', '.join(known)}")
     outcomes = rerun(
         args.files or stale(ROOT), args.logs, _run, lambda line: print(line, flush=True), time.monotonic
     )

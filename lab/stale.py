@@ -17,7 +17,7 @@ from ssd_serve.bench.provenance import ROOT, code_of, commits_since
 from ssd_serve.bench.tables import text_table
 from ssd_serve.cli.main import exit_code
 
-_FOLDERS = ("bench/results", "lab/results")
+_FOLDERS = ("bench/results", "bench/results/h100", "lab/results")
 _ABBREVIATED = 9
 
 

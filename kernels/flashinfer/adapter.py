@@ -5,8 +5,8 @@ signatures are recorded in the tests of this module: upstream 0.7.2.post1, the p
 port's main branch at 05005763. Which package to use is the business of `versions.py`, compiled kernels and
 their folders that of `compiled.py`.
 
-Not yet run on any GPU: the packages' Python was read and their signatures are tested against, their kernels
-never ran. Knows no batch and no model.
+Upstream's kernels have run on an H100, the port's never: its Python was read, and its signatures are tested
+against. Knows no batch and no model.
 """
 
 import importlib

@@ -5,7 +5,7 @@ is one for each number of rows and way, with as many requests as rows, of which 
 empty. Batches with a tree go through a mask wholly. A page is one slot: prefixes in longer pages would need a
 second wrapper, whose requests and whose rows to merge change from batch to batch.
 
-Not yet run on any GPU. Knows no capture: plans fill the buffers, and must not be made during a capture.
+The port has not run yet. Knows no capture: plans fill the buffers, and must not be made during a capture.
 """
 
 from dataclasses import dataclass

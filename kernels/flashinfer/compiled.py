@@ -5,7 +5,7 @@ apart, not torch, whose libraries the objects are linked with; and the port 0.5.
 only once, so that new flags or a moved installation change nothing (upstream 0.7.2.post1 and the port's main
 branch write it anew). So each combination has a folder here, and what is older than the package is cleared.
 
-Not yet run on any GPU. Knows nothing of what the kernels compute.
+The port has not run yet. Knows nothing of what the kernels compute.
 """
 
 import importlib.util

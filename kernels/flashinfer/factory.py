@@ -1,4 +1,4 @@
-"""How tree attention by FlashInfer is made. Not yet run on any GPU."""
+"""How tree attention by FlashInfer is made."""
 
 from typing import TYPE_CHECKING, Any
 

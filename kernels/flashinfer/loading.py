@@ -1,6 +1,6 @@
 """From "FlashInfer, please" to a package that is chosen, checked, imported and compiles into its own folder.
 
-Not yet run on any GPU. Knows neither what the kernels compute nor who wants them.
+The port has not run yet. Knows neither what the kernels compute nor who wants them.
 """
 
 from pathlib import Path

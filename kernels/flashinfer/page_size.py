@@ -1,8 +1,8 @@
 """How many slots a page of FlashInfer's has: measured on this GPU when the backend is made.
 
 Longer pages need fewer indices and are read in longer pieces, and keep long prefixes out of masks; but rows
-are then attended twice, and merged. What that is worth depends on GPU, heads and kernels. Not yet run on any
-GPU. Knows the backend by how it is made.
+are then attended twice, and merged. What that is worth depends on GPU, heads and kernels. Knows the backend
+by how it is made.
 """
 
 import numpy as np

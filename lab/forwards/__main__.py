@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # torch is not imported yet
-    from lab.forwards.experiment import ForwardsPlan, measure, table
+    from lab.forwards.experiment import ForwardsPlan, measure
+    from lab.forwards.report import table
 
     device = parse_device(args.device)
     if device.kind != "cuda":

@@ -8,16 +8,14 @@ chosen from the logits. Run it alone on the machine. Knows no engine.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
 from lab.forwards.weights import write_random
-from ssd_serve.bench.tables import markdown_table
 from ssd_serve.errors import UserError
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
@@ -139,32 +137,3 @@ def _copied(device: str) -> float:
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
     return 2 * _COPIED / best
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """For each model, backend and way to launch a line for each row count: measured, and said, by context."""
-    rows = result["results"]
-    contexts = sorted({row["context"] for row in rows})
-    found = {
-        (row["model"], row["attention"], row["captured"], row["rows"], row["context"]): row for row in rows
-    }
-    head = (
-        *("model", "attention", "launched", "rows"),
-        *(f"after {context:,}: ms (table)" for context in contexts),
-    )
-    lines = [
-        (
-            *(model, attention, "as a graph" if captured else "one by one", count),
-            *(_cell(found.get((model, attention, captured, count, context))) for context in contexts),
-        )
-        for model, attention, captured, count in dict.fromkeys(key[:4] for key in found)
-    ]
-    return (
-        f"{markdown_table(head, lines)}\n\n{result['hardware']['gpus'][0]}; a copy moves "
-        f"{result['copied_gb_per_s']:,} GB/s, the data sheet of {result['sheet']} says "
-        f"{result['sheet_gb_per_s']:,}."
-    )
-
-
-def _cell(row: Mapping[str, Any] | None) -> str:
-    return "" if row is None else f"{row['ms']:.2f} ({row['said_ms']:.2f})"

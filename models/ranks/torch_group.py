@@ -1,7 +1,7 @@
 """Ranks that talk through torch's process groups: gloo between CPUs, NCCL (RCCL on ROCm) between GPUs.
 
 Both stay on this machine: gloo listens on loopback alone, and ranks find each other through a file. The one
-module that touches torch's process groups for serving. Not yet run on any GPU. Knows no model.
+module that touches torch's process groups for serving. Not yet run on GPUs. Knows no model.
 """
 
 from collections.abc import Callable

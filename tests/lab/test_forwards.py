@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lab.forwards import experiment
-from lab.forwards.experiment import ForwardsPlan, measure, sheet_of, table
+from lab.forwards.experiment import ForwardsPlan, measure, sheet_of
+from lab.forwards.report import table
 from lab.forwards.weights import write_random
 from ssd_serve.errors import UserError
 from ssd_serve.models.load import ModelWish, load_model

@@ -1,8 +1,8 @@
 """Whether GPUs can add up numbers together here, as ranks of a target do, and whether that can be captured.
 
 The library for it (NCCL, RCCL) can hang or end a process where no exception tells, so each rank is tried in
-one of its own, which may be ended. Between GPUs this has not run yet. Knows groups of ranks; not models, and
-not which devices serve.
+one of its own, which may be ended. Between several GPUs this has not run yet. Knows groups of ranks; not
+models, and not which devices serve.
 """
 
 import os
