@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
-from ssd_serve.messages import Message
+from ssd_serve.draft_messages import Message
 
 Schedule = Callable[[int, Message], tuple[int, ...]]
 """What happens to the n-th message of a direction: the number of ticks after which each copy arrives.

@@ -6,10 +6,10 @@ queued behind the one before, as captured graphs are. Knows a channel and a mode
 
 from dataclasses import replace
 
+from ssd_serve.draft_messages import Growth, Hello
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import Growth, Hello
 from ssd_serve.models.interface import Done, ForwardEnd, ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 

@@ -27,7 +27,7 @@ ENGINE = (
     *DRAFTING,
     *("kernels", "cluster", "bench/rig.py", "bench/emulated.py", "bench/device_tables.py"),
     *(f"src/ssd_serve/plan/{name}.py" for name in ("device_tables", "forwards")),
-    *(f"src/ssd_serve/{name}.py" for name in ("memory", "messages", "engine_settings")),
+    *(f"src/ssd_serve/{name}.py" for name in ("memory", "messages", "draft_messages", "engine_settings")),
 )
 """Paths of what decides how fast an engine is."""
 SERVER = (*ENGINE, "server", "bench/completions.py")

@@ -19,6 +19,7 @@ from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import make_run_dir
 from ssd_serve.devices import parse_device
+from ssd_serve.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -30,7 +31,6 @@ from ssd_serve.errors import SsdError
 from ssd_serve.hub_id import pinned
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import Committed, Figures, Finished, SamplingParameters, Submit
+from ssd_serve.messages import (
+    Committed,
+    Figures,
+    Finished,
+    SamplingParameters,
+    Submit,
+)
 from ssd_serve.verifier.engine import Engine
 
 

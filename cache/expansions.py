@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ssd_serve.draft_messages import Growth
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Growth
 from ssd_serve.seeds import mix
 
 MAX_CANDIDATES = 65_536

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ssd_serve.cache.expansions import Packed, unpack
 from ssd_serve.cache.tree import Advance, SpeculationTree
-from ssd_serve.messages import Growth
+from ssd_serve.draft_messages import Growth
 
 _ORPHAN_LIMIT = 256
 _ORPHAN_ROUNDS = 2

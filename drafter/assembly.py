@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssd_serve.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -17,7 +18,6 @@ from ssd_serve.hub_id import without_revision
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
-from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.ranks.parallel import Parallel

@@ -17,6 +17,16 @@ import numpy as np
 from ssd_serve.cache.expansions import Expansion, pack, pack_together
 from ssd_serve.cache.tree import Node, SpeculationTree
 from ssd_serve.cache.vectors import from_bytes
+from ssd_serve.draft_messages import (
+    Close,
+    DrafterMessage,
+    Features,
+    Growth,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+)
 from ssd_serve.drafter.calibration import DEEPEST, Calibration
 from ssd_serve.drafter.drafted import Drafted, expanded, numbered, place_of
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -33,16 +43,6 @@ from ssd_serve.drafter.sources.contract import (
 )
 from ssd_serve.drafter.width import StepWidth
 from ssd_serve.logs import Logger, get_logger
-from ssd_serve.messages import (
-    Close,
-    DrafterMessage,
-    Features,
-    Growth,
-    Open,
-    Outcome,
-    Pause,
-    Resync,
-)
 
 _NOTHING: tuple[Sequence[Found], int, int] = ((None,), 0, 0)
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion
 from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.draft_messages import Open
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.sources.contract import Branch, Found
-from ssd_serve.messages import Open, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 
 
 class Drafted:

@@ -8,9 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.step_time import StepTime
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     Close,
     DrafterMessage,
     Features,
@@ -23,6 +21,8 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.step_time import StepTime
 
 
 class ChannelWithin(ABC):

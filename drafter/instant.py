@@ -9,14 +9,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from ssd_serve.drafter.build import CoreParts, build_core
-from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.grammar_paths import GrammarPaths
-from ssd_serve.drafter.inline import ChannelWithin
-from ssd_serve.drafter.lookup.shared import SharedTexts
-from ssd_serve.drafter.lookup.source import LookupSource
-from ssd_serve.labels import as_label
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     Close,
     DrafterMessage,
     Hello,
@@ -26,6 +19,13 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.grammar_paths import GrammarPaths
+from ssd_serve.drafter.inline import ChannelWithin
+from ssd_serve.drafter.lookup.shared import SharedTexts
+from ssd_serve.drafter.lookup.source import LookupSource
+from ssd_serve.labels import as_label
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.setting_values import SUFFIX
 from ssd_serve.settings import Settings

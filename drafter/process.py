@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.cluster.channels.reconnect import Dial
+from ssd_serve.draft_messages import Heartbeat
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.step_time import StepTime
@@ -19,7 +20,6 @@ from ssd_serve.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.logs import get_logger
 from ssd_serve.memory import Heap, settle_memory
-from ssd_serve.messages import Heartbeat
 from ssd_serve.settings import Settings
 
 _BEAT_S = 0.5

@@ -13,10 +13,7 @@ from msgspec.structs import replace
 from ssd_serve.cluster.channels.channel import Channel, Intake, SocketChannel
 from ssd_serve.cluster.channels.reconnect import Dial
 from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedReader
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.errors import ProtocolError
-from ssd_serve.logs import Logger
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     Close,
     Features,
     Growth,
@@ -30,6 +27,9 @@ from ssd_serve.messages import (
     Resync,
     SharedMemory,
 )
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.errors import ProtocolError
+from ssd_serve.logs import Logger
 
 FROM_VERIFIERS = Intake(descriptors=True)
 """A verifier of this machine may share memory."""

@@ -17,9 +17,9 @@ from lab.forwards.report import table as forwards_table
 from lab.front.report import front_table
 from lab.prediction.report import prediction_tables
 from lab.relay.report import relay_table
-from lab.trace_report import trace_table
 from ssd_serve.bench.blocks import block_text
 from ssd_serve.bench.document import replace_block
+from ssd_serve.bench.load.trace_report import trace_table
 from ssd_serve.bench.provenance import ROOT
 from ssd_serve.cli.main import exit_code
 

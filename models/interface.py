@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import FINAL
 
 
 def feature_name(layer: int) -> str:

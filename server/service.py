@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from ssd_serve import __version__
+from ssd_serve.draft_messages import NOISE_SCHEME
 from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.hub_id import hub_id
-from ssd_serve.messages import NOISE_SCHEME, Ready
+from ssd_serve.messages import Ready
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.interface import ServedEngine

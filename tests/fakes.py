@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.devices import Device
+from ssd_serve.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -18,12 +19,9 @@ from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequ
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.messages import (
-    NOISE_SCHEME,
-    PROTOCOL_VERSION,
     Committed,
     Figures,
     Finished,
-    Hello,
     SamplingParameters,
     Submit,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.messages import Close, DrafterMessage, Growth
+from ssd_serve.draft_messages import Close, DrafterMessage, Growth
 from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, StepTimes, VirtualChannel
 from tests.fakes import HELLO
 

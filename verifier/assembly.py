@@ -11,6 +11,7 @@ from pathlib import Path
 from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.rank_sockets import Leader
 from ssd_serve.devices import parse_device
+from ssd_serve.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import instant_channel
@@ -22,7 +23,7 @@ from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.labels import as_label
 from ssd_serve.logs import Logger, get_logger
-from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello, Ready
+from ssd_serve.messages import Ready
 from ssd_serve.models.config import model_name
 from ssd_serve.models.heads.load import head_config
 from ssd_serve.models.hub import find_model, model_here

@@ -10,16 +10,12 @@ from ssd_serve.cluster.channels.listener import Listener
 from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.cluster.channels.rank_sockets import RankFiles
 from ssd_serve.cluster.placement import of_rank
+from ssd_serve.draft_messages import Message
 from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger, Sparingly, get_logger
 from ssd_serve.memory import Heap, settle_memory
-from ssd_serve.messages import (
-    Message,
-    Progress,
-    ServerMessage,
-    Status,
-)
+from ssd_serve.messages import Progress, ServerMessage, Status
 from ssd_serve.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS

@@ -10,7 +10,8 @@ from typing import Protocol
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
-from ssd_serve.messages import Figures, Open, SamplingParameters, Submit
+from ssd_serve.draft_messages import Open
+from ssd_serve.messages import Figures, SamplingParameters, Submit
 from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.grammar import OutputState
 from ssd_serve.sampling.parameters import needs_counts, needs_editing

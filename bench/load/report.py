@@ -5,19 +5,13 @@ Knows the shape of the result, and nothing of how it was measured.
 
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
 from ssd_serve.bench.document import read_as
-from ssd_serve.bench.load.groups import ALL, ALL_DEVICES, SAME
-from ssd_serve.bench.load.result import ChunkStepsMs, LoadRatio, LoadResult, LoadRow, Percentiles, Resume
+from ssd_serve.bench.load.cells import mode_name, number, spread
+from ssd_serve.bench.load.groups import ALL, SAME
+from ssd_serve.bench.load.result import ChunkStepsMs, LoadRatio, LoadResult, LoadRow, Resume
+from ssd_serve.bench.load.trace_report import trace_table
 from ssd_serve.bench.tables import markdown_table
 
-_MODES = {
-    "ar": "plain (ar)",
-    "sd": "synchronous (sd)",
-    "ssd": "SSD (ssd)",
-    "auto": "auto",
-}
 _MEANING = {
     "real": "the served pair",
     "ballast": "the embedded pair with ballast (the same function at a larger cost)",
@@ -49,7 +43,7 @@ def load_tables(result: Mapping[str, object]) -> str:
             parts += [_open([row for row in rows if row.offered], found)]
             parts += [_ratio_table([each for each in found.ratios if each.offered], f"{group[-1]}/")]
     if found.trace:
-        parts += [_trace_head(found), _trace_table(found.trace)]
+        parts += ["**Replay of a trace**", trace_table(result)]
     if found.resume:
         parts += [_resume_table(found.resume)]
     return "\n\n".join(part for part in [*parts, _where(found)] if part)
@@ -94,20 +88,12 @@ def _open(rows: Sequence[LoadRow], found: LoadResult) -> str:
     best = max(found.capacities, key=found.capacities.__getitem__, default="")
     table = markdown_table(
         ("offered", *_columns(rows), *_OPEN_COLUMNS),
-        (
-            (f"{row.offered:g}", *_cells(row), _latency(row.whole_ms, 2, 1e-3), row.most_at_once)
-            for row in rows
-        ),
+        ((f"{row.offered:g}", *_cells(row), spread(row.whole_ms, 2, 1e-3), row.most_at_once) for row in rows),
     )
     return (
         f"Poisson arrivals, offered as a share of the {found.capacities.get(best, 0.0):.2f} requests/s that "
-        f"{_mode(best)} gave while always enough of them were waiting.\n\n{table}"
+        f"{mode_name(best)} gave while always enough of them were waiting.\n\n{table}"
     )
-
-
-def _trace_table(rows: Sequence[LoadRow]) -> str:
-    mode, _, *others = _columns(rows)
-    return markdown_table((mode, "tokens/s", *others), map(_cells, rows))
 
 
 def _columns(rows: Sequence[LoadRow]) -> tuple[str, ...]:
@@ -118,16 +104,16 @@ def _columns(rows: Sequence[LoadRow]) -> tuple[str, ...]:
 def _cells(row: LoadRow) -> tuple[str, ...]:
     """From the mode on."""
     quartiles = row.tokens_per_s_quartiles
-    spread = f" ({quartiles[0]:.1f} to {quartiles[-1]:.1f})" if quartiles else ""
+    between = f" ({quartiles[0]:.1f} to {quartiles[-1]:.1f})" if quartiles else ""
     failed = f", {row.failed} failed" if row.failed else ""
     return (
-        _mode(row.mode),
-        f"{row.tokens_per_s:.1f}{spread}",
-        _latency(row.ttft_ms),
-        _latency(row.tpot_ms, 1),
+        mode_name(row.mode),
+        f"{row.tokens_per_s:.1f}{between}",
+        spread(row.ttft_ms),
+        spread(row.tpot_ms, 1),
         " / ".join(f"{share:.2f}" for share in row.good.values()) + failed,
-        _number(row.tokens_per_round),
-        _number(row.nodes_per_round),
+        number(row.tokens_per_round),
+        number(row.nodes_per_round),
     )
 
 
@@ -165,19 +151,6 @@ def _ratio(each: LoadRatio) -> str:
     return f"**{text}**" if each.best else text
 
 
-def _trace_head(found: LoadResult) -> str:
-    told = found.notes.get("trace")
-    trace = msgspec.convert(told, type=dict[str, object]) if told else {}
-    return (
-        f"**Replay of a trace**: {trace.get('arrivals')} arrivals, times multiplied by "
-        f"{found.plan.time_scale:g} and lengths by {found.plan.length_scale:g}; clipped to a context of "
-        f"{trace.get('context')}: "
-        f"{trace.get('clipped_prompts')} prompts and {trace.get('clipped_outputs')} outputs, which lost "
-        f"{trace.get('prompt_tokens_lost_share')} and {trace.get('output_tokens_lost_share')} of all tokens. "
-        f"{trace.get('left_out')} arrivals came after the end and are left out."
-    )
-
-
 def _resume_table(checks: Sequence[Resume]) -> str:
     """One row a check; times from the moment when the load ended, or from the request's first token."""
     head = (
@@ -186,9 +159,9 @@ def _resume_table(checks: Sequence[Resume]) -> str:
     )
     rows = (
         (
-            _mode(check.mode),
+            mode_name(check.mode),
             check.concurrency,
-            _number(check.tokens_per_chunk_under_load),
+            number(check.tokens_per_chunk_under_load),
             _resumed(check.survivor_after_burst) if check.outlived_the_burst else "ended before",
             _resumed(check.single_after_burst),
             _resumed(check.single_before_burst),
@@ -199,7 +172,7 @@ def _resume_table(checks: Sequence[Resume]) -> str:
 
 
 def _resumed(steps: ChunkStepsMs) -> str:
-    return f"{_number(steps.speculated_ms, 'never')}, {_number(steps.longest_gap_ms)}"
+    return f"{number(steps.speculated_ms, 'never')}, {number(steps.longest_gap_ms)}"
 
 
 def _where(found: LoadResult) -> str:
@@ -224,17 +197,3 @@ def _launches(count: int, sittings: object) -> str:
     """Each sitting starts the servers anew."""
     launches = f"{count} launch{'' if count == 1 else 'es'}"
     return launches if sittings in (None, 1) else f"{launches} in {sittings} sittings"
-
-
-def _latency(found: Percentiles | None, decimals: int = 0, unit: float = 1.0) -> str:
-    values = () if found is None else (found.p50, found.p90, found.p99)
-    return " / ".join(f"{unit * value:.{decimals}f}" for value in values)
-
-
-def _mode(name: str) -> str:
-    mode = name.removesuffix(ALL_DEVICES)
-    return _MODES.get(mode, mode) + (", all devices" if mode != name else "")
-
-
-def _number(value: float | None, absent: str = "") -> str:
-    return absent if value is None else f"{value:.2f}"

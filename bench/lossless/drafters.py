@@ -8,8 +8,18 @@ from dataclasses import dataclass
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.draft_messages import (
+    Close,
+    Features,
+    Growth,
+    Hello,
+    Message,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+)
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.messages import Close, Features, Growth, Hello, Message, Open, Outcome, Pause, Resync
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine
 

@@ -17,6 +17,7 @@ from ssd_serve.bench.lossless.drafters import GarbageDrafter, MemoryDrafter, Rig
 from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
 from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.devices import Device
+from ssd_serve.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
@@ -26,14 +27,7 @@ from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import (
-    NOISE_SCHEME,
-    PROTOCOL_VERSION,
-    Committed,
-    Finished,
-    Hello,
-    Submit,
-)
+from ssd_serve.messages import Committed, Finished, Submit
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.wrapped import WrappedModel

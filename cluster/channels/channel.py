@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from ssd_serve.cluster.channels.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
 from ssd_serve.cluster.channels.tls import Sealed
+from ssd_serve.draft_messages import Message
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Message
 
 DEFAULT_QUEUE_BYTES = 4 * 1024 * 1024
 _READ_BYTES = 256 * 1024

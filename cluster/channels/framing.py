@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from ssd_serve.draft_messages import Message
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Message
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Largest body of one frame; a 128k-token prompt takes under 1 MiB."""

@@ -21,12 +21,13 @@ from ssd_serve.bench.statistics import ratio_interval
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.draft_messages import Hello
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import Hello, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.plan.forwards import Forward
 from ssd_serve.plan.virtual_time import Clock, Core, VirtualChannel
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, Outlook, WhenItPays

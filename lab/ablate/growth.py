@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from lab.virtual.rig import TREE_NODES
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.draft_messages import (
+    Close,
+    DrafterMessage,
+    Growth,
+    Open,
+    Outcome,
+)
 from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import Close, DrafterMessage, Growth, Open, Outcome, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 
 _MIN_RATE, _MAX_RATE = 0.05, 0.98
 

@@ -14,11 +14,12 @@ from lab.calibration.figures import Reliability, reliability
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, TimedModel, TimedPair, decode
 from ssd_serve.bench.prompts import LOOP, Prompt, repeated_share
 from ssd_serve.cache.expansions import unpack
+from ssd_serve.draft_messages import Growth, Hello, Message
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.whole_model import DraftModel
-from ssd_serve.messages import Growth, Hello, Message, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.plan.virtual_time import Clock, VirtualChannel
 from ssd_serve.seeds import mix
 from ssd_serve.verifier.engine import Engine

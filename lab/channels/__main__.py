@@ -9,7 +9,7 @@ from ssd_serve.bench.document import say
 from ssd_serve.bench.experiment import Report
 from ssd_serve.cli.flags import add_settings_flags, settings_from
 
-MEASURES = ("lab/channels", "cluster", "src/ssd_serve/messages.py")
+MEASURES = ("lab/channels", "cluster", "src/ssd_serve/messages.py", "src/ssd_serve/draft_messages.py")
 OF_FEATURES = (*MEASURES, "verifier/features.py", "verifier/drafts", "drafter/verifier_connection.py")
 
 

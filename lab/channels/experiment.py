@@ -23,10 +23,10 @@ from ssd_serve.bench.tables import text_table
 from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.engines import start_engine
 from ssd_serve.cluster.ray.cluster import ray_cluster
+from ssd_serve.draft_messages import Growth
 from ssd_serve.errors import SsdError
 from ssd_serve.llm.engine_access import await_ready
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import Growth
 from ssd_serve.settings import Settings
 
 MESSAGE_BYTES = 2048

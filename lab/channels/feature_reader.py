@@ -14,12 +14,18 @@ import torch
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.cluster.channels.channel import TRUSTED
 from ssd_serve.cluster.channels.reconnect import Dial
+from ssd_serve.draft_messages import (
+    NOISE_SCHEME,
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+)
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Found, NodeRequest
 from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Heartbeat, Hello, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 
 VOCABULARY = 1000
 CONTEXT = 1 << 20

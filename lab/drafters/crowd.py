@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from ssd_serve.bench.prompts import Prompt
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import Committed, Finished, SamplingParameters, Submit, VerifierReport
+from ssd_serve.messages import (
+    Committed,
+    Finished,
+    SamplingParameters,
+    Submit,
+    VerifierReport,
+)
 from ssd_serve.verifier.engine import Engine
 
 

@@ -13,12 +13,18 @@ from msgspec.structs import replace
 
 from lab.virtual.rig import DRAFT_SLOTS, TREE_NODES, TimedModel, TimedPair
 from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
+from ssd_serve.draft_messages import (
+    DrafterMessage,
+    Growth,
+    Hello,
+    Message,
+)
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import DrafterMessage, Growth, Hello, Message, VerifierReport
+from ssd_serve.messages import VerifierReport
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.plan.virtual_time import Clock, Core, VirtualChannel, VirtualRounds, await_first

@@ -15,8 +15,8 @@ from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, seed
 from ssd_serve.cluster.channels.channel import Channel, Waitable
 from ssd_serve.cluster.channels.listener import Listener, connect
 from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.draft_messages import Hello, Message, Refusal
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import Hello, Message, Refusal
 
 TICK_S = 0.01
 _LOOK_EVERY_S = 0.005

@@ -16,7 +16,12 @@ import msgspec
 from msgspec.structs import replace
 
 from ssd_serve.cluster.channels.channel import SocketChannel
-from ssd_serve.messages import Committed, Finished, Submit, SubmitChoices
+from ssd_serve.messages import (
+    Committed,
+    Finished,
+    Submit,
+    SubmitChoices,
+)
 from tests.server.fakes import FIGURES, READY
 
 PATH = "/v1/chat/completions"

@@ -18,12 +18,13 @@ from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.rig import Rig
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.draft_messages import Growth, Open
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Candidates, DraftSource, Found, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource, RowsToRank
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import Growth, Open, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult, Model, ModelFacts
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for

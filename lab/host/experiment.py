@@ -22,10 +22,11 @@ from ssd_serve.bench.prompts import Prompt, held_out_prompts
 from ssd_serve.bench.rig import EngineWay, Rig, use_cores
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.draft_messages import Open, Outcome
 from ssd_serve.engine_settings import EMBEDDED, Mode
 from ssd_serve.errors import SsdError
 from ssd_serve.memory import settle_memory
-from ssd_serve.messages import Committed, Open, Outcome, SamplingParameters, Submit
+from ssd_serve.messages import Committed, SamplingParameters, Submit
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.seeds import mix
 from ssd_serve.settings import Settings

@@ -7,10 +7,10 @@ what the target has computed there; what stands below it was guessed without tha
 from collections.abc import Sequence
 
 from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.draft_messages import Growth
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import DraftSource, Found, NodeRequest
-from ssd_serve.messages import Growth
 
 
 class AllAgain(DrafterCore):

@@ -11,19 +11,21 @@ from typing import cast
 
 from ssd_serve.bench.device_tables import DeviceTable, ForwardTimes, forward_of
 from ssd_serve.bench.prompts import Prompt
+from ssd_serve.draft_messages import (
+    NOISE_SCHEME,
+    PROTOCOL_VERSION,
+    Growth,
+    Hello,
+)
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import SsdError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
-    NOISE_SCHEME,
-    PROTOCOL_VERSION,
     Committed,
     Figures,
     Finished,
-    Growth,
-    Hello,
     SamplingParameters,
     Submit,
 )

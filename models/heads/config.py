@@ -7,8 +7,8 @@ al. 2024 (EAGLE), Li et al. 2025 (EAGLE-3), and the loaders of those projects.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.errors import CheckpointError
-from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import describe
 from ssd_serve.models.config import Json, positive_size

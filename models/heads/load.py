@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.errors import CheckpointError
 from ssd_serve.logs import Logger
-from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
 from ssd_serve.models.architectures.dense.sizes import dense_sizes
 from ssd_serve.models.architectures.registry import load_description

@@ -6,7 +6,13 @@ Turns the engine's reports into text, and text into pieces of an answer. Knows n
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ssd_serve.messages import Committed, Figures, Finished, SamplingParameters, TokenLogprobs
+from ssd_serve.messages import (
+    Committed,
+    Figures,
+    Finished,
+    SamplingParameters,
+    TokenLogprobs,
+)
 from ssd_serve.server.observability.stopwatch import Course, Stopwatch
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.output import TextAssembler, TextRules

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ssd_serve.draft_messages import PROTOCOL_VERSION, Message
 from ssd_serve.errors import EngineDeadError, OverloadedError, in_a_line
 from ssd_serve.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Committed,
     Finish,
     Finished,
-    Message,
     Progress,
     Ready,
     Refused,

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from ssd_serve.draft_messages import Message
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Message
 
 RETRY_SEND_S = 0.01
 

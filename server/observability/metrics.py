@@ -12,7 +12,12 @@ from prometheus_client.registry import Collector
 
 from ssd_serve import __version__
 from ssd_serve.depths import POSITIONS, bounded, by_position
-from ssd_serve.messages import AcceptanceHealth, Figures, SourceFigures, Status
+from ssd_serve.messages import (
+    AcceptanceHealth,
+    Figures,
+    SourceFigures,
+    Status,
+)
 from ssd_serve.server.access.tenants import Tenants, Used
 from ssd_serve.server.engine.interface import EngineView
 

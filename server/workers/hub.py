@@ -12,6 +12,7 @@ from functools import partial
 from typing import cast
 
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
+from ssd_serve.draft_messages import Message
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.front_messages import (
     Applied,
@@ -30,7 +31,6 @@ from ssd_serve.messages import (
     Abort,
     Committed,
     Finish,
-    Message,
     Refused,
     Submit,
     SubmitChoices,

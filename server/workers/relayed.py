@@ -9,9 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from ssd_serve.draft_messages import Message
 from ssd_serve.errors import EngineDeadError, OverloadedError
 from ssd_serve.front_messages import Begun, Lost, MetricsPage, MetricsWanted, Standing, ToWorker, carried
-from ssd_serve.messages import Abort, Committed, Finish, Finished, Message, Ready, Refused, Status
+from ssd_serve.messages import (
+    Abort,
+    Committed,
+    Finish,
+    Finished,
+    Ready,
+    Refused,
+    Status,
+)
 from ssd_serve.server.engine.event_channel import EngineLine, MessageChannel
 from ssd_serve.server.engine.submitted import (
     Interrupted,

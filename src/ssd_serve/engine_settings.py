@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.kernels.attention.registry import AUTO, told
-from ssd_serve.messages import FINAL
 from ssd_serve.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, DType, Layers, TreeAttention
 
 EMBEDDED = "embedded"

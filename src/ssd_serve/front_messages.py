@@ -11,7 +11,8 @@ from typing import cast
 
 import msgspec
 
-from ssd_serve.messages import Message, ServerMessage, VerifierReport
+from ssd_serve.draft_messages import Message
+from ssd_serve.messages import ServerMessage, VerifierReport
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True):

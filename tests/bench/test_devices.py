@@ -20,13 +20,14 @@ from ssd_serve.bench.stage import CORES
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli.main import main
 from ssd_serve.devices import Device, Machine
+from ssd_serve.draft_messages import Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.attention.backends import AttentionWish, ChosenAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.messages import Open, SamplingParameters, Submit
+from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model

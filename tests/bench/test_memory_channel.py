@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from ssd_serve.bench.memory_channel import FaultRates, faultless, memory_pair, scripted, seeded
 from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.draft_messages import Message
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Abort, Finish, Message
+from ssd_serve.messages import Abort, Finish
 
 
 def test_faultless_pair_delivers_equal_copies() -> None:

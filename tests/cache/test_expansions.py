@@ -7,8 +7,8 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, unpack
+from ssd_serve.draft_messages import Growth
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Growth
 from ssd_serve.seeds import mix
 
 VOCABULARY = 1000

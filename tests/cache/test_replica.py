@@ -12,10 +12,17 @@ from msgspec.structs import replace
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.draft_messages import (
+    DrafterMessage,
+    Growth,
+    Open,
+    Outcome,
+    Resync,
+)
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import DrafterMessage, Growth, Open, Outcome, Resync, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.seeds import mix, root_name
 from tests.examples import examples
 from tests.fakes import VOCABULARY, ScriptedSource, core_of

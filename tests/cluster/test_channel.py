@@ -15,8 +15,15 @@ import pytest
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
 from ssd_serve.cluster.channels.listener import Listener, connect
 from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.draft_messages import (
+    Growth,
+    Heartbeat,
+    Hello,
+    Message,
+    Refusal,
+)
 from ssd_serve.errors import EngineDeadError, ProtocolError, SettingsError
-from ssd_serve.messages import Abort, Growth, Heartbeat, Hello, Message, Refusal
+from ssd_serve.messages import Abort
 from tests.cluster.shaking import shaken_pair
 
 Pair = tuple[SocketChannel, SocketChannel]

@@ -7,15 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.cluster.channels.framing import FrameReader, FrameWriter
-from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import (
-    Abort,
-    Committed,
+from ssd_serve.draft_messages import (
     Growth,
     Heartbeat,
     Message,
     Open,
     Outcome,
+)
+from ssd_serve.errors import ProtocolError
+from ssd_serve.messages import (
+    Abort,
+    Committed,
     SamplingParameters,
     Submit,
 )

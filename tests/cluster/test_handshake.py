@@ -19,8 +19,9 @@ from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.cluster.channels.listener import Listener, connect
 from ssd_serve.cluster.channels.polling import poll
 from ssd_serve.cluster.channels.tls import Sealed, identity
+from ssd_serve.draft_messages import Growth, Message
 from ssd_serve.errors import EngineDeadError, ProtocolError, SettingsError
-from ssd_serve.messages import Abort, Growth, Message
+from ssd_serve.messages import Abort
 from tests.cluster.shaking import KEY
 from tests.cluster.strangers import Guarded, Heard, meet
 

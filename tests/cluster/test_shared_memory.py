@@ -14,8 +14,9 @@ from hypothesis import given, settings
 
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
 from ssd_serve.cluster.channels.shared_memory import PiecePlace, PieceRing, SharedReader, SharedWriter
+from ssd_serve.draft_messages import SharedMemory
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Abort, SharedMemory
+from ssd_serve.messages import Abort
 from tests.cluster.shaking import shaken_pair
 from tests.examples import examples
 

@@ -12,9 +12,10 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from ssd_serve.draft_messages import Close, Hello, Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.errors import PairMismatchError, SettingsError
-from ssd_serve.messages import Close, Hello, Open, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.grammar_text import of_choice, written
 from ssd_serve.settings import Settings

@@ -6,12 +6,7 @@ import torch
 
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.vectors import as_bytes
-from ssd_serve.drafter.build import CoreParts, build_core
-from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
-from ssd_serve.drafter.sources.whole_model import DraftModel
-from ssd_serve.drafter.width import LiveWidth
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     Close,
     Features,
     Growth,
@@ -19,8 +14,13 @@ from ssd_serve.messages import (
     Outcome,
     Pause,
     Resync,
-    SamplingParameters,
 )
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
+from ssd_serve.drafter.sources.whole_model import DraftModel
+from ssd_serve.drafter.width import LiveWidth
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.seeds import mix, root_name
 from tests.drafter.core_house import LIMITS, PROMPT, ROOT, grown, make, opening, outcome

@@ -9,6 +9,7 @@ import pytest
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node
+from ssd_serve.draft_messages import Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.sources import whole_model
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
@@ -16,7 +17,7 @@ from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.attention.backends import AttentionWish
-from ssd_serve.messages import Open, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.sampling.noise_rows import NoiseRows

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from ssd_serve.cache.vectors import as_bytes
+from ssd_serve.draft_messages import Features, Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import Features, Open, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.draft_messages import Open, Outcome
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
@@ -21,7 +22,7 @@ from ssd_serve.drafter.sources.contract import Branch, Candidates, DraftSource, 
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.errors import GrammarError
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import Open, Outcome, SamplingParameters
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.masking import only_masked
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.ranking import trusted_ranking

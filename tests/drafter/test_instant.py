@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.instant import InstantChannel, instant_channel
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     Close,
     Growth,
     Hello,
@@ -15,9 +13,10 @@ from ssd_serve.messages import (
     Open,
     Outcome,
     Resync,
-    SamplingParameters,
-    Submit,
 )
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.instant import InstantChannel, instant_channel
+from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.seeds import mix
 from ssd_serve.settings import Settings
 from ssd_serve.verifier.planning.layout import Layout

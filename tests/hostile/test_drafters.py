@@ -16,11 +16,9 @@ from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.cluster.channels.framing import FrameWriter
 from ssd_serve.cluster.channels.handshake import introduce
 from ssd_serve.cluster.channels.tls import identity
-from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     NOISE_SCHEME,
     PROTOCOL_VERSION,
-    Abort,
     Growth,
     Heartbeat,
     Hello,
@@ -30,6 +28,8 @@ from ssd_serve.messages import (
     Refusal,
     Resync,
 )
+from ssd_serve.errors import ProtocolError
+from ssd_serve.messages import Abort
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
 from tests.hostile.victim import Victim, open_victim

@@ -19,8 +19,8 @@ import pytest
 from ssd_serve.cluster.channels.framing import FrameWriter
 from ssd_serve.cluster.channels.listener import connect
 from ssd_serve.cluster.channels.tls import Sealed, identity
+from ssd_serve.draft_messages import Heartbeat
 from ssd_serve.errors import SettingsError, SsdError
-from ssd_serve.messages import Heartbeat
 from tests.hostile.victim import Victim, open_victim
 from tests.servers import free_port
 from tests.waiting import until

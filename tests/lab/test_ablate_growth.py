@@ -4,7 +4,8 @@ import pytest
 
 from lab.ablate.growth import FanOut, TableCore, TableShape, UniformCore
 from ssd_serve.cache.replica import Replica
-from ssd_serve.messages import Growth, Open, Outcome, SamplingParameters
+from ssd_serve.draft_messages import Growth, Open, Outcome
+from ssd_serve.messages import SamplingParameters
 from ssd_serve.seeds import mix, root_name
 from tests.fakes import VOCABULARY, ScriptedSource
 

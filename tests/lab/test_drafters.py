@@ -4,7 +4,7 @@ from lab.drafters.crowd import CrowdPlan
 from lab.drafters.experiment import run_drafters
 from lab.drafters.report import drafters_table
 from lab.virtual.rig import DRAFT_SLOTS
-from ssd_serve.messages import Close
+from ssd_serve.draft_messages import Close
 from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, await_first
 from tests.fakes import FakeModel
 from tests.lab.virtual_fakes import fake_pair, fake_prompts

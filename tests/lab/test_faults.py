@@ -15,8 +15,8 @@ from lab.faults.report import harmless, table
 from ssd_serve.bench.memory_channel import FaultRates
 from ssd_serve.cluster.channels.channel import SocketChannel
 from ssd_serve.cluster.channels.listener import Listener, connect
+from ssd_serve.draft_messages import Close, Hello, Message
 from ssd_serve.engine_settings import EMBEDDED
-from ssd_serve.messages import Close, Hello, Message
 from ssd_serve.settings import Settings
 from tests.fakes import HELLO
 

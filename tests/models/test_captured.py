@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ssd_serve.cache.kv import KVCache
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows
 from ssd_serve.kernels.rows.operations import TorchRows
 from ssd_serve.kernels.triton.attention import TritonAttention
-from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.captured import CapturedModel

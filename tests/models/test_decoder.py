@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.messages import FINAL
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.weights import linear

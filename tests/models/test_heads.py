@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.messages import FINAL
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.kinds import HeadKind, head_kind

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ssd_serve.cluster.channels.channel import SocketChannel
+from ssd_serve.draft_messages import PROTOCOL_VERSION, Message
 from ssd_serve.errors import RequestError
 from ssd_serve.messages import (
-    PROTOCOL_VERSION,
     Abort,
     AcceptanceHealth,
     Committed,
     Figures,
     Finish,
     Finished,
-    Message,
     Ready,
     Refused,
     SourceFigures,

@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.draft_messages import PROTOCOL_VERSION, Heartbeat, Message
 from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Choice,
     Committed,
     Figures,
     Finished,
-    Heartbeat,
-    Message,
     SamplingParameters,
     Submit,
     SubmitChoices,

@@ -11,7 +11,14 @@ from msgspec.structs import replace
 from pydantic import TypeAdapter
 
 from ssd_serve.bench.metrics_page import metric
-from ssd_serve.messages import Decided, Price, Progress, Ready, Status, Why
+from ssd_serve.messages import (
+    Decided,
+    Price,
+    Progress,
+    Ready,
+    Status,
+    Why,
+)
 from ssd_serve.server.information_models import Load
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import model_name

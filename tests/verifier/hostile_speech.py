@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cluster.channels.framing import FrameWriter
-from ssd_serve.messages import (
-    Abort,
+from ssd_serve.draft_messages import (
     Close,
     Heartbeat,
     Message,
@@ -19,9 +18,8 @@ from ssd_serve.messages import (
     Pause,
     Refusal,
     Resync,
-    SamplingParameters,
-    Submit,
 )
+from ssd_serve.messages import Abort, SamplingParameters, Submit
 from ssd_serve.seeds import mix
 from tests.fakes import HELLO, VOCABULARY
 

@@ -12,6 +12,13 @@ import pytest
 import torch
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.draft_messages import (
+    Close,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+)
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.engine_settings import Mode
 from ssd_serve.kernels.batch import Batch
@@ -19,12 +26,7 @@ from ssd_serve.logs import get_logger
 from ssd_serve.messages import (
     Abort,
     Choice,
-    Close,
     Finish,
-    Open,
-    Outcome,
-    Pause,
-    Resync,
     SamplingParameters,
     ServerMessage,
     Submit,

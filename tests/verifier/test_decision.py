@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Price, SamplingParameters, Submit, Why
+from ssd_serve.messages import (
+    Price,
+    SamplingParameters,
+    Submit,
+    Why,
+)
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine

@@ -16,9 +16,17 @@ from msgspec.structs import replace
 
 from ssd_serve.cluster.channels.channel import Intake, SocketChannel
 from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedReader
+from ssd_serve.draft_messages import (
+    Features,
+    Heartbeat,
+    Message,
+    Open,
+    Outcome,
+    PiecesRead,
+    SharedMemory,
+)
 from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import Features, Heartbeat, Message, Open, Outcome, PiecesRead, SharedMemory
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.drafts.feature_sender import FeatureSender
 from ssd_serve.verifier.drafts.liveness import Liveness

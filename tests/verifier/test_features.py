@@ -15,21 +15,19 @@ from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.cache.vectors import from_bytes
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.errors import PairMismatchError
-from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     FINAL,
     Close,
-    Committed,
     Features,
     Message,
     Open,
     Outcome,
     Resync,
-    SamplingParameters,
-    Submit,
 )
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.errors import PairMismatchError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.messages import Committed, SamplingParameters, Submit
 from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import Admission

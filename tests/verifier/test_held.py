@@ -2,7 +2,15 @@
 
 from threading import Event
 
-from ssd_serve.messages import Abort, Choice, Finish, SamplingParameters, ServerMessage, Submit, SubmitChoices
+from ssd_serve.messages import (
+    Abort,
+    Choice,
+    Finish,
+    SamplingParameters,
+    ServerMessage,
+    Submit,
+    SubmitChoices,
+)
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.verifier.held import HeldRequests
 

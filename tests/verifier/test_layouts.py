@@ -8,8 +8,14 @@ import torch
 
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.devices import Device
+from ssd_serve.draft_messages import (
+    Close,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+)
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Close, Open, Outcome, Pause, Resync
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor

@@ -6,10 +6,17 @@ import pytest
 
 from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.draft_messages import (
+    Growth,
+    Heartbeat,
+    Hello,
+    Message,
+    Open,
+    Outcome,
+)
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Growth, Heartbeat, Hello, Message, Open, Outcome
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, WhenItPays
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run

@@ -12,10 +12,7 @@ from msgspec.structs import replace
 from ssd_serve.cli.main import main
 from ssd_serve.cli.replay import find_session, read_header
 from ssd_serve.errors import PermissionProblemError, RecordingError
-from ssd_serve.messages import (
-    SamplingParameters,
-    Submit,
-)
+from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.replay.recording import SessionRecorder, recorded_bytes, session_recorder

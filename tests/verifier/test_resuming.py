@@ -4,7 +4,12 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Committed, Finished, SamplingParameters, Submit
+from ssd_serve.messages import (
+    Committed,
+    Finished,
+    SamplingParameters,
+    Submit,
+)
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, make_core, make_engine, mixed_requests, run

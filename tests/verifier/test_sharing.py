@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Choice, Refused, SamplingParameters, Submit, SubmitChoices
+from ssd_serve.messages import (
+    Choice,
+    Refused,
+    SamplingParameters,
+    Submit,
+    SubmitChoices,
+)
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, run

@@ -10,9 +10,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 
 from ssd_serve.cluster.channels.channel import Intake
+from ssd_serve.draft_messages import (
+    Growth,
+    Heartbeat,
+    Hello,
+    PiecesRead,
+    Refusal,
+    Resync,
+)
 from ssd_serve.errors import PairMismatchError, ProtocolError
 from ssd_serve.labels import LONGEST_LABEL, is_label
-from ssd_serve.messages import Growth, Heartbeat, Hello, PiecesRead, Refusal, Resync
 from ssd_serve.models.interface import listed
 
 FROM_DRAFTERS = Intake(2 << 20, 128 << 10, Hello | Growth | Resync | PiecesRead | Refusal | Heartbeat)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.draft_messages import Heartbeat, Hello
 from ssd_serve.errors import ProtocolError
 from ssd_serve.logs import Logger, get_logger
-from ssd_serve.messages import Heartbeat, Hello
 from ssd_serve.verifier.drafts.admission import Admission
 from ssd_serve.verifier.drafts.homes import Homes, Requests
 from ssd_serve.verifier.drafts.link import Link

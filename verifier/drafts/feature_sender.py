@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from ssd_serve.cluster.channels.channel import Channel, SocketChannel
 from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedWriter
+from ssd_serve.draft_messages import Features, SharedMemory
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Features, SharedMemory
 from ssd_serve.verifier.request import Request, TokenFeatures
 
 _MESSAGE_BYTES, _MESSAGES = 1 << 20, 32

@@ -25,8 +25,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.draft_messages import (
+    Close,
+    DrafterMessage,
+    Hello,
+    Message,
+    Outcome,
+    Pause,
+)
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Close, DrafterMessage, Hello, Message, Outcome, Pause
 from ssd_serve.verifier.drafts.feature_sender import FeatureSender
 from ssd_serve.verifier.drafts.liveness import Liveness
 from ssd_serve.verifier.drafts.source_bits import OTHERS_BIT

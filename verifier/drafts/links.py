@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 from ssd_serve.cluster.channels.channel import Channel
+from ssd_serve.draft_messages import Refusal
 from ssd_serve.errors import PairMismatchError, SsdError, in_a_line
 from ssd_serve.logs import Logger, Sparingly
-from ssd_serve.messages import Refusal
 from ssd_serve.verifier.drafts.admission import Admission
 from ssd_serve.verifier.drafts.link import Link
 

@@ -6,8 +6,8 @@ Knows messages by what they are worth; no requests, no channels and no other dra
 import math
 from collections.abc import Callable
 
+from ssd_serve.draft_messages import Heartbeat, Message, PiecesRead
 from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Heartbeat, Message, PiecesRead
 from ssd_serve.verifier.drafts.admission import check_figures
 
 _SILENT_STEPS = 3

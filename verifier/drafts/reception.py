@@ -6,9 +6,17 @@ replicas; not what trees are for.
 
 from collections.abc import Callable
 
+from ssd_serve.draft_messages import (
+    Growth,
+    Heartbeat,
+    Hello,
+    Message,
+    PiecesRead,
+    Refusal,
+    Resync,
+)
 from ssd_serve.errors import PairMismatchError, ProtocolError
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Growth, Heartbeat, Hello, Message, PiecesRead, Refusal, Resync
 from ssd_serve.verifier.drafts.admission import Admission
 from ssd_serve.verifier.drafts.homes import Homes, Requests
 from ssd_serve.verifier.drafts.link import Link

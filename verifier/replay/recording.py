@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
+from ssd_serve.draft_messages import Refusal
 from ssd_serve.errors import PermissionProblemError
 from ssd_serve.logs import Logger
-from ssd_serve.messages import Refusal, ServerMessage
+from ssd_serve.messages import ServerMessage
 from ssd_serve.models.fingerprint import fingerprint
 from ssd_serve.models.hub import find_model
 from ssd_serve.owned import is_private

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ssd_serve.draft_messages import Message, Refusal
 from ssd_serve.drafter.inline import ChannelWithin
 from ssd_serve.errors import DeviceMemoryError, ProtocolError, RecordingError
-from ssd_serve.messages import Message, Refusal, ServerMessage, Submit, SubmitChoices
+from ssd_serve.messages import ServerMessage, Submit, SubmitChoices
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.environment import MeasuredStart
 from ssd_serve.verifier.observer import Observer, Turn

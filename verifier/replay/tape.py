@@ -17,8 +17,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from ssd_serve.draft_messages import Message, Refusal
 from ssd_serve.errors import PermissionProblemError, ProtocolError, RecordingError
-from ssd_serve.messages import Decided, Message, Refusal
+from ssd_serve.messages import Decided
 
 Answer = TypeVar("Answer", bool, float)
 

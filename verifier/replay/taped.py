@@ -11,8 +11,8 @@ from typing import Protocol
 
 from ssd_serve.cluster.channels.channel import Channel
 from ssd_serve.cluster.channels.polling import poll
+from ssd_serve.draft_messages import Message
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import Message
 from ssd_serve.models.interface import ForwardEnd, ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.verifier.environment import Environment

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ssd_serve.draft_messages import FINAL
 from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import FINAL
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.dense.sizes import rank_config

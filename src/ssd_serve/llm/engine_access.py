@@ -13,6 +13,7 @@ from ssd_serve.cluster.engines import chosen_launcher, start_engine
 from ssd_serve.cluster.placement import place, resolved
 from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.devices import Machine, parse_device, pin
+from ssd_serve.draft_messages import Message
 from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import EngineDeadError
 from ssd_serve.logs import Logger
@@ -21,7 +22,6 @@ from ssd_serve.messages import (
     Committed,
     Finish,
     Finished,
-    Message,
     Progress,
     Ready,
     Refused,

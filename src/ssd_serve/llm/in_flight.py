@@ -13,7 +13,13 @@ from ssd_serve.errors import EngineDeadError, RequestError
 from ssd_serve.llm.engine_access import EngineAccess, Report
 from ssd_serve.llm.outputs import Continuation, TextPlace
 from ssd_serve.llm.sampling_params import SamplingParams
-from ssd_serve.messages import Choice, Committed, Finished, SamplingParameters, SubmitChoices
+from ssd_serve.messages import (
+    Choice,
+    Committed,
+    Finished,
+    SamplingParameters,
+    SubmitChoices,
+)
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.text.output import TextAssembler, TextRules
 from ssd_serve.server.text.stops import StopStrings

@@ -7,7 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from ssd_serve.errors import SsdError
-from ssd_serve.messages import Committed, Figures, Finished, TokenLogprobs
+from ssd_serve.messages import (
+    Committed,
+    Figures,
+    Finished,
+    TokenLogprobs,
+)
 from ssd_serve.server.text.output import TextAssembler
 
 

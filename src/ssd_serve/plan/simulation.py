@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
+from ssd_serve.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.errors import SsdError
 from ssd_serve.logs import get_logger
-from ssd_serve.messages import NOISE_SCHEME, PROTOCOL_VERSION, Committed, Hello, SamplingParameters, Submit
+from ssd_serve.messages import Committed, SamplingParameters, Submit
 from ssd_serve.plan.guesses import DraftQuality, GuessedTarget, GuessSource
 from ssd_serve.plan.virtual_time import MESSAGE_S, Clock, StepTimes, VirtualChannel, VirtualRounds
 from ssd_serve.sampling.noise_rows import NoiseRows

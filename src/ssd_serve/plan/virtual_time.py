@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ssd_serve.drafter.inline import ChannelWithin
-from ssd_serve.messages import (
+from ssd_serve.draft_messages import (
     Close,
     DrafterMessage,
     Features,
@@ -22,6 +21,7 @@ from ssd_serve.messages import (
     Pause,
     Resync,
 )
+from ssd_serve.drafter.inline import ChannelWithin
 from ssd_serve.models.interface import Model
 from ssd_serve.plan.forwards import Forward
 from ssd_serve.sampling.noise_rows import NoiseRows

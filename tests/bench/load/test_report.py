@@ -90,7 +90,11 @@ RESULT: dict[str, Any] = {
         "target_device": "cpu:0",
         "draft_device": "cpu:1",
         "client_device": "cpu:1",
-        "trace": {"arrivals": 20, "context": 2048, "clipped_prompts": 3, "left_out": 100},
+        "trace": {
+            **{"arrivals": 20, "context": 2048, "clipped_prompts": 3, "left_out": 100},
+            **{"prompt_tokens_lost_share": 0.0, "output_tokens_lost_share": 0.04},
+        },
+        "device_table": None,
     },
     "hardware": {"cpu": "A processor", "cores": 2, "memory_gib": 23.4},
     "versions": {"python": "3.11.7", "torch": "2.13.0"},
@@ -143,10 +147,11 @@ def test_the_requests_are_told() -> None:
 def test_trace_and_resumption() -> None:
     text = load_tables(RESULT)
     assert (
-        "20 arrivals, times multiplied by 4 and lengths by 0.5; clipped to a context of 2048: 3 prompts"
-        in text
+        "20 arrivals, times multiplied by 4 and lengths by 0.5, clipped to a context of 2048 tokens (at most "
+        "4% of the tokens are lost)" in text
     )
-    assert "| plain (ar) | 33.0 | 50 / 90 / 99 |" in text
+    assert "Forwards take their time: A processor, 2 cores" in text
+    assert "| plain (ar) | 33.0 | 0.05 / 0.09 / 0.10 |" in text
     assert "| auto | 8 | 1.25 | 20.00, 30.00 | never, 30.00 | 20.00, 30.00 |" in text
     assert "client on cpu:1, where it took up to 0.07 of a core" in text
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.trace_report import trace_table
+from ssd_serve.bench.load.trace_report import trace_table
 from ssd_serve.errors import UserError
 from tests.bench.load.test_report import RESULT, row
 

@@ -1,14 +1,13 @@
-"""What a page shows of a trace that `ssd bench load` has replayed. Knows the result, not servers."""
+"""What `ssd bench load` and a page show of a trace that was replayed. Knows the result, not servers."""
 
 from collections.abc import Mapping
 
 import msgspec
 
 from ssd_serve.bench.document import read_as
-from ssd_serve.bench.load.result import LoadResult, LoadRow, Percentiles
+from ssd_serve.bench.load.cells import mode_name, number, spread
+from ssd_serve.bench.load.result import LoadResult, LoadRow
 from ssd_serve.bench.tables import markdown_table
-
-_NAMES = {"ar": "plain (ar)", "sd": "synchronous (sd)", "ssd": "SSD (ssd)"}
 
 
 class _Trace(msgspec.Struct, frozen=True):
@@ -22,11 +21,11 @@ class _Trace(msgspec.Struct, frozen=True):
 
 class _Notes(msgspec.Struct, frozen=True):
     trace: _Trace
-    device_table: str
+    device_table: str | None
 
 
 class _Replayed(msgspec.Struct, frozen=True):
-    """What a result has of a trace that an emulated target was sent."""
+    """What a result has of a trace; `device_table` None: the devices were real."""
 
     notes: _Notes
 
@@ -42,31 +41,28 @@ def trace_table(result: Mapping[str, object]) -> str:
         *("mode", "tokens/s", "first token s p50 / p90 / p99", "ms a token after it p50 / p90 / p99"),
         *("whole request s p50 / p90 / p99", good, "tokens a round", "nodes a round", "failed"),
     )
+    table = notes.device_table
+    took = f"what the device table {table} says, or longer where this machine does" if table else "their time"
     cut = max(sent.prompt_tokens_lost_share, sent.output_tokens_lost_share)
     told = (
         f"{sent.arrivals} arrivals, times multiplied by {plan.time_scale:g} and lengths by "
         f"{plan.length_scale:g}, clipped to a context of {sent.context} tokens (at most {cut:.0%} of the "
         f"tokens are lost); later arrivals are left out. Temperature {plan.temperature:g}. Good: first token "
         f"within {limits.ttft_ms:g} ms and {limits.tpot_ms:g} ms per token after it. One replay of each: no "
-        f"intervals. Forwards take what the device table {notes.device_table} says, or longer where "
-        f"this machine does: {found.hardware['cpu']}, {found.hardware['cores']} cores."
+        f"intervals. Forwards take {took}: {found.hardware['cpu']}, {found.hardware['cores']} cores."
     )
     return f"{markdown_table(head, map(_cells, found.trace))}\n\n{told}"
 
 
 def _cells(row: LoadRow) -> tuple[str, ...]:
     return (
-        _NAMES.get(row.mode, row.mode),
+        mode_name(row.mode),
         f"{row.tokens_per_s:.1f}",
-        _spread(row.ttft_ms, 1e-3, 2),
-        _spread(row.tpot_ms, 1, 1),
-        _spread(row.whole_ms, 1e-3, 2),
+        spread(row.ttft_ms, 2, 1e-3),
+        spread(row.tpot_ms, 1),
+        spread(row.whole_ms, 2, 1e-3),
         " / ".join(f"{share:.2f}" for share in row.good.values()),
-        *("" if each is None else f"{each:.2f}" for each in (row.tokens_per_round, row.nodes_per_round)),
+        number(row.tokens_per_round),
+        number(row.nodes_per_round),
         str(row.failed),
     )
-
-
-def _spread(found: Percentiles | None, unit: float, decimals: int) -> str:
-    values = () if found is None else (found.p50, found.p90, found.p99)
-    return " / ".join(f"{unit * value:.{decimals}f}" for value in values)
