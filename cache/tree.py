@@ -13,27 +13,11 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ssd_serve.cache.blend import SourceWeights, better, blend
+from ssd_serve.cache.node import Node, Unread, move_below
 from ssd_serve.seeds import mix
-
-
-class Unread(Protocol):
-    """An expansion whose candidates can be read later. `name` is its node's; `parent` and `step` lead to it,
-    but for a root. `size` candidates, which may be none."""
-
-    @property
-    def name(self) -> int: ...
-    @property
-    def parent(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def read(self) -> tuple[Sequence[int], Sequence[float]]:
-        """The candidates, best first, and their conditional log-probabilities."""
-        ...
 
 
 class _Hanging(NamedTuple):
@@ -42,63 +26,6 @@ class _Hanging(NamedTuple):
     expansion: Unread
     depth: int
     source: int
-
-
-class Node:
-    """One guessed token at one position, child of another node (the root: the last committed token).
-
-    `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node
-    below any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates
-    that may follow, best first, with their own `cumulatives`; `children` are those that were looked at.
-    `proposed` is who named the candidates: a source as a bit, or what each of several has said of them.
-    """
-
-    __slots__ = (
-        "children",
-        "cumulative",
-        "cumulatives",
-        "depth",
-        "name",
-        "parent",
-        "proposed",
-        "token",
-        "tokens",
-    )
-
-    def __init__(self, name: int, token: int, parent: "Node | None", cumulative: float) -> None:
-        self.name = name
-        self.token = token
-        self.parent = parent
-        self.cumulative = cumulative
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.tokens: list[int] = []
-        self.cumulatives: list[float] = []
-        self.children: dict[int, Node] = {}
-        self.proposed: int | dict[int, dict[int, float]] = 0
-
-    @property
-    def expanded(self) -> bool:
-        """Whether its candidates are known."""
-        return bool(self.tokens)
-
-    def proposers(self, token: int) -> int:
-        """Who has named this candidate, as bits."""
-        proposed = self.proposed
-        if isinstance(proposed, int):
-            return proposed
-        return sum(source for source, values in proposed.items() if token in values)
-
-    @property
-    def sources(self) -> int:
-        """All who have named candidates, as bits."""
-        return self.proposed if isinstance(self.proposed, int) else sum(self.proposed)
-
-    def said(self) -> dict[int, dict[int, float]]:
-        """What each source has said, by token."""
-        if not isinstance(self.proposed, int):
-            return self.proposed
-        values = (cumulative - self.cumulative for cumulative in self.cumulatives)
-        return {self.proposed: dict(zip(self.tokens, values, strict=True))}
 
 
 class Advance(NamedTuple):
@@ -381,7 +308,7 @@ class SpeculationTree:
         for token, child in node.children.items():
             by, child.cumulative = merged[token] - child.cumulative, merged[token]
             if by:
-                self.patience -= _move_below(child, by)
+                self.patience -= move_below(child, by)
         return True
 
 
@@ -391,18 +318,3 @@ def _best(tokens: Sequence[int], values: Sequence[float]) -> dict[int, float]:
     for token, value in zip(tokens, values, strict=True):
         found[token] = max(value, found.get(token, value))
     return found
-
-
-def _move_below(node: Node, by: float) -> int:
-    """Make everything below a node more or less probable, but nothing more than its parent, by rounding.
-    Returns how many candidates that were."""
-    waiting, touched = [node], 0
-    while waiting:
-        each = waiting.pop()
-        touched += 1 + len(each.cumulatives)
-        most = each.cumulative
-        each.cumulatives = [min(value + by, most) for value in each.cumulatives]
-        for child in each.children.values():
-            child.cumulative = min(child.cumulative + by, most)
-            waiting.append(child)
-    return touched

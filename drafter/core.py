@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ssd_serve.cache.expansions import Expansion, pack, pack_together
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.draft_messages import (
     Close,

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.draft_messages import Open
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.sources.contract import Branch, Found

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ models nor who is asked for guesses.
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
-from ssd_serve.cache.tree import Node
+from ssd_serve.cache.node import Node
 from ssd_serve.drafter.sources.contract import Branch, NodeRequest
 from ssd_serve.errors import GrammarError
 from ssd_serve.messages import SamplingParameters

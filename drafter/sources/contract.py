@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, overload, run
 import numpy as np
 import numpy.typing as npt
 
-from ssd_serve.cache.tree import Node
+from ssd_serve.cache.node import Node
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.grammar import Mask
 

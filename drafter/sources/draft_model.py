@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
 from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, DraftRows, HeldText, StepRows, root_of
 from ssd_serve.errors import DeviceMemoryError

@@ -6,8 +6,8 @@ Knows what is remembered of a request, and trees; no models and no memory.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ssd_serve.cache.node import Node
 from ssd_serve.cache.table import SlotTable
-from ssd_serve.cache.tree import Node
 from ssd_serve.kernels.batch import RequestRows
 
 MOST_TEXT_ROWS = 512

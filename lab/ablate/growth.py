@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from lab.virtual.rig import TREE_NODES
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.draft_messages import (
     Close,
     DrafterMessage,

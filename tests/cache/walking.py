@@ -1,6 +1,7 @@
 """Finding nodes of a speculation tree by their tokens."""
 
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 
 Path = tuple[int, ...]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cache.tree import Node
 from ssd_serve.draft_messages import Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.sources import whole_model

@@ -7,8 +7,9 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.kernels.batch import Batch

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.eagle import EagleSource
 from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS

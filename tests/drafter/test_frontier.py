@@ -5,7 +5,8 @@ import math
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 
 LIMITS = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, min_reach=1e-6)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from ssd_serve.cache.node import Node
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.draft_messages import Open, Outcome
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lab.ablate.rejection import DrawingSource, Drawn, reject
+from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.cache.tree import Node
 from ssd_serve.drafter.sources.contract import NodeRequest
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ssd_serve.cache.tree import Node, SpeculationTree
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
 RankedNode = tuple[float, int, int, int]
