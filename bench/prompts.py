@@ -107,14 +107,14 @@ def without_loops(prompts: Sequence[FromFile], texts: Mapping[str, Sequence[Sequ
     """The places of the prompts after which no text is a loop, of all ways by their names.
 
     A GPU rounds otherwise in another batch, so that a way may write another text than that by which its
-    prompt was chosen. Raises `SsdError` where a tenth of the prompts would go.
+    prompt was chosen. Raises `SsdError` where more than one prompt and a tenth of them would go, or all.
     """
     kept = [
         place
         for place in range(len(prompts))
         if all(repeated_share(some[place]) <= LOOP for some in texts.values())
     ]
-    if len(kept) <= (1 - _MOST_LOOPS) * len(prompts):
+    if not kept or len(prompts) - len(kept) > max(1, _MOST_LOOPS * len(prompts)):
         for who, some in texts.items():
             refuse_loops(who, prompts, some)
     return kept

@@ -53,6 +53,12 @@ class Runner:
                     texts[report.request] += report.tokens
         return [texts[number] for number in numbers]
 
+    def run_each(
+        self, engine: Engine, prompts: Sequence[Prompt], temperature: float
+    ) -> list[tuple[int, ...]]:
+        """The same, one after the other: on a GPU a batch is rounded otherwise than a request alone."""
+        return [self.run(engine, prompt, temperature).tokens for prompt in prompts]
+
     def run(self, engine: Engine, prompt: Prompt, temperature: float) -> TimedRequest:
         """One request alone on the engine."""
         self._submit(engine, prompt, temperature)

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from ssd_serve.bench.datasets import as_prompts, read_questions
-from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, Prompt, choose, held_out_prompts
+from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, choose, held_out_prompts
 from ssd_serve.bench.rig import EngineWay, Rig
 from ssd_serve.bench.timed_request import Runner
 from ssd_serve.engine_settings import EMBEDDED, Mode
@@ -46,13 +46,10 @@ def choose_prompts(
         pool = as_prompts(read_questions(file), rig.tokenizer, rig.target.facts.context - tokens, chat)
     engine, runner = rig.engine(EngineWay("ar")), Runner(tokens)
     chosen: dict[float, Chosen] = {}
-
-    def go_on(some: Sequence[Prompt], temperature: float) -> Sequence[Sequence[int]]:
-        if device == "cpu":
-            return runner.run_together(engine, some, temperature)
-        return [runner.run(engine, prompt, temperature).tokens for prompt in some]
-
+    go_on = runner.run_together if device == "cpu" else runner.run_each
     for temperature in temperatures:
-        found = chosen[temperature] = choose(pool, count, tuning, partial(go_on, temperature=temperature))
+        found = chosen[temperature] = choose(
+            pool, count, tuning, partial(go_on, engine, temperature=temperature)
+        )
         say(f"temperature {temperature:g}: {found.left_out:.0%} of the prompts left out, because they loop")
     return chosen

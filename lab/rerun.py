@@ -123,7 +123,7 @@ def rerun(
     logs.mkdir(parents=True, exist_ok=True)
     commands = {**COMMANDS, **ON_GPUS}
     for file in files:
-        log = logs / f"{Path(file).stem}.log"
+        log = logs / f"{file.removesuffix('.json').replace('/', '-')}.log"
         say(f"{file}: python {' '.join(commands[file])}; log {log}")
         began = clock()
         code = run([*commands[file], "--json", file], VARIABLES.get(file, {}), log)

@@ -66,12 +66,17 @@ class CapturedModel(WrappedModel):
         # One for all graphs: each would keep its own.
         self._logits = torch.zeros((MAX_CAPTURED_ROWS, model.facts.vocabulary), device=self._device)
         self._forwards: dict[tuple[int, Hashable], _Forward] = {}
-        self._failed = self._ahead = False
+        self._failed = False
 
     @property
     def graphs(self) -> int:
         """How many forwards are captured."""
         return len(self._forwards)
+
+    @property
+    def row_counts(self) -> frozenset[int]:
+        """Row counts of which some forward is captured."""
+        return frozenset(rows for rows, _ in self._forwards)
 
     @property
     def captured_bytes(self) -> int:
@@ -86,14 +91,28 @@ class CapturedModel(WrappedModel):
         """
         room = min(self.slots, self.facts.context) - 1
         counts = [rows for rows in range(most_rows, 0, -1) if captured_rows(rows) == rows]
-        self._ahead = True  # one line for all of them
+        reason = ""
         for rows, context in product(counts, _AHEAD):
-            if rows + context <= room and not self._failed:
-                self.forward(one_tree(rows, context))
-                self.forward(single_rows(rows, context))
-        self._ahead = False
-        if self._log is not None and not self._failed:
-            self._log.info("forwards captured", graphs=self.graphs, mib=self.captured_bytes >> 20)
+            for batch in (
+                (one_tree(rows, context), single_rows(rows, context)) if rows + context <= room else ()
+            ):
+                reason = self._capture_one_ahead(batch) or reason
+        if self._log is not None:
+            told = {"graphs": self.graphs, "mib": self.captured_bytes >> 20}
+            self._log.info("forwards captured", **told, **({"not all": reason} if reason else {}))
+
+    @torch.inference_mode()
+    def _capture_one_ahead(self, batch: Batch) -> str:
+        """Why it cannot be captured; empty: it is, or it never is. It is tried again when it is met."""
+        inputs = self._inputs(batch)
+        shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)
+        key = len(inputs.tokens), shape
+        if shape is None or key in self._forwards:
+            return ""
+        forward, reason = self._capture(inputs)
+        if forward is not None:
+            self._forwards[key] = forward
+        return reason
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
@@ -144,7 +163,7 @@ class CapturedModel(WrappedModel):
                 )
             return None, True
         self._forwards[key] = forward
-        if self._log is not None and not self._ahead:
+        if self._log is not None:
             mib = self.captured_bytes >> 20
             self._log.info("forward captured", rows=key[0], graphs=len(self._forwards), mib=mib)
         return forward, True
@@ -159,7 +178,7 @@ class CapturedModel(WrappedModel):
 
         try:
             self._graphs.warm_up(work)
-        except RuntimeError as error:
+        except Exception as error:  # whatever a foreign kernel or its compiler raises
             # The others wait in a sum of this forward, and would take a vote for its numbers.
             if self._group.parallel.size > 1:
                 raise

@@ -1,6 +1,8 @@
 """How a process binds itself to its device."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,20 @@ def test_processes_beside_several_gpus_share_the_cores(
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     pin(parse_device("cuda:3"))
     assert told == ["cuda:3", threads]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lengthens sleeps")
+def test_beside_a_gpu_sleeps_end_when_they_should() -> None:
+    """In a process of its own: the setting outlives a test."""
+    program = (
+        "import ctypes, torch; from ssd_serve.devices import parse_device, pin; "
+        "torch.cuda.set_device = lambda _: None; torch.cuda.device_count = lambda: 1; "
+        "libc = ctypes.CDLL(None); libc.prctl(29, 50000); before = libc.prctl(30); "
+        "pin(parse_device('cuda:0')); print(before, libc.prctl(30))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    before, after = map(int, told.split())
+    assert before > after == 1
 
 
 @pytest.fixture

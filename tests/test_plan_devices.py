@@ -11,7 +11,7 @@ import torch
 from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.plan.device_tables import device_sheet, sheet_names
 from ssd_serve.plan.devices import MeasuredRoofs, Sheets, cost_table
-from ssd_serve.plan.forwards import Forward
+from ssd_serve.plan.forwards import Forward, forward_parts
 from ssd_serve.plan.known_models import (
     Computing,
     known_model,
@@ -84,6 +84,22 @@ def test_the_mi300x_row_meets_the_published_plain_speed_of_70b(devices: int, pub
 def test_the_h100_row_meets_the_published_plain_speeds(name: str, published: float) -> None:
     step_s = Sheets(device_sheet("H100"), 4).step_s(known(name), 4, Forward.of_one(1, 384))
     assert 1 / step_s == pytest.approx(published, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "growth_ms"), [("llama-3.1-8b", {8: 0.44, 64: 0.81}), ("llama-3.2-1b", {8: 0.14, 64: 0.36})]
+)
+def test_rows_cost_on_the_h100_row_what_was_measured_of_one_h100(
+    name: str, growth_ms: dict[int, float]
+) -> None:
+    """Milliseconds more than a single row, after 128 tokens: means of two backends."""
+    parts = {
+        rows: forward_parts(device_sheet("H100"), known(name), 1, Forward.of_one(rows, 128))
+        for rows in (1, *growth_ms)
+    }
+    took_ms = {rows: 1e3 * (each.matmul_s + each.layers_s) for rows, each in parts.items()}
+    for rows, measured in growth_ms.items():
+        assert took_ms[rows] - took_ms[1] == pytest.approx(measured, abs=0.08)
 
 
 def test_every_sheet_is_complete_and_an_unknown_device_is_refused() -> None:

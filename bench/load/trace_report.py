@@ -42,14 +42,18 @@ def trace_table(result: Mapping[str, object]) -> str:
         *("whole request s p50 / p90 / p99", good, "tokens a round", "nodes a round", "failed"),
     )
     table = notes.device_table
-    took = f"what the device table {table} says, or longer where this machine does" if table else "their time"
+    took = (
+        f"; forwards take what the device table {table} says, or longer where this machine does"
+        if table
+        else ""
+    )
     cut = max(sent.prompt_tokens_lost_share, sent.output_tokens_lost_share)
     told = (
         f"{sent.arrivals} arrivals, times multiplied by {plan.time_scale:g} and lengths by "
         f"{plan.length_scale:g}, clipped to a context of {sent.context} tokens (at most {cut:.0%} of the "
         f"tokens are lost); later arrivals are left out. Temperature {plan.temperature:g}. Good: first token "
         f"within {limits.ttft_ms:g} ms and {limits.tpot_ms:g} ms per token after it. One replay of each: no "
-        f"intervals. Forwards take {took}: {found.hardware['cpu']}, {found.hardware['cores']} cores."
+        f"intervals{took}. {found.hardware['cpu']}, {found.hardware['cores']} cores."
     )
     return f"{markdown_table(head, map(_cells, found.trace))}\n\n{told}"
 

@@ -1,1 +1,1 @@
-"""Tree attention by FlashInfer's kernels, on GPUs of NVIDIA and AMD. Nothing here has run on any GPU yet."""
+"""Tree attention by FlashInfer's kernels, on GPUs of NVIDIA and AMD. On AMD's nothing here has run yet."""

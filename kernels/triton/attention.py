@@ -115,8 +115,10 @@ class TritonAttention:
         room = Room(batch.rows, ancestry.size, len(batch.tree_slots), len(batch.prefix_slots))
         fixed = self._memory.room.holds(room)
         memory = self._memory if fixed else BatchMemory(room, self._device)
-        programs = batch.rows  # no row is in two tiles
-        if batch.rows > MAX_CAPTURED_ROWS:
+        programs, most = batch.rows, int(parts.max())  # no row is in two tiles
+        if batch.rows <= MAX_CAPTURED_ROWS:
+            most = 1 + _power_of_four(max(_FEW_PARTS, most - 1))
+        else:
             programs = min(batch.rows, _power_of_two(len(tiles)))
         empty = np.zeros(programs - len(tiles), dtype=np.int32)  # a tile of no rows does nothing
         memory.fill(
@@ -129,7 +131,6 @@ class TritonAttention:
                 **{name: getattr(batch, name) for name in _AS_THEY_ARE},
             }
         )
-        most = 1 + _power_of_four(max(_FEW_PARTS, int(parts.max()) - 1))
         launches = self._launches(tiles, programs, most, batch.rows)
         shape = _Shape(batch.rows, tile, most, ancestry.shape[1], launches)
         write_slots = memory["write_slots"][: batch.rows]

@@ -17,7 +17,8 @@ import torch
 
 from lab.forwards.weights import write_random
 from ssd_serve.errors import UserError
-from ssd_serve.models.interface import Model
+from ssd_serve.kernels.capture import captured_rows
+from ssd_serve.models.captured import CapturedModel
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import release_memory
 from ssd_serve.models.warmup import measure_steps
@@ -95,13 +96,15 @@ def _of_model(
         return []
     attention = model.facts.attention
     say(f"{known.name}: {attention}, {'captured' if graphs else 'kernel by kernel'}")
-    times = _timed(model, plan)
+    times = measure_steps(model, plan.rows, plan.contexts, plan.repeats)
+    captured = model.row_counts if isinstance(model, CapturedModel) else frozenset[int]()
     del model
     release_memory()
-    kind: dict[str, object] = {"model": known.name, "attention": attention, "captured": graphs}
+    kind: dict[str, object] = {"model": known.name, "attention": attention}
     rows: list[dict[str, object]] = [
         {
             **kind,
+            "captured": captured_rows(count) in captured,
             "rows": count,
             "context": context,
             "ms": round(1e3 * statistics.median(seconds), 3),
@@ -113,10 +116,6 @@ def _of_model(
     for row in rows:
         say(f"  {row['rows']} rows after {row['context']}: {row['ms']} ms, said {row['said_ms']}")
     return rows
-
-
-def _timed(model: Model, plan: ForwardsPlan) -> dict[tuple[int, int], list[float]]:
-    return measure_steps(model, plan.rows, plan.contexts, plan.repeats)
 
 
 def _said_s(sheet: DeviceSheet, known: PlannedModel, rows: int, context: int) -> float:

@@ -107,8 +107,8 @@ def run_prediction(effort: SimulationEffort, say: Callable[[str], None]) -> dict
         entry["engine"] = [_lived(reading, host, effort) for host in _hosts(reading)]
     return {
         "benchmark": "prediction",
-        "said": "computed from data sheets and published figures, and simulated; nothing has run on these "
-        "devices",
+        "said": "computed from data sheets and published figures, and simulated; no such model has run on "
+        "these devices",
         "devices": {"target": "4 x MI300X", "draft": "1 x MI300X"},
         "bound": _bound(),
         "readings": found,

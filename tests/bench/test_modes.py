@@ -132,7 +132,7 @@ def test_where_one_way_loops_no_way_is_counted() -> None:
     assert {row.requests for row in rows} == {len(CHOSEN.prompts) - 1}
     assert any(f"{len(CHOSEN.prompts) - 1} prompts are counted" in line for line in said)
     with pytest.raises(SsdError, match="is a loop"):
-        run(FakeStage(loops="sd-chain", after=CHOSEN.prompts[: len(CHOSEN.prompts) // 10 + 1]))
+        run(FakeStage(loops="sd-chain", after=CHOSEN.prompts[: len(CHOSEN.prompts) // 10 + 2]))
 
 
 @pytest.mark.parametrize("mode", ["ngram", "sd-chain", "sd-tree"])

@@ -2,7 +2,15 @@
 
 import pytest
 
-from ssd_serve.bench.prompts import NEW_TOKENS, Prompt, choose, held_out_prompts, refuse_loops, repeated_share
+from ssd_serve.bench.prompts import (
+    NEW_TOKENS,
+    Prompt,
+    choose,
+    held_out_prompts,
+    refuse_loops,
+    repeated_share,
+    without_loops,
+)
 from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.errors import SsdError, UserError
 from ssd_serve.models.hub import resolve_model
@@ -46,6 +54,18 @@ def test_a_text_that_loops_ends_a_benchmark() -> None:
     refuse_loops("ssd", POOL[:2], [FINE, FINE])
     with pytest.raises(SsdError, match="sd-chain 4: the text after file 1 is a loop"):
         refuse_loops("sd-chain 4", POOL[:2], [FINE, LOOP])
+
+
+def test_after_a_few_prompts_one_way_may_loop() -> None:
+    """They are left out of all ways: one of any number, and up to a tenth."""
+    some = POOL[:4]
+    assert without_loops(some, {"ar": [FINE] * 4, "ssd": [FINE, FINE, LOOP, FINE]}) == [0, 1, 3]
+    with pytest.raises(SsdError, match="ar: the text after file 1 is a loop"):
+        without_loops(some, {"ar": [FINE, LOOP, FINE, FINE], "ssd": [FINE, FINE, LOOP, FINE]})
+    with pytest.raises(SsdError, match="is a loop"):
+        without_loops(POOL[:1], {"ar": [LOOP]})
+    many = [LOOP] * 3 + [FINE] * 27
+    assert without_loops(POOL[:30], {"ar": many}) == list(range(3, 30))
 
 
 def test_how_repetitive_a_text_is() -> None:

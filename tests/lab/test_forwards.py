@@ -61,6 +61,7 @@ def test_every_kind_of_forward_has_a_row_beside_the_table(
     assert isinstance(rows, list)
     assert [(row["rows"], row["context"]) for row in rows] == [(1, 8), (4, 8), (1, 16), (4, 16)]
     assert all(0 < row["best_ms"] <= row["ms"] and row["said_ms"] > 0 for row in rows)
+    assert not any(row["captured"] for row in rows), "nothing is captured on cores"
     assert any("flashinfer" in line for line in said), "what cannot be measured is told"
     told = table({**result, "hardware": {"gpus": ["NVIDIA H100 80GB HBM3"]}})
     assert told.count("| tiny-llama | sdpa |") == 2

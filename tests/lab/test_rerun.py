@@ -45,7 +45,10 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     ]
     assert [words[-2:] for words, *_ in ran] == [["--json", file] for file in files]
     assert [variables for _, variables, _ in ran] == [{}, {"SSD_NATIVE_KERNELS": "false"}]
-    assert [log.name for *_, log in ran] == ["lossless.log", "lossless-torch.log"]
+    assert [log.name for *_, log in ran] == [
+        "bench-results-lossless.log",
+        "bench-results-lossless-torch.log",
+    ]
     assert "ended with 3" in told[1]
 
 

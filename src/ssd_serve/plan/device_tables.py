@@ -1,6 +1,6 @@
 """Devices that one need not own: what their makers' data sheets say, and what a forward attains of it.
 
-A table of public figures, and of constants fitted to public measurements of plain decoding; two of Hopper's
+A table of public figures, and of constants fitted to public measurements of plain decoding; three of Hopper's
 are fitted to this project's own. `python -m lab.prediction` compares it with what others have published.
 Knows no models.
 """
@@ -34,6 +34,8 @@ class DeviceSheet:
     """Seconds that a layer takes besides reading its weights: norms, rotations, gates, attention's launch."""
     row_s: float = 0.0
     """Seconds that a layer takes more for a row that decodes. Rows of a prompt do not pay it."""
+    several_s: float = 0.0
+    """Seconds that a layer takes more as soon as there are several rows: other kernels multiply them."""
     exposed_share: float = 1.0
     """Share of what multiplying rows that decode takes, which reading the weights does not hide."""
     exchange_s: float
@@ -54,6 +56,7 @@ class _Attained:
     row_s: float
     exchange_s: float
     launch_s: float
+    several_s: float = 0.0
     exposed_share: float = 1.0
 
 
@@ -68,12 +71,12 @@ bf16.
 `row_s`: what the growth of that table, and of its Llama 3.1 405B, from 1 to 64 requests leaves unexplained.
 It holds vLLM's own host work for a request: rows of trees are rather too dear here than too cheap."""
 
-_HOPPER = _Attained(0.85, 0.5, 28e-6, 0.35e-6, 26e-6, 0.2e-3, 0.1)
+_HOPPER = _Attained(0.85, 0.5, 28e-6, 0.23e-6, 26e-6, 0.2e-3, 10e-6, 0.0)
 """`bandwidth_share`, and `layer_s` with twice `exchange_s`: within 4 % of 54.7 and 88.8 tokens/s of plain
 Llama 3.1 70B and Qwen3 32B on 4 H100 (arXiv 2603.03251). Two figures cannot tell more: how the seconds of a
 layer are split, `throughput_share` and `launch_s` are assumed.
-`row_s`, `exposed_share`: measured by this project on one H100 (`lab.forwards`): what 64 rows take more than
-one, in Llama 3.2 1B and Llama 3.1 8B, with two backends of attention."""
+`row_s`, `several_s`, `exposed_share`: measured by this project on one H100 (`lab.forwards`): what 8 and 64
+rows take more than one after 128 tokens, in Llama 3.2 1B and Llama 3.1 8B, as means of two backends."""
 
 
 def _sheet(
@@ -95,6 +98,7 @@ def _sheet(
         throughput_share=attained.throughput_share,
         layer_s=attained.layer_s,
         row_s=attained.row_s,
+        several_s=attained.several_s,
         exposed_share=attained.exposed_share,
         exchange_s=attained.exchange_s,
         launch_s=attained.launch_s,

@@ -79,7 +79,7 @@ def forward_parts(sheet: DeviceSheet, model: PlannedModel, ranks: int, forward: 
         weights_s=weights_s,
         matmul_s=sheet.exposed_share * wanted * model.flops_per_row / flops + max(0.0, prompt_s - weights_s),
         attention_s=cache_bytes / bandwidth + forward.row_context * model.attention_flops / flops,
-        layers_s=model.layers * (sheet.layer_s + wanted * sheet.row_s),
+        layers_s=model.layers * (sheet.layer_s + wanted * sheet.row_s + (wanted > 1) * sheet.several_s),
         exchange_s=_exchange_s(sheet, model, ranks, forward.rows),
         sampling_s=wanted * model.vocabulary * _LOGIT_BYTES / bandwidth,
     )

@@ -150,7 +150,7 @@ def test_trace_and_resumption() -> None:
         "20 arrivals, times multiplied by 4 and lengths by 0.5, clipped to a context of 2048 tokens (at most "
         "4% of the tokens are lost)" in text
     )
-    assert "Forwards take their time: A processor, 2 cores" in text
+    assert "no intervals. A processor, 2 cores" in text
     assert "| plain (ar) | 33.0 | 0.05 / 0.09 / 0.10 |" in text
     assert "| auto | 8 | 1.25 | 20.00, 30.00 | never, 30.00 | 20.00, 30.00 |" in text
     assert "client on cpu:1, where it took up to 0.07 of a core" in text
