@@ -23,6 +23,8 @@ _OWN = "ssd_"
 _PREFIXES = (_OWN, "vllm:")
 """Of the metrics of engines that tell what speculation did."""
 _COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+_TOLD_WITHIN_S = 1.5
+"""Servers tell their counters about once a second."""
 _LATENCIES = {
     "ttft": "time to the first token",
     "tpot": "time per token after it",
@@ -81,8 +83,10 @@ async def _run(plan: ServePlan) -> dict[str, object]:
         wanted = [replace(each, at_s=at) for each, at in zip(plan.wanted, times, strict=True)]
         async with LoadClient(endpoint) as client:
             _check(await client.closed_loop(wanted[: plan.warm_ups], 1))
+            await asyncio.sleep(_TOLD_WITHIN_S if plan.warm_ups else 0.0)
             before = await _speculation(http)
             answers = await client.open_loop(wanted, plan.concurrency)
+            await asyncio.sleep(0.0 if before is None else _TOLD_WITHIN_S)
             after = await _speculation(http)
     _check(answers)
     return {
