@@ -91,23 +91,27 @@ class CapturedModel(WrappedModel):
         """
         room = min(self.slots, self.facts.context) - 1
         counts = [rows for rows in range(most_rows, 0, -1) if captured_rows(rows) == rows]
-        reason = ""
-        for rows, context in product(counts, _AHEAD):
-            for batch in (
-                (one_tree(rows, context), single_rows(rows, context)) if rows + context <= room else ()
-            ):
-                reason = self._capture_one_ahead(batch) or reason
-        if self._log is not None:
-            told = {"graphs": self.graphs, "mib": self.captured_bytes >> 20}
-            self._log.info("forwards captured", **told, **({"not all": reason} if reason else {}))
+        batches = (
+            make(rows, context)
+            for rows, context in product(counts, _AHEAD)
+            if rows + context <= room
+            for make in (one_tree, single_rows)
+        )
+        reasons = {self._capture_one_ahead(batch) for batch in batches} - {""}
+        if self._log is None:
+            return
+        self._log.info("forwards captured", graphs=self.graphs, mib=self.captured_bytes >> 20)
+        if reasons:
+            self._log.warning(
+                "forwards are not captured until they are met", reason="; ".join(sorted(reasons))
+            )
 
     @torch.inference_mode()
     def _capture_one_ahead(self, batch: Batch) -> str:
         """Why it cannot be captured; empty: it is, or it never is. It is tried again when it is met."""
         inputs = self._inputs(batch)
-        shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)
-        key = len(inputs.tokens), shape
-        if shape is None or key in self._forwards:
+        key = self._key(inputs)
+        if key is None or key in self._forwards:
             return ""
         forward, reason = self._capture(inputs)
         if forward is not None:
@@ -123,8 +127,8 @@ class CapturedModel(WrappedModel):
         if rows is None or self._failed or few_wanted:
             return self._model.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
-        shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)
-        forward, captured_now = (None, False) if shape is None else self._captured(inputs, shape)
+        key = self._key(inputs)
+        forward, captured_now = (None, False) if key is None else self._captured(inputs, key)
         if forward is None:
             return replace(self._model.forward(batch), captured_now=captured_now)
         # Before the replay: the host would wait for it, on ROCm whether the copy is to block or not.
@@ -145,10 +149,14 @@ class CapturedModel(WrappedModel):
         positions.copy_(torch.from_numpy(batch.positions))
         return Inputs(tokens, positions, self._capturable.plan_to_capture(batch))
 
-    def _captured(self, inputs: Inputs, shape: Hashable) -> tuple[_Forward | None, bool]:
+    def _key(self, inputs: Inputs) -> tuple[int, Hashable] | None:
+        """What forwards have in common that one graph serves; None: these cannot be captured."""
+        shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)
+        return None if shape is None else (len(inputs.tokens), shape)
+
+    def _captured(self, inputs: Inputs, key: tuple[int, Hashable]) -> tuple[_Forward | None, bool]:
         """The graph for forwards like this one, made now if there is none (None: there can be none), and
         whether that was tried now."""
-        key = len(inputs.tokens), shape
         found = self._forwards.get(key)
         if found is not None or len(self._forwards) >= MAX_GRAPHS:
             return found, False

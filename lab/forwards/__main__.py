@@ -9,6 +9,7 @@ from pathlib import Path
 from lab.command import experiment_parser, run_experiment
 from ssd_serve.bench.document import say
 from ssd_serve.bench.experiment import Report
+from ssd_serve.bench.numbers import count
 from ssd_serve.cluster.local.process import worker_environment
 from ssd_serve.devices import check_device, parse_device, pin, this_machine
 from ssd_serve.errors import SettingsError
@@ -24,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sheet", default="", help="of the device table (the GPU's own)")
     parser.add_argument("--attention", nargs="+", default=["auto"], metavar="BACKEND")
     parser.add_argument("--graphs", choices=("on", "off", "both"), default="on")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--repeats", type=int, default=16)
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--contexts", type=count, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--repeats", type=count, default=16)
     parser.add_argument(
         "--folder", type=Path, default=Path("/dev/shm"), help="room for the weights' files, random numbers"
     )

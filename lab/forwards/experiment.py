@@ -7,7 +7,6 @@ chosen from the logits. Run it alone on the machine. Knows no engine.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from lab.forwards.weights import write_random
 from ssd_serve.errors import UserError
+from ssd_serve.kernels.attention.timing import clock_of
 from ssd_serve.kernels.capture import captured_rows
 from ssd_serve.models.captured import CapturedModel
 from ssd_serve.models.load import load_served
@@ -128,11 +128,10 @@ def _copied(device: str) -> float:
     """Bytes a second that the device reads and writes, both counted, in its best copy of some."""
     source = torch.empty(_COPIED, dtype=torch.uint8, device=device).random_()
     into = torch.empty_like(source)
-    best = float("inf")
+    now = clock_of(torch.device(device))
+    times: list[float] = []
     for _ in range(8):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        began = now()
         into.copy_(source)
-        torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * _COPIED / best
+        times.append(now() - began)
+    return 2 * _COPIED / min(times)
