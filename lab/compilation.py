@@ -21,10 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ssd_serve.errors import SsdError
-from ssd_serve.kernels.triton.attention import SPLIT, WARPS, block_n, merged, tiles_of
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
 from ssd_serve.kernels.triton.noise import BLOCKS
 from ssd_serve.kernels.triton.noise_kernel import fill_noise
+from ssd_serve.kernels.triton.shapes import SPLIT, WARPS, block_n, merged, tiles_of
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -7,7 +7,6 @@ batch becomes indices on the device; the mathematics is in `kernel.py`.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -19,25 +18,24 @@ from ssd_serve.kernels.batch import Batch, Int32Array
 from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, captured_rows
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
 from ssd_serve.kernels.triton.memory import BatchMemory, Room
+from ssd_serve.kernels.triton.shapes import (
+    FEW_PARTS,
+    SPLIT,
+    WARPS,
+    ancestry_words,
+    block_n,
+    cut,
+    merged,
+    power_of_four,
+    power_of_two,
+    tile_of,
+)
 
-SPLIT = 256
-"""Entries of the prefix that one program reads: enough programs for one request, few merges. On an H100 the
-fastest or nearly so of 64 to 512 for contexts of 512 to 4,096 tokens."""
-_BLOCK_N, _BLOCK_N_HALF = 16, 32
-_HALF_HEADS = 128
-"""The widest heads that leave room for more than the least."""
-_MERGED, _MERGED_WIDE = 8, 4
-TILES = (16, 32, 64)
-"""Stacked rows of a program in half precision."""
-WARPS = 4
 SCRATCH_BYTES = 512 << 20
 """Most memory for the results of parts; a batch that would need more is attended in several launches."""
 _FIXED_ROWS = 256
 _FIXED_WORDS = 128
 """Ancestry words of 32 bits a row: trees of 4,096 nodes."""
-_FEW_PARTS, _FEW_WORDS = 4, 4
-"""So many parts of a prefix, and words a row, are launched for those that have fewer: programs that find no
-part end at once, and trees up to 128 nodes after up to 1,024 tokens are one shape."""
 _SHARED = 4
 """How often a slot may be in the prefixes of a batch, on average, that fits into fixed memory."""
 
@@ -109,17 +107,17 @@ class TritonAttention:
         longest = int(counts.max())
         stacked = (captured_rows(longest) or longest) * self._largest_group
         tile = tile_of(stacked, self.dtype, self._largest_group)
-        tiles = _tiles(batch, max(1, tile // self._largest_group))
+        tiles = cut(batch, max(1, tile // self._largest_group))
         parts = 1 + -(-np.diff(batch.prefix_offsets) // SPLIT)  # [requests]
-        ancestry = _words(batch)  # [rows, words]
+        ancestry = ancestry_words(batch)  # [rows, words]
         room = Room(batch.rows, ancestry.size, len(batch.tree_slots), len(batch.prefix_slots))
         fixed = self._memory.room.holds(room)
         memory = self._memory if fixed else BatchMemory(room, self._device)
         programs, most = batch.rows, int(parts.max())  # no row is in two tiles
         if batch.rows <= MAX_CAPTURED_ROWS:
-            most = 1 + _power_of_four(max(_FEW_PARTS, most - 1))
+            most = 1 + power_of_four(max(FEW_PARTS, most - 1))
         else:
-            programs = min(batch.rows, _power_of_two(len(tiles)))
+            programs = min(batch.rows, power_of_two(len(tiles)))
         empty = np.zeros(programs - len(tiles), dtype=np.int32)  # a tile of no rows does nothing
         memory.fill(
             {
@@ -262,56 +260,3 @@ _ATTENDED = (
     "ancestry",
 )
 """Arrays that `attend_parts` takes, in its order."""
-
-
-def _tiles(batch: Batch, most: int) -> Int32Array:
-    """Request, first row and number of rows of each tile of at most `most` rows: int32 [tiles, 3]."""
-    return np.asarray(
-        [
-            (request, first, min(most, stop - first))
-            for request, (start, stop) in enumerate(pairwise(batch.request_offsets.tolist()))
-            for first in range(start, stop, most)
-        ],
-        dtype=np.int32,
-    )
-
-
-def _words(batch: Batch) -> Int32Array:
-    """The ancestry in words of 32 bits, a power of two of them a row, and no fewer than four: int32 [rows,
-    words]."""
-    words = np.ascontiguousarray(batch.ancestry, dtype="<u8").view(np.int32)
-    width = max(_FEW_WORDS, _power_of_two(words.shape[1]))
-    return np.pad(words, ((0, 0), (0, width - words.shape[1])))
-
-
-def _power_of_two(count: int) -> int:
-    """The least that is not below `count`; 0 for 0."""
-    return 1 << (count - 1).bit_length() if count else 0
-
-
-def _power_of_four(count: int) -> int:
-    """The least that is not below `count`."""
-    return 1 << 2 * -(-(count - 1).bit_length() // 2)
-
-
-def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:
-    """Tiles without register spills, `lab.compilation` shows which: in float32 only the smallest."""
-    return TILES if dtype.itemsize == 2 else TILES[:1]
-
-
-def block_n(dtype: torch.dtype, head_dim: int) -> int:
-    """Entries that are scored together: as many as spill no registers. One number for all tiles, so that a
-    row's sums have one order whatever else is in the batch."""
-    return _BLOCK_N_HALF if dtype.itemsize == 2 and head_dim <= _HALF_HEADS else _BLOCK_N
-
-
-def merged(head_dim: int) -> int:
-    """Parts of a row that are read at once where they are merged, likewise."""
-    return _MERGED if head_dim <= _HALF_HEADS else _MERGED_WIDE
-
-
-def tile_of(stacked: int, dtype: torch.dtype, group: int = 1) -> int:
-    """Stacked rows of a program for requests of at most `stacked` ones, `group` of them to a row."""
-    tiles = tiles_of(dtype)
-    fitting = next((tile for tile in tiles if tile >= stacked), tiles[-1])
-    return max(fitting, int(triton.next_power_of_2(group)))

@@ -23,7 +23,8 @@ from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.rows.fixed_rows import threads
-from ssd_serve.kernels.triton.attention import SPLIT, TritonAttention
+from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.kernels.triton.shapes import SPLIT
 from tests.examples import examples
 from tests.kernels.test_attention import SLOTS, filled_cache, random_paths, random_request, rows_of
 

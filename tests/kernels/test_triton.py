@@ -9,7 +9,8 @@ import torch
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.batch import build_batch, padded
 from ssd_serve.kernels.capture import captured_rows
-from ssd_serve.kernels.triton.attention import SPLIT, TILES, TritonAttention, tile_of
+from ssd_serve.kernels.triton.attention import TritonAttention
+from ssd_serve.kernels.triton.shapes import SPLIT, TILES, tile_of
 from ssd_serve.models.warmup import one_tree, single_rows
 from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
 
