@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lab.page_blocks import lossless_table
+from ssd_serve.bench.modes_result import modes_tables
 from ssd_serve.bench.tables import markdown_table
 
 Result = Mapping[str, Any]
@@ -46,6 +47,16 @@ def kernels(result: Result) -> str:
     heads, kv_heads, head_dim = result["heads"]
     told = f"{heads} query heads, {kv_heads} KV heads of {head_dim}, {result['dtype']}."
     return f"{markdown_table(('ms a layer', *backends), lines)}\n\n{told} {_where(result)}"
+
+
+def modes(*results: Result) -> str:
+    """One table of results that differ in their temperatures."""
+    first = results[0]
+    rows = [row for result in results for row in result["results"]]
+    left_out = [result["notes"]["real"]["left_out"] for result in results]
+    notes = {"real": {"left_out": {key: share for each in left_out for key, share in each.items()}}}
+    joined = {**first, "results": rows, "notes": notes}
+    return f"{modes_tables(joined)}\n\n{_where(first)}"
 
 
 def _ms(row: Mapping[str, Any] | None) -> str:

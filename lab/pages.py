@@ -52,6 +52,7 @@ def _of_bench(name: str) -> Block:
 
 _LOSSLESS = tuple(f"bench/results/lossless{kind}.json" for kind in ("", "-torch", "-batch-invariant"))
 _H100 = "bench/results/h100"
+_H100_MODES = (f"{_H100}/modes.json", f"{_H100}/modes-temperature-1.json")
 _REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
@@ -87,6 +88,7 @@ _BLOCKS = (
     Block("docs/gpus.md", "h100-lossless", (f"{_H100}/lossless.json",), gpu_blocks.lossless),
     Block("docs/gpus.md", "h100-kernels", (f"{_H100}/kernels.json",), gpu_blocks.kernels),
     Block("docs/gpus.md", "h100-forwards", (f"{_H100}/forwards.json",), forwards_table),
+    Block("docs/gpus.md", "h100-modes", _H100_MODES, gpu_blocks.modes),
     Block("docs/speculation.md", "governor", ("lab/results/governor.json",), page_blocks.governor),
 )
 BLOCKS = tuple(each for each in _BLOCKS if all((ROOT / file).exists() for file in each.files))

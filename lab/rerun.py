@@ -79,6 +79,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """What writes each result, in the order in which they are measured; it is told where by `--json`."""
 _H100 = ("--device", "cuda:0")
+_H100_MODES = (*("big", "models/embedded/draft", *_H100, "--draft-device", "cpu:2"), "--num-prompts", "24")
+"""`big` is the embedded target by `ssd recipe ballast --hidden 4096 --layers 32 --intermediate 14336`."""
 ON_GPUS: dict[str, tuple[str, ...]] = {
     "bench/results/h100/conformance.json": _of_bench("conformance", *_H100),
     "bench/results/h100/lossless.json": _of_bench("lossless", "--quick", *_H100),
@@ -87,6 +89,8 @@ ON_GPUS: dict[str, tuple[str, ...]] = {
         *("forwards", "--attention", "triton", "flashinfer"),
         *("--rows", "1", "8", "16", "64", "--contexts", "128", "1024", "4096", *_H100),
     ),
+    "bench/results/h100/modes.json": _of_bench("modes", *_H100_MODES, "--temperatures", "0.6"),
+    "bench/results/h100/modes-temperature-1.json": _of_bench("modes", *_H100_MODES, "--temperatures", "1"),
 }
 """The same of results that need a GPU, of the kind that their folder names: measured when they are named."""
 VARIABLES = {
