@@ -55,13 +55,15 @@ class Start:
     def here(cls, program: str, argv: Sequence[str], measures: Sequence[str], root: Path = ROOT) -> "Start":
         """Look at the clone in `root` and at the machine. Takes a fraction of a second."""
         commit = commit_of(root)
+        code = code_of(root, "HEAD", measures) if commit else ""
         cores = usable_cores()
         return cls(
             measures=tuple(measures),
             command=" ".join([program, *told_arguments(argv)]),
             commit=commit,
-            code=code_of(root, "HEAD", measures) if commit else "",
-            dirty=bool(commit and _git(root, "status", "--porcelain", "--", *measures)),
+            code=code,
+            # Where git cannot read the commit, it cannot say that nothing differs from it either.
+            dirty=bool(commit and (not code or _git(root, "status", "--porcelain", "--", *measures))),
             environment=_environment(),
             started=datetime.now(timezone.utc),
             clock=time.monotonic(),

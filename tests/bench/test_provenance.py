@@ -77,6 +77,13 @@ def test_a_file_that_git_does_not_know_makes_it_dirty(clone: Path) -> None:
     assert taken(clone)["dirty"] is True
 
 
+def test_a_commit_that_git_cannot_read_is_not_called_clean(clone: Path) -> None:
+    tree = git(clone, "rev-parse", "HEAD^{tree}")
+    (clone / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    found = taken(clone)
+    assert (found["code"], found["dirty"]) == ("", True)
+
+
 def test_code_has_the_same_name_in_every_history(clone: Path) -> None:
     first = code_of(clone, "HEAD", ["kernels"])
     assert first
