@@ -10,8 +10,6 @@ Entry = TypeVar("Entry")
 Item = TypeVar("Item")
 Got = TypeVar("Got")
 
-_FEWEST = 4
-
 
 def turn(entries: Sequence[Entry], index: int) -> list[Entry]:
     """Each order twice, the second time backwards: over two turns everybody's mean place is the same, and in
@@ -40,34 +38,33 @@ def tune(
     items: Sequence[Item],
     duel: Sequence[Item] = (),
 ) -> tuple[Entry, dict[Entry, float]]:
-    """The fastest entry, with the last measured speeds of all that were tried.
+    """The fastest entry, and the speeds of all that were tried, in units of the first rotation's.
 
-    First by halving: everybody on a few items, then the faster half on twice as many. Then by climbing: the
-    best against its neighbours on all items, until none of them is faster. So it is never at the edge of what
-    was tried. The fastest of several is often so by chance: a neighbour takes the place of the best only when
-    it wins a duel too, on items of its own, or else on all items twice.
+    It starts with the best of `start`, on all items, and climbs: the best against its neighbours, until none
+    of them is faster, so that it is never at the edge of what was tried. The fastest of several is often so
+    by chance: whoever seems faster than the best takes its place only by a duel, on items of its own, or else
+    on all items twice.
     """
-    alive, tried = list(dict.fromkeys(start)), dict[Entry, float]()
-    few = _FEWEST
-    while len(alive) > 1:
-        found = speeds(alive, items[:few])
-        tried |= found
-        alive = sorted(alive, key=found.__getitem__, reverse=True)[: len(alive) // 2]
-        few = min(len(items), 2 * few)
-    (best,) = alive
-    beaten = {best}
-    while True:
-        new = [each for each in neighbours(best) if each not in beaten]
-        if not new:
-            return best, tried
-        found = speeds([best, *new], items)
-        tried |= found
-        beaten |= set(new)
-        fastest = max(found, key=found.__getitem__)
-        if fastest != best:
-            found = speeds([best, fastest], duel or [*items, *items])
-            tried |= found
-            best = max(found, key=found.__getitem__)
+    order = list(dict.fromkeys(start))
+    tried = dict(speeds(order, items)) if len(order) > 1 else {}
+    best = max(order, key=lambda entry: tried.get(entry, 0.0))
+    met = {best}
+    while new := [each for each in neighbours(best) if each not in met]:
+        tried |= _in_units(tried.get(best, 0.0), best, speeds([best, *new], items))
+        met |= set(new)
+        for challenger in sorted(new, key=tried.__getitem__, reverse=True):
+            if tried[challenger] > tried[best]:
+                found = speeds([best, challenger], duel or [*items, *items])
+                tried |= _in_units(tried[best], best, found)
+                best = max(best, challenger, key=tried.__getitem__)
+    return best, tried
+
+
+def _in_units(known: float, best: Entry, found: Mapping[Entry, float]) -> dict[Entry, float]:
+    """The speeds of a rotation as they are where the best has its known speed: a machine has slow minutes.
+    0: not known, or it failed."""
+    scale = known / found[best] if known > 0 and found[best] > 0 else 1.0
+    return {each: scale * speed for each, speed in found.items()}
 
 
 def next_to(ladder: Sequence[Item], value: Item) -> list[Item]:

@@ -160,8 +160,11 @@ def assemble_verifier(
     engine = build_engine(_bounded(parts, settings))
     if environment.drafts_inline:
         models = settings.draft_models if Layout.SYNC in layouts else ()
+        if models:
+            cores.enter(Layout.SYNC)  # what their steps take is measured where they will draft
         for channel in _within(settings, models, hello, model.facts.eos_token_ids, native, grammars, say):
             engine.drafters.connect(channel, synchronous=True)
+    cores.enter(layouts[0])
     sampling = model_defaults(path) if settings.generation_config == "auto" else {}
     if sampling:
         log.info("requests take from generation_config.json what they leave out", **sampling)
@@ -253,7 +256,6 @@ def _governing(
     settings: Settings, cores: Cores, layouts: tuple[Layout, ...], measured: MeasuredStart
 ) -> Governing:
     """What may change while the engine runs, beginning with the first layout."""
-    cores.enter(layouts[0])
     devices = {layout: str(cores.of(layout)) for layout in layouts}
     tables = {device: CostTable(measured.timings_on(device)) for device in set(devices.values())}
     governor = Governor(layouts)

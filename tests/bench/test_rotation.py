@@ -73,22 +73,24 @@ def speeds_by(truth: Callable[[int], float], noise: float = 0.0) -> Callable[...
 @pytest.mark.parametrize("best", LADDER)
 def test_the_best_is_found_wherever_it_is_and_its_neighbours_were_tried(best: int) -> None:
     """The grid goes on beyond where it began, until the best has been beaten on both sides."""
-    found, tried = tune((2, 4), around, speeds_by(lambda value: -abs(math.log(value / best))), range(8))
+    found, tried = tune((2, 4), around, speeds_by(lambda value: 9 - abs(math.log(value / best))), range(8))
     assert found == best
     assert {best, *around(best)} <= set(tried)
 
 
-def test_halving_gives_the_better_half_twice_the_items() -> None:
+def near(best: float) -> Callable[[int], float]:
+    return lambda value: 100 - abs(value - best)
+
+
+def test_all_that_it_starts_with_run_on_all_items_and_who_seems_faster_fights_a_duel() -> None:
     asked: list[tuple[list[int], int]] = []
 
     def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
         asked.append((sorted(values), len(items)))
-        return {value: -abs(value - 6.0) for value in values}
+        return {value: near(6)(value) for value in values}
 
     assert tune((1, 2, 4, 8), around, speeds, range(8))[0] == 6
-    first, second, *climb = asked
-    assert (first, second) == (([1, 2, 4, 8], 4), ([4, 8], 8))
-    assert climb == [([3, 4, 5], 8), ([4, 5], 16), ([5, 6], 8), ([5, 6], 16), ([6, 8], 8)]
+    assert asked == [([1, 2, 4, 8], 8), ([3, 4, 5], 8), ([4, 5], 16), ([5, 6], 8), ([5, 6], 16), ([6, 8], 8)]
 
 
 def test_a_neighbour_that_was_lucky_once_does_not_take_the_place_of_the_best() -> None:
@@ -96,11 +98,37 @@ def test_a_neighbour_that_was_lucky_once_does_not_take_the_place_of_the_best() -
 
     def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
         lucky = len(values) > 2
-        return {value: -abs(value - 4.0) + (luck.get(value, 0) if lucky else 0) for value in values}
+        return {value: near(4)(value) + (luck.get(value, 0) if lucky else 0) for value in values}
 
     best, tried = tune((4,), around, speeds, range(8))
     assert best == 4
-    assert tried[3] == -1, "the speed that counts is that of the duel"
+    assert tried[3] == 99, "the speed that counts is that of the duel"
+
+
+def test_the_luck_of_one_neighbour_does_not_hide_another_that_is_faster() -> None:
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        return {value: near(5)(value) + (3.0 if value == 3 and len(values) > 2 else 0) for value in values}
+
+    assert tune((4,), around, speeds, range(8))[0] == 5
+
+
+def test_a_slow_minute_makes_nobody_slower_than_those_of_another_minute() -> None:
+    pace = iter([1.0, 0.5, 0.25])
+
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        now = next(pace)
+        return {value: now * near(4)(value) for value in values}
+
+    best, tried = tune((2, 4), around, speeds, range(8))
+    assert best == 4
+    assert tried == pytest.approx({2: 98, 3: 99, 4: 100, 5: 99})
+
+
+def test_who_fails_loses_and_scales_nobody() -> None:
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        return {value: 0.0 if value == 2 else float(value) for value in values}
+
+    assert tune((2,), around, speeds, range(8)) == (24, {value: value for value in LADDER} | {2: 0})
 
 
 def test_a_duel_has_items_of_its_own_where_some_are_given() -> None:

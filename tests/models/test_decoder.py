@@ -123,6 +123,19 @@ def test_only_wanted_rows_have_logits(pair: tuple[Any, Model]) -> None:
     assert ours.forward(build_batch([none])).logits.shape == (0, 199)
 
 
+@pytest.mark.parametrize("wanted", [[], [3], [0, 11]])
+def test_rows_that_nobody_wants_are_read_by_later_rows_all_the_same(
+    pair: tuple[Any, Model], wanted: list[int]
+) -> None:
+    """Behind the last layer's attention they are not computed; their keys and values are there."""
+    theirs, ours = pair
+    tokens, slots = numbers(13, 9), range(20, 33)
+    read = RequestRows(tokens[:12], range(12), slots[:12], np.zeros(0, dtype=np.int32), wanted=wanted)
+    expected = checkpoints.logits(theirs, tokens)
+    close(ours.forward(build_batch([read])).logits, expected[wanted])
+    close(ours.forward(build_batch([chunk(tokens, 12, 13, slots)])).logits, expected[12:])
+
+
 def test_facts(pair: tuple[Any, Model]) -> None:
     theirs, ours = pair
     facts = ours.facts

@@ -2,6 +2,8 @@
 
 import os
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,18 @@ from ssd_serve.draft_messages import (
     Pause,
     Resync,
 )
+from ssd_serve.drafter.assembly import AssembledDrafter, assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.engine_settings import Mode
+from ssd_serve.settings import Settings
+from ssd_serve.verifier import assembly
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import FixedSteps
 from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
+from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import HELLO, Case, StillCores, make_core, make_engine, mixed_requests, run
 
 WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
@@ -108,3 +115,34 @@ def test_threads_follow_the_cores_of_the_layout() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
         torch.set_num_threads(threads)
+
+
+def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a drafter the target has one core, but without one it drafts on both."""
+    write_pair(tmp_path)
+    entered: list[Layout] = []
+    loaded_in: list[Layout] = []
+
+    def enter(_cores: Cores, layout: Layout, wide: bool = True) -> None:
+        entered.append(layout)
+
+    def listening(*arguments: Any) -> AssembledDrafter:
+        loaded_in.append(entered[-1])
+        return assemble_drafter(*arguments)
+
+    monkeypatch.setattr(Cores, "enter", enter)
+    monkeypatch.setattr(assembly, "assemble_drafter", listening)
+    settings = Settings(
+        target=str(tmp_path / "target"),
+        draft=str(tmp_path / "draft"),
+        mode=Mode.SSD,
+        target_device="cpu:0",
+        target_device_alone="cpu:0,1",
+        cache_dir=tmp_path / "cache",
+        max_running=4,
+    )
+    assembly.assemble_verifier(settings, lambda _: None)
+    assert loaded_in == [Layout.SYNC]
+    assert entered[-1] is Layout.ASYNC, "it begins beside its drafter"

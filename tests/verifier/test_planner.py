@@ -17,7 +17,7 @@ from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.planning.placing import Governing
 from ssd_serve.verifier.planning.planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
 from ssd_serve.verifier.scheduler import ScheduledChunk
-from tests.fakes import HELLO
+from tests.fakes import HELLO, StillCores
 from tests.verifier.scheduler_house import make_request
 
 
@@ -72,16 +72,16 @@ class Listening(Governor[Layout]):
         self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def governed(governor: Governor[Layout], cost: CostTable) -> RoundPlanner:
-    """One drafter has joined, and all layouts cost the same."""
+def governed(governor: Governor[Layout], cost: CostTable, governing: Governing | None = None) -> RoundPlanner:
+    """One drafter has joined. Without `governing` all layouts cost the same."""
     drafters = Drafters(HELLO)
     mine, its = memory_pair()
     drafters.connect(mine)
     its.send(HELLO)
     drafters.drain({})
     places = Cores(Device("cpu"), None)
-    governing = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
-    return RoundPlanner(drafters, cost, Never(), DraftBounds(4096, None, 8), governing=governing)
+    alike = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
+    return RoundPlanner(drafters, cost, Never(), DraftBounds(4096, None, 8), governing=governing or alike)
 
 
 def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
@@ -114,6 +114,27 @@ def test_beside_prompts_a_token_saves_its_share_of_a_round_of_all() -> None:
 def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
     round_ = Round(0, 2, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
     assert told(round_) == pytest.approx((0.06, 0.08, 0.06, True))
+
+
+def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() -> None:
+    """Its drafter may read the same prompt meanwhile, and contend for memory: else nobody would know."""
+    governor = Listening()
+    slow, fast = (CostTable([Timing(rows, 0, price * rows) for rows in (1, 64)]) for price in (2e-3, 1e-3))
+    planner = governed(
+        governor,
+        slow,
+        Governing(
+            governor, StillCores(), {Layout.ASYNC: slow, Layout.OFF: fast}, dict.fromkeys(WAYS, Never()), slow
+        ),
+    )
+    request = make_request(0, list(range(60)), 8)
+    planner.choose([ScheduledChunk(request, tuple(range(60)), final=True)], lambda: None)
+    assert planner.placing.reading
+    assert planner.placing.layout is Layout.ASYNC
+    planner.learn(
+        Round(0, 1, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
+    )
+    assert governor.told == [(pytest.approx(0.06), 0.08, pytest.approx(0.06), True)]
 
 
 def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:

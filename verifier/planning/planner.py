@@ -191,7 +191,7 @@ class RoundPlanner:
         nodes = round_.rows - round_.requests - round_.prompt_rows
         self.placing.observe(round_.rows, nodes, round_.reading, round_.forward_s)
         governing = self.placing.governing
-        if governing is not None and self._drafters.alive and not self.placing.reading:
+        if governing is not None and self._drafters.alive:
             self._govern(round_, governing)
         if round_.prompts:
             return

@@ -34,6 +34,8 @@ class DenseDecoder:
         self._facts = parts.facts
         self._slots = parts.slots
         self._features = frozenset(parts.features)
+        # Features are of all rows: where the last layer has some, it computes all of them to its end.
+        self._all_rows = bool(self._features & {FINAL, len(weights.layers) - 1})
         self._group = parts.group
         self._device = weights.embedding.device
         # [context, 1, head_dim / 2]: one rotation for all heads of a row
@@ -77,14 +79,22 @@ class DenseDecoder:
         hidden = self._embed(inputs.tokens)  # [rows, hidden]
         features: dict[str, torch.Tensor] = {}
         added: torch.Tensor | None = None  # what the last block adds to `hidden`: the next norm does it
-        for index, layer in enumerate(self._weights.layers):
+        layers, wanted = self._weights.layers, inputs.wanted
+        for index, layer in enumerate(layers):
             rows = self._operations.norm(hidden, added, layer.input_norm)
-            added = self._attend(index, layer, rows, rotations, inputs.plan)
+            attended = self._attend(index, layer, rows, rotations, inputs.plan)
+            if index == len(layers) - 1 and wanted is not None and not self._all_rows:
+                # Of the other rows nothing is needed any more: their keys and values are stored.
+                if not len(wanted):
+                    return self._logits(hidden[:0]), features
+                hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+                wanted = None
+            added = self._group.add(layer.output(attended))
             rows = self._operations.norm(hidden, added, layer.mlp_norm)
             added = self._group.add(layer.down(self._operations.gate(layer.gate_up(rows))))
             if index in self._features:
                 features[feature_name(index)] = hidden + added
-        last = self._last(hidden, added, inputs.wanted, features)
+        last = self._last(hidden, added, wanted, features)
         return self._logits(last), features
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -100,13 +110,12 @@ class DenseDecoder:
     def _attend(
         self, index: int, layer: DecoderLayer, rows: torch.Tensor, rotations: torch.Tensor, plan: object
     ) -> torch.Tensor:
-        """The attention block of a layer: normed rows [rows, hidden] -> [rows, hidden]."""
+        """A layer's attention, all but its output: normed rows [rows, hidden] -> [rows, heads * head_dim]."""
         c = self._config
         heads = layer.qkv(rows).view(rows.shape[0], -1, c.head_dim)
         heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, layer.qk_norm)
         self._attention.write(index, heads[:, c.heads :], plan)
-        attended = self._attention.run(index, heads[:, : c.heads], plan)  # [rows, heads * head_dim]
-        return self._group.add(layer.output(attended.to(rows.dtype)))
+        return self._attention.run(index, heads[:, : c.heads], plan).to(rows.dtype)
 
     def _last(
         self,
