@@ -37,6 +37,9 @@ pytest_plugins = ["tests.skips"]
 HERE = Path(__file__).parent
 SLOW_ROOMS = (HERE / "end_to_end", HERE / "hostile")
 """Every test there needs a whole server."""
+UNSTEADY_ROOMS = (*SLOW_ROOMS, HERE / "cluster", HERE / "deploy", HERE / "lab")
+"""Tests there judge what processes do in time, on a machine that others may share: one that fails is run once
+more, and the summary names it. Tests of one process, and of what a text must be, have one try."""
 RANKS = HERE / "end_to_end" / "test_tensor_parallel.py"
 """Ranks that share a core wake one another so often that others on it wait for seconds."""
 WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
@@ -74,11 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(room) for room in SLOW_ROOMS):
             item.add_marker(pytest.mark.slow)
+        if any(item.path.is_relative_to(room) for room in UNSTEADY_ROOMS):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path != RANKS))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What attackers did to others: the longest time that another client got nothing."""
+    """What passed only when it ran again, and what attackers did to others: the longest time that another
+    client got nothing."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.write_line(f"failed at first: {report.nodeid}\n{report.longreprtext}")
     told: list[tuple[float, str]] = []
     for report in terminalreporter.stats.get("passed", []):
         gaps = re.findall(r"^longest gap ([0-9.]+) s", report.capstdout, re.MULTILINE)

@@ -134,7 +134,8 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
     planner.learn(
         Round(0, 1, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
     )
-    assert governor.told == [(pytest.approx(0.06), 0.08, pytest.approx(0.06), True)]
+    (heard,) = governor.told
+    assert heard == pytest.approx((0.06, 0.08, 0.06, True))
 
 
 def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:
