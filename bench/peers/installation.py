@@ -53,6 +53,7 @@ def steps(engine: str, folder: Path, jobs: int) -> list[list[str]]:
             [python, "-m", "venv", str(folder / VLLM)],
             [*pip, "install", _VLLM],
             [*pip, "uninstall", "--yes", *_UNUSED],
+            [str(target), str(Path(__file__).with_name("vllm_mending.py"))],
         ]
     build = target.parents[1]
     source = ["download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(folder), _LLAMA]
