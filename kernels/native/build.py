@@ -21,7 +21,11 @@ from ssd_serve.owned import is_own_file, make_folder, open_lock, weakness
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 _SHARED = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_FUSED = "--param=avoid-fma-max-bits=0"
+"""GCC fuses multiplications with additions, but for some processors (Zen) not in every loop, as it takes that
+to be slower there: the same sum would be rounded otherwise in another tile."""
 _FLAGS = (
+    ("-march=native", "-fopenmp", _FUSED),
     ("-march=native", "-fopenmp"),
     ("-mcpu=native", "-fopenmp"),
     ("-fopenmp",),
