@@ -19,7 +19,7 @@ ONE_BODY_MB = 48.0
 
 WRITTEN_MB = KEPT_MB + 192.0
 """With pages of the KV caches that nobody had written to: 24,000 tokens of the pair in fp32, as far as there
-is time for them. They are there for good, and a second time nothing more is kept."""
+is time for them. They are there for good: a second time less is kept."""
 
 
 def filled(unit: bytes) -> bytes:

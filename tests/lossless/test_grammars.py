@@ -57,17 +57,17 @@ def test_speculation_changes_no_text(plain: list[Output], mode: str) -> None:
 
 
 def test_other_forms_hold_too() -> None:
-    """All of them have an end: how long a model would go on where it may, depends on the processor."""
-    address = r"[a-z]{1,30}@[a-z]{1,30}\.(com|org)"
+    """Where a text may end or go on, it is likely to end: else that would depend on the processor."""
     forms = {
-        "regex": address,
+        "regex": r"[a-z]+@[a-z]+\.(com|org)",
         "choice": ["yes", "no", "may be"],
-        "grammar": 'root ::= part part? part? "."\npart ::= "ab" | "c"',
+        "grammar": 'root ::= ("ab" | "c")+ "."',
     }
-    texts = {"regex": address, "choice": "yes|no|may be", "grammar": r"(ab|c){1,3}\."}
+    texts = {"regex": r"[a-z]+@[a-z]+\.(com|org)", "choice": "yes|no|may be", "grammar": r"(ab|c)+\."}
     with LLM(mode="sd") as llm:
+        likely = {llm.tokenizer.encode(end)[-1]: 8.0 for end in ("@", ".")}
         for name, form in forms.items():
             wanted = StructuredOutputsParams.model_validate({name: form})
-            asked = SamplingParams(seed=1, max_tokens=300, structured_outputs=wanted)
+            asked = SamplingParams(seed=1, max_tokens=300, structured_outputs=wanted, logit_bias=likely)
             text = llm.generate("x = ", asked)[0].text
             assert re.fullmatch(texts[name], text), text
