@@ -2,8 +2,8 @@
 Trees and SSD run with lookup beside their draft model, too.
 
 All ways run on all shares of the devices that they can use: the target on its own device, as in SSD, and on
-the drafter's as well. Baselines are tuned on prompts of their own. Knows who is compared and how it is told;
-the stage knows how things run.
+the drafter's as well, or the draft there. Baselines are tuned on prompts of their own. Knows who is compared
+and how it is told; the stage knows how things run.
 """
 
 import statistics
@@ -34,6 +34,11 @@ class Share:
     draft: str
     devices: int
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.target} and {self.draft}" if self.draft else self.target
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -44,7 +49,7 @@ class Entry:
 
 
 class ModesStage(Protocol):
-    """Where entries run. `alone`: the shares of ways without a device for the drafter."""
+    """Where entries run. `alone`: the shares of ways without a drafter that works at the same time."""
 
     setting: str
     fan_out: int
@@ -65,13 +70,14 @@ def run_modes(
         say(f"{stage.setting}, temperature {temperature:g}: tuning")
         tuned: dict[Entry, dict[str, float]] = {}
         for share in stage.alone:
-            tuned[Entry(PLAIN, share)] = {}
+            if not share.draft:
+                tuned[Entry(PLAIN, share)] = {}
             tuned |= dict(_tuned(stage, share, temperature, texts.tuning, say))
         entries = [*tuned, *(Entry(way, stage.beside) for way in BESIDE)]
         say(f"  measuring {len(entries)} ways on {len(texts.prompts)} prompts")
         samples = _samples(stage, entries, texts.prompts, temperature)
         written = {
-            f"{entry.way.label} on {entry.share.target}": [sample.tokens for sample in some]
+            f"{entry.way.label} on {entry.share.name}": [sample.tokens for sample in some]
             for entry, some in samples.items()
         }
         kept = without_loops(texts.prompts, written)
@@ -112,10 +118,10 @@ def _tuned(
         found = _samples(stage, [Entry(way, share) for way in ways], some, temperature)
         return {entry.way: _speed(samples) for entry, samples in found.items()}
 
-    for mode in ("ngram", "sd-chain", "sd-tree"):
+    for mode in ("sd-chain", "sd-tree") if share.draft else ("ngram", "sd-chain", "sd-tree"):
         best, tried = tune(shapes(mode, stage.fan_out), neighbours, speeds, prompts)
         told = {way.label: round(speed, 1) for way, speed in tried.items()}
-        say(f"  on {share.target}: {best.label} of " + ", ".join(f"{way} {told[way]}" for way in told))
+        say(f"  on {share.name}: {best.label} of " + ", ".join(f"{way} {told[way]}" for way in told))
         yield Entry(best, share), told
         if mode == "sd-tree":
             yield Entry(replace(best, lookup=True), share), {}

@@ -9,9 +9,10 @@ import contextlib
 import os
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 
 from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
 from ssd_serve.cluster.channels.channel import Channel
@@ -86,6 +87,15 @@ class EngineWay:
         return self.mode == "sd-chain"
 
 
+@dataclass(frozen=True, slots=True)
+class _Inline:
+    """The draft model in this process, on some device."""
+
+    model: Model
+    noise: NoiseRows
+    step_s: float
+
+
 class _Free(CostTable):
     """Rows cost nothing, whatever is seen."""
 
@@ -109,16 +119,14 @@ class Rig:
         self.native = native_library(settings)
         invariant = settings.batch_invariant
         self.real = load_served(settings, target, device, _SLOTS, self.native, batch_invariant=invariant)
-        self.real_draft = load_served(settings, draft, device, 2 * _SLOTS, self.native)
         self.target = wrap_model(self.real, "target", settings.model_wrapper)
-        self.draft = wrap_model(self.real_draft, "draft", settings.model_wrapper)
         self.cost = measure_cost(self.target)
-        width = settings.draft_width
-        self.draft_step_s = min(measure_steps(self.draft, (width,))[width, SHORT_CONTEXT])
         facts = self.real.facts
-        capacity = capacity_for(facts.vocabulary)
-        self._noise = NoiseRows(facts.vocabulary, capacity, facts.device, self.native)
-        self._draft_noise = NoiseRows(facts.vocabulary, capacity, facts.device, self.native)
+        self._noise = self._noise_on(device)
+        self._draft_folder = draft
+        self._inline = self._loaded(device)
+        self._beside: dict[str, _Inline] = {}
+        self.draft, self.draft_step_s = self._inline.model, self._inline.step_s
         self.hello = Hello(
             protocol=PROTOCOL_VERSION,
             noise=NOISE_SCHEME,
@@ -135,10 +143,12 @@ class Rig:
         cost: CostTable | None = None,
         model: Model | None = None,
         verified: int | None = None,
+        draft_device: str = "",
     ) -> Engine:
         """A fresh engine over the shared target. `ssd` still needs its drafter connected.
 
-        `verified`: as many nodes in every round, whatever they cost, and no waiting.
+        `verified`: as many nodes in every round, whatever they cost, and no waiting. `draft_device`: where a
+        synchronous draft computes, by torch's name; empty: where the target does.
         """
         settings, target = self.settings, model or self.target
         policy: GrowPolicy = FixedSteps(1 if way.in_one_call else way.steps)
@@ -168,19 +178,40 @@ class Rig:
             )
         )
         if way.mode not in ("ar", "ssd"):
-            engine.drafters.connect(self._inline(way), synchronous=True)
+            engine.drafters.connect(self._channel(way, draft_device), synchronous=True)
         if way.lookup:
             engine.drafters.connect(self._lookup(self.settings), synchronous=True)
         engine.drafters.drain({})
         return engine
 
-    def _inline(self, way: EngineWay) -> Channel:
+    def _channel(self, way: EngineWay, device: str) -> Channel:
         if way.mode == "ngram":
             return self._lookup(self.settings.model_copy(update={"draft_fan_out": way.fan_out}))
+        inline = self._inline_on(device)
+        hello = structs.replace(self.hello, step_ms=1e3 * inline.step_s)
         if not way.in_one_call:
-            return InlineChannel(self.core(way), self.hello)
-        queued = QueuedModel(self.draft)
-        return OneCallChannel(self.core(way, queued), self.hello, way.steps, queued)
+            return InlineChannel(self._core(way, inline), hello)
+        queued = QueuedModel(inline.model)
+        return OneCallChannel(self._core(way, replace(inline, model=queued)), hello, way.steps, queued)
+
+    def _inline_on(self, device: str) -> _Inline:
+        """Loaded when it is first asked for; this thread's cores are those that it will compute on."""
+        if not device:
+            return self._inline
+        if device not in self._beside:
+            self._beside[device] = self._loaded(device)
+        return self._beside[device]
+
+    def _loaded(self, device: str) -> _Inline:
+        draft = load_served(self.settings, self._draft_folder, device, 2 * _SLOTS, self.native)
+        model = wrap_model(draft, "draft", self.settings.model_wrapper)
+        width = self.settings.draft_width
+        step_s = min(measure_steps(model, (width,))[width, SHORT_CONTEXT])
+        return _Inline(model, self._noise_on(draft.facts.device), step_s)
+
+    def _noise_on(self, device: str) -> NoiseRows:
+        vocabulary = self.real.facts.vocabulary
+        return NoiseRows(vocabulary, capacity_for(vocabulary), device, self.native)
 
     def _lookup(self, settings: Settings) -> Channel:
         return instant_channel("ngram", settings, self.hello, self.real.facts.eos_token_ids)
@@ -197,11 +228,14 @@ class Rig:
             policies,
         )
 
-    def core(self, way: EngineWay, draft: Model | None = None) -> DrafterCore:
-        """A fresh drafter in this process."""
+    def core(self, way: EngineWay) -> DrafterCore:
+        """A fresh drafter in this process, on the target's device."""
+        return self._core(way, self._inline)
+
+    def _core(self, way: EngineWay, inline: _Inline) -> DrafterCore:
         depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
-        guesses = DraftModel(draft or self.draft, 2 * _SLOTS, self._draft_noise, self.native)
+        guesses = DraftModel(inline.model, 2 * _SLOTS, inline.noise, self.native)
         ends = self.real.facts.eos_token_ids
         return build_core(CoreParts(guesses=guesses, limits=limits, ends=ends, name="bench"))
 

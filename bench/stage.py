@@ -6,6 +6,8 @@ Knows how a way is run on its devices, not who is compared.
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from ssd_serve.bench.device_tables import device_table
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.emulated import EmulatedModel, emulated_table, overrun_share
@@ -23,8 +25,9 @@ CORES = Devices(parse_device("cpu:0"), parse_device("cpu:1"))
 
 
 class RigStage:
-    """Shares of these devices: the target's own, and on CPUs those of both too. A baseline drafts on the
-    devices of its target; SSD's drafters are processes of their own, as long as `drafting` lasts."""
+    """Shares of these devices: the target's own, and those of both: on CPUs for the target, beside a GPU
+    cores for the draft. A baseline drafts in this process; SSD's drafters are processes of their own, as long
+    as `drafting` lasts."""
 
     def __init__(self, rig: Rig, setting: str, devices: Devices) -> None:
         self.setting = setting
@@ -42,6 +45,8 @@ class RigStage:
         if not devices.on_gpu and not table:
             cores = Device("cpu", tuple(sorted({*target.indices, *draft.indices})))
             self.alone = (*self.alone, Share(str(cores), "", 2))
+        if target.kind == "cuda" and draft.kind == "cpu":
+            self.alone = (*self.alone, self.beside)
         self._costs: dict[str, CostTable] = {}
         for share in (*self.alone, self.beside):
             pin(parse_device(share.target))
@@ -65,9 +70,15 @@ class RigStage:
             self._engines = {known: engine for known, engine in self._engines.items() if known.way in BESIDE}
             self._temperature = temperature
             self._settled.clear()
-        pin(parse_device(entry.share.target))
+        share, draft_device = entry.share, ""
+        pin(parse_device(share.target))
+        if share.draft and entry.way not in BESIDE:
+            cores = parse_device(share.draft)
+            draft_device = cores.torch_name
+            torch.set_num_threads(max(1, len(cores.indices)))
         if entry not in self._engines:
-            self._engines[entry] = self._rig.engine(entry.way, self._costs[entry.share.target])
+            cost = self._costs[share.target]
+            self._engines[entry] = self._rig.engine(entry.way, cost, draft_device=draft_device)
         if entry not in self._settled:  # rates, calibration and noise settle in a run that is not counted
             self._settled.add(entry)
             self._runner.run(self._engines[entry], prompt, temperature)

@@ -15,8 +15,10 @@ from ssd_serve.bench.lossless import rig as lossless_rig
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
+from ssd_serve.bench.prompts import Prompt
 from ssd_serve.bench.rig import EngineWay, Rig
 from ssd_serve.bench.stage import CORES
+from ssd_serve.bench.timed_request import Runner
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.cli.main import main
 from ssd_serve.devices import Device, Machine
@@ -111,6 +113,21 @@ def test_a_sampled_round_stays_on_the_gpu_until_tokens_are_read(gpu: str) -> Non
     with pytest.raises(NotImplementedError, match=READ_BACK):
         engine.step()
     grow(rig.core(EngineWay("sd-chain", 3)))
+
+
+@pytest.mark.parametrize("way", [EngineWay("sd-chain", 2), EngineWay("sd-tree", 0, 4, 4, lookup=True)])
+def test_a_synchronous_draft_may_compute_elsewhere_than_its_target(way: EngineWay) -> None:
+    rig, runner = Rig(Settings(target=EMBEDDED, draft=EMBEDDED)), Runner(12)
+    prompt = Prompt("def", tuple(rig.tokenizer.encode("def main(")), 3)
+    plain = runner.run(rig.engine(EngineWay("ar")), prompt, 0.8)
+    drafted = runner.run(rig.engine(way, draft_device="cpu"), prompt, 0.8)
+    assert drafted.tokens == plain.tokens
+    assert drafted.figures.accepted > 0
+
+
+def test_beside_a_gpu_it_computes_on_cores(gpu: str) -> None:
+    rig = Rig(Settings(target=EMBEDDED, draft=EMBEDDED), gpu)
+    assert rig.engine(EngineWay("sd-tree", 2, 4, 4), draft_device="cpu").drafters.step_s > 0
 
 
 def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:

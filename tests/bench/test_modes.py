@@ -5,10 +5,11 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from ssd_serve.bench.modes import PLAIN, SSD, Entry, Share, neighbours, run_modes, shapes
-from ssd_serve.bench.modes_result import ModesRow
+from ssd_serve.bench.modes_result import ModesRow, modes_tables
 from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, Prompt
 from ssd_serve.bench.rig import EngineWay
 from ssd_serve.bench.statistics import Verdict
@@ -120,8 +121,30 @@ def test_a_tie_is_as_good_and_with_much_noise_it_is_not_shown() -> None:
 
 
 def test_texts_that_loop_are_an_error() -> None:
-    with pytest.raises(SsdError, match=r"ssd on cpu:0: the text after .* is a loop"):
+    with pytest.raises(SsdError, match=r"ssd on cpu:0 and cpu:1: the text after .* is a loop"):
         run(FakeStage(loops="ssd"))
+
+
+def test_beside_a_gpu_synchronous_drafts_are_made_on_cores_too() -> None:
+    stage = FakeStage(noise=0.01)
+    stage.beside = Share("cuda:0", "cpu:2", 2)
+    stage.alone = (Share("cuda:0", "", 1), stage.beside)
+    rows = run(stage)
+    assert [(row.mode, row.devices) for row in rows if row.draft] == [
+        *(("sd-chain", 2), ("sd-tree", 2), ("sd-tree", 2)),
+        *(("ssd", 2), ("ssd", 2)),
+    ]
+    assert {row.shape for row in rows if row.mode == "sd-chain"} == {"sd-chain 5"}
+    assert "with 2 devices each" in modes_tables(
+        {
+            "results": msgspec.to_builtins(rows),
+            "pairs": {"real": "a pair"},
+            "prompts": "made up",
+            "notes": {},
+            "hardware": {},
+            "versions": {},
+        }
+    )
 
 
 def test_where_one_way_loops_no_way_is_counted() -> None:

@@ -30,7 +30,7 @@ def test_rounds_of_a_crowd_are_full_and_each_takes_some_time(rig: Rig) -> None:
 @pytest.mark.parametrize(("width", "times"), [(1, 1), (8, 2)])
 def test_a_draft_step_is_measured_part_by_part_at_full_width(rig: Rig, width: int, times: int) -> None:
     figures = measure_drafter(rig, Prompt("", tuple(range(10, 60)), 3), 0.8, width, times)
-    assert (figures["width"], figures["vocabulary"]) == (width, times * rig.real_draft.facts.vocabulary)
+    assert (figures["width"], figures["vocabulary"]) == (width, times * rig.draft.facts.vocabulary)
     assert isinstance(figures["steps"], int)
     assert figures["steps"] > 30
     parts = [figures[f"{part}_ms"] for part in ("forward", *PARTS)]
