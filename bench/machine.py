@@ -13,6 +13,15 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 _PACKAGES = ("ssd-serve", "torch", "triton", "flashinfer-python", "numpy", "tokenizers", "transformers")
+_VECTORS = {
+    "amx_bf16": "AMX with bf16",
+    "avx512_bf16": "AVX-512 with bf16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "sve": "SVE",
+    "asimd": "NEON",
+}
+"""Flags of a core and their names, the widest first."""
 _COPIED_BYTES, _PASSES, _MOST_THREADS = 128 << 20, 4, 16
 """Of all threads together: more than caches hold, and a tenth of a second."""
 
@@ -23,12 +32,21 @@ def hardware() -> dict[str, object]:
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor(_info()),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpus,
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def processor(info: str) -> str:
+    """The processor's name and its widest vectors, of `/proc/cpuinfo`: makers give one name to several
+    generations."""
+    told = _told(info)
+    name = told.get("model name") or platform.processor() or platform.machine()
+    flags = told.get("flags", told.get("Features", "")).split()
+    return name + next((f" ({words})" for flag, words in _VECTORS.items() if flag in flags), "")
 
 
 def versions() -> dict[str, str]:
@@ -109,10 +127,12 @@ def _version(package: str) -> str:
         return ""
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def _told(info: str) -> dict[str, str]:
+    """What Linux says of the first core."""
+    lines = (line.split(":", 1) for line in info.partition("\n\n")[0].splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in lines}
+
+
+def _info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""

@@ -10,7 +10,7 @@ import pytest
 
 from ssd_serve.bench import machine
 from ssd_serve.bench.experiment import Report, add_experiment
-from ssd_serve.bench.machine import copy_speed, usable_cores
+from ssd_serve.bench.machine import copy_speed, processor, usable_cores
 from ssd_serve.bench.provenance import DRAFTING, ENGINE, ROOT, SERVER, Start, code_of, told_arguments
 from ssd_serve.cli.flags import Commands, Parser
 from ssd_serve.cli.main import build_parser
@@ -27,6 +27,19 @@ def git(folder: Path, *words: str) -> str:
 @pytest.fixture(autouse=True)
 def copies_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_COPIED_BYTES", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", "AMD EPYC (AVX-512 with bf16)"),
+        ("flags\t\t: fpu avx2", "AMD EPYC (AVX2)"),
+        ("Features\t: fp asimd", "AMD EPYC (NEON)"),
+        ("", "AMD EPYC"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart_by_their_vectors(flags: str, name: str) -> None:
+    assert processor(f"processor\t: 0\nmodel name\t: AMD EPYC\n{flags}\n\nprocessor\t: 1\n") == name
 
 
 @pytest.fixture
