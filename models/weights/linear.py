@@ -63,14 +63,15 @@ MatrixKind = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 def matrix_kind(dtype: torch.dtype, device: str, native: NativeLibrary | None) -> MatrixKind:
     """What multiplies rows of `dtype` fastest on this device: the compiled kernel, oneDNN or torch."""
-    if device != "cpu" or not can_pack(dtype):
+    if device != "cpu":
         return DenseLinear
+    other: MatrixKind = PackedMatrix if can_pack(dtype) else DenseLinear
     if native is None or dtype is not torch.bfloat16 or not can_multiply_bf16(native):
-        return PackedMatrix
+        return other
 
     def compiled(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         even = weight.shape[1] % 2 == 0
-        return NativeMatrix(native, weight, bias) if even else PackedMatrix(weight, bias)
+        return NativeMatrix(native, weight, bias) if even else other(weight, bias)
 
     return compiled
 

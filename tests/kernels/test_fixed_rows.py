@@ -109,7 +109,7 @@ def test_a_product_in_the_settled_way_is_the_same_alone_and_anywhere(shape: tupl
 def test_compiled_products_need_no_blocks(native: NativeLibrary, shape: tuple[int, int]) -> None:
     """Any number of rows, any place and any threads: the first way, which is none, holds."""
     if not can_multiply_bf16(native):
-        pytest.skip("this processor has no AVX-512 BF16: its bf16 products are torch's")
+        pytest.skip("this processor has neither AVX-512 BF16 nor AVX2: its bf16 products are torch's")
     weight, rows = trial_product(40, *shape, torch.bfloat16)
     unpadded = [BlockForm(40, padded=False)]
     settle(NativeMatrix(native, weight), (rows,), unpadded, "it")

@@ -14,7 +14,7 @@ INPUTS = 134
 def library(native: NativeLibrary) -> NativeLibrary:
     """The kernels, where this processor can run them."""
     if not products.can_multiply_bf16(native):
-        pytest.skip("this processor has no AVX-512 BF16")
+        pytest.skip("this processor has neither AVX-512 BF16 nor AVX2")
     return native
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def pair(native: NativeLibrary) -> LoadedPair:
     """The embedded pair with the compiled kernels."""
     if not can_multiply_bf16(native):
-        pytest.skip("this processor has no AVX-512 BF16: its bf16 products are torch's")
+        pytest.skip("this processor has neither AVX-512 BF16 nor AVX2: its bf16 products are torch's")
     folders = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
     return LoadedPair(EMBEDDED, *folders, "bf16", native)
 

@@ -1,0 +1,152 @@
+/* Panels of bf16 weights for processors with AVX2, which have no products of bf16: both sides are widened.
+ *
+ * Few rows are bound by reading weights, which are widened in registers, for four rows at a time. For more rows a
+ * block of a panel is widened once, into a cache. Either way a sum is one chain of fused products, over the inputs in
+ * their order.
+ */
+#ifndef SSD_PRODUCTS_AVX2_H
+#define SSD_PRODUCTS_AVX2_H
+
+#include <immintrin.h>
+
+#include "tiles.h"
+
+#define PANEL 32
+#define VECTOR 8 /* outputs */
+#define VECTORS (PANEL / VECTOR)
+#define FEW_ROWS 8
+#define FEW_AT_ONCE 4
+#define GROUP 6 /* rows whose sums of 16 outputs fit in registers */
+#define MOST_ROWS (8 * GROUP)
+#define BLOCK 128 /* inputs */
+
+/* The first or the second of each pair of bf16, as float. */
+static inline __m256 widened(__m256i pairs, int second) {
+  const __m256i upper = _mm256_set1_epi32(0xffff0000);
+  return (__m256)(second ? _mm256_and_si256(pairs, upper) : _mm256_slli_epi32(pairs, 16));
+}
+
+static inline __m256i load_pairs(const bf16 *weights) { return _mm256_loadu_si256((const __m256i *)weights); }
+
+/* Rounded to the nearest, ties to even; a NaN stays one. */
+static inline void store(__m256 sum, const float *bias, bf16 *out, long count) {
+  if (count <= 0) return;
+  if (bias) sum = _mm256_add_ps(sum, _mm256_loadu_ps(bias));
+  __m256i bits = (__m256i)sum, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  bits = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+  __m256i none = (__m256i)_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q);
+  bits = _mm256_srli_epi32(_mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), none), 16);
+  __m128i rounded = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  memcpy(out, &rounded, count < VECTOR ? 2 * count : 2 * VECTOR);
+}
+
+/* All of a panel where `WIDTH` is VECTORS, else that many vectors of it at a time. */
+#define FEW(ROWS, WIDTH)                                                                                    \
+  static void panel_##ROWS(const bf16 *x, long inputs, const bf16 *panel, const float *bias, bf16 *out,     \
+                           long outputs, long count) {                                                      \
+    for (int from = 0; from < VECTORS && count > VECTOR * from; from += WIDTH) {                            \
+      const bf16 *weights = panel + 2 * VECTOR * from;                                                      \
+      __m256 sums[ROWS][WIDTH];                                                                             \
+      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                                \
+        _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++) sums[r][v] = _mm256_setzero_ps();           \
+      for (long pair = 0; pair < inputs / 2; pair++, weights += 2 * PANEL) {                                \
+        _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                           \
+        if (WIDTH == VECTORS) _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T0);                \
+        _Pragma("GCC unroll 2") for (int second = 0; second < 2; second++)                                  \
+          _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) {                                          \
+            int two;                                                                                        \
+            memcpy(&two, x + r * inputs + 2 * pair, sizeof two);                                            \
+            __m256 all = widened(_mm256_set1_epi32(two), second);                                           \
+            _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                         \
+              sums[r][v] = _mm256_fmadd_ps(all, widened(load_pairs(weights + 2 * VECTOR * v), second), sums[r][v]); \
+          }                                                                                                 \
+      }                                                                                                     \
+      for (int r = 0; r < ROWS; r++)                                                                        \
+        for (int v = from; v < from + WIDTH; v++)                                                           \
+          store(sums[r][v - from], bias ? bias + VECTOR * v : bias, out + r * outputs + VECTOR * v,         \
+                count - VECTOR * v);                                                                        \
+    }                                                                                                       \
+  }
+
+/* Goes on with the sums of a group of rows, over `inputs` of a block, which are widened. */
+#define MANY(ROWS)                                                                                          \
+  static void block_##ROWS(const float x[][BLOCK], long inputs, const float weights[][PANEL],               \
+                           float sums[][PANEL]) {                                                           \
+    for (int from = 0; from < PANEL; from += 2 * VECTOR) {                                                  \
+      __m256 here[ROWS][2];                                                                                 \
+      _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++)                                                \
+        _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                 \
+          here[r][v] = _mm256_loadu_ps(sums[r] + from + VECTOR * v);                                        \
+      for (long i = 0; i < inputs; i++) {                                                                   \
+        __m256 left = _mm256_loadu_ps(weights[i] + from), right = _mm256_loadu_ps(weights[i] + from + VECTOR); \
+        _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++) {                                            \
+          __m256 all = _mm256_broadcast_ss(x[r] + i);                                                       \
+          here[r][0] = _mm256_fmadd_ps(all, left, here[r][0]);                                              \
+          here[r][1] = _mm256_fmadd_ps(all, right, here[r][1]);                                             \
+        }                                                                                                   \
+      }                                                                                                     \
+      _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++)                                                \
+        _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                 \
+          _mm256_storeu_ps(sums[r] + from + VECTOR * v, here[r][v]);                                        \
+    }                                                                                                       \
+  }
+
+FEW(1, 4) FEW(2, 4) FEW(3, 2) FEW(4, 2)
+MANY(1) MANY(2) MANY(3) MANY(4) MANY(5) MANY(6)
+
+static inline void widen_rows(const bf16 *x, long stride, long rows, long inputs, float wide[][BLOCK]) {
+  for (long r = 0; r < rows; r++)
+    for (long i = 0; i < inputs; i++) {
+      uint32_t bits = (uint32_t)x[r * stride + i] << 16;
+      memcpy(wide[r] + i, &bits, sizeof bits);
+    }
+}
+
+static inline void widen_panel(const bf16 *weights, long inputs, float wide[][PANEL]) {
+  for (long i = 0; i < inputs; i += 2, weights += 2 * PANEL)
+    for (int v = 0; v < VECTORS; v++) {
+      _mm_prefetch((const char *)(weights + BLOCK * PANEL), _MM_HINT_T0);
+      __m256i pairs = load_pairs(weights + 2 * VECTOR * v);
+      _mm256_storeu_ps(wide[i] + VECTOR * v, widened(pairs, 0));
+      _mm256_storeu_ps(wide[i + 1] + VECTOR * v, widened(pairs, 1));
+    }
+}
+
+static void panel_of_many(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
+                          long outputs, long count) {
+  typedef void (*kernel)(const float[][BLOCK], long, const float[][PANEL], float[][PANEL]);
+  static const kernel kernels[GROUP + 1] = {0, block_1, block_2, block_3, block_4, block_5, block_6};
+  float sums[MOST_ROWS][PANEL], wide[BLOCK][PANEL], group[GROUP][BLOCK];
+  memset(sums, 0, rows * sizeof sums[0]);
+  for (long i = 0; i < inputs; i += BLOCK, weights += BLOCK * PANEL) {
+    long here = inputs - i < BLOCK ? inputs - i : BLOCK;
+    widen_panel(weights, here, wide);
+    for (long row = 0, now; row < rows; row += now) {
+      long left = rows - row, groups = (left + GROUP - 1) / GROUP;
+      now = (left + groups - 1) / groups;
+      widen_rows(x + row * inputs + i, inputs, now, here, group);
+      kernels[now](group, here, wide, sums + row);
+    }
+  }
+  for (long r = 0; r < rows; r++)
+    for (int v = 0; v < VECTORS; v++)
+      store(_mm256_loadu_ps(sums[r] + VECTOR * v), bias ? bias + VECTOR * v : bias, out + r * outputs + VECTOR * v,
+            count - VECTOR * v);
+}
+
+static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
+                           long outputs, long count) {
+  typedef void (*kernel)(const bf16 *, long, const bf16 *, const float *, bf16 *, long, long);
+  static const kernel kernels[FEW_AT_ONCE + 1] = {0, panel_1, panel_2, panel_3, panel_4};
+  if (rows > FEW_ROWS) {
+    panel_of_many(x, rows, inputs, weights, bias, out, outputs, count);
+    return;
+  }
+  for (long row = 0, now; row < rows; row += now) {
+    long left = rows - row, groups = (left + FEW_AT_ONCE - 1) / FEW_AT_ONCE;
+    now = (left + groups - 1) / groups;
+    kernels[now](x + row * inputs, inputs, weights, bias, out + row * outputs, outputs, count);
+  }
+}
+
+#endif
