@@ -14,10 +14,10 @@
 #define PANEL 32
 #define VECTOR 8 /* outputs */
 #define VECTORS (PANEL / VECTOR)
-#define FEW_ROWS 8
+#define FEW_ROWS 16
 #define FEW_AT_ONCE 4
-#define GROUP 6 /* rows whose sums of 16 outputs fit in registers */
-#define MOST_ROWS (8 * GROUP)
+#define MANY_AT_ONCE 6 /* rows whose sums of 16 outputs fit in registers */
+#define MOST_ROWS (8 * MANY_AT_ONCE)
 #define BLOCK 128 /* inputs */
 
 /* The first or the second of each pair of bf16, as float. */
@@ -40,37 +40,36 @@ static inline void store(__m256 sum, const float *bias, bf16 *out, long count) {
   memcpy(out, &rounded, count < VECTOR ? 2 * count : 2 * VECTOR);
 }
 
-/* All of a panel where `WIDTH` is VECTORS, else that many vectors of it at a time. */
-#define FEW(ROWS, WIDTH)                                                                                    \
-  static void panel_##ROWS(const bf16 *x, long inputs, const bf16 *panel, const float *bias, bf16 *out,     \
-                           long outputs, long count) {                                                      \
-    for (int from = 0; from < VECTORS && count > VECTOR * from; from += WIDTH) {                            \
-      const bf16 *weights = panel + 2 * VECTOR * from;                                                      \
-      __m256 sums[ROWS][WIDTH];                                                                             \
-      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                                \
-        _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++) sums[r][v] = _mm256_setzero_ps();           \
-      for (long pair = 0; pair < inputs / 2; pair++, weights += 2 * PANEL) {                                \
-        _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                           \
-        if (WIDTH == VECTORS) _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T0);                \
-        _Pragma("GCC unroll 2") for (int second = 0; second < 2; second++)                                  \
-          _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) {                                          \
-            int two;                                                                                        \
-            memcpy(&two, x + r * inputs + 2 * pair, sizeof two);                                            \
-            __m256 all = widened(_mm256_set1_epi32(two), second);                                           \
-            _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                         \
-              sums[r][v] = _mm256_fmadd_ps(all, widened(load_pairs(weights + 2 * VECTOR * v), second), sums[r][v]); \
-          }                                                                                                 \
-      }                                                                                                     \
-      for (int r = 0; r < ROWS; r++)                                                                        \
-        for (int v = from; v < from + WIDTH; v++)                                                           \
-          store(sums[r][v - from], bias ? bias + VECTOR * v : bias, out + r * outputs + VECTOR * v,         \
-                count - VECTOR * v);                                                                        \
-    }                                                                                                       \
+/* Goes on with the sums of some rows over `inputs` of a block, WIDTH vectors of it at a time. */
+#define FEW(ROWS, WIDTH)                                                                                      \
+  static void few_##ROWS(const bf16 *x, long stride, long inputs, const bf16 *block, float sums[][PANEL]) {   \
+    for (int from = 0; from < VECTORS; from += WIDTH) {                                                       \
+      const bf16 *weights = block + 2 * VECTOR * from;                                                        \
+      __m256 here[ROWS][WIDTH];                                                                               \
+      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                                  \
+        _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                               \
+          here[r][v] = _mm256_loadu_ps(sums[r] + VECTOR * (from + v));                                        \
+      for (long pair = 0; pair < inputs / 2; pair++, weights += 2 * PANEL) {                                  \
+        _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                             \
+        if (WIDTH == VECTORS) _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T0);                  \
+        _Pragma("GCC unroll 2") for (int second = 0; second < 2; second++)                                    \
+          _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) {                                            \
+            int two;                                                                                          \
+            memcpy(&two, x + r * stride + 2 * pair, sizeof two);                                              \
+            __m256 all = widened(_mm256_set1_epi32(two), second);                                             \
+            _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++) here[r][v] =                              \
+                _mm256_fmadd_ps(all, widened(load_pairs(weights + 2 * VECTOR * v), second), here[r][v]);      \
+          }                                                                                                   \
+      }                                                                                                       \
+      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                                  \
+        _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                               \
+          _mm256_storeu_ps(sums[r] + VECTOR * (from + v), here[r][v]);                                        \
+    }                                                                                                         \
   }
 
-/* Goes on with the sums of a group of rows, over `inputs` of a block, which are widened. */
+/* The same where rows and block are widened. */
 #define MANY(ROWS)                                                                                          \
-  static void block_##ROWS(const float x[][BLOCK], long inputs, const float weights[][PANEL],               \
+  static void many_##ROWS(const float x[][BLOCK], long inputs, const float weights[][PANEL],               \
                            float sums[][PANEL]) {                                                           \
     for (int from = 0; from < PANEL; from += 2 * VECTOR) {                                                  \
       __m256 here[ROWS][2];                                                                                 \
@@ -102,7 +101,7 @@ static inline void widen_rows(const bf16 *x, long stride, long rows, long inputs
     }
 }
 
-static inline void widen_panel(const bf16 *weights, long inputs, float wide[][PANEL]) {
+static inline void widen_block(const bf16 *weights, long inputs, float wide[][PANEL]) {
   for (long i = 0; i < inputs; i += 2, weights += 2 * PANEL)
     for (int v = 0; v < VECTORS; v++) {
       _mm_prefetch((const char *)(weights + BLOCK * PANEL), _MM_HINT_T0);
@@ -112,41 +111,35 @@ static inline void widen_panel(const bf16 *weights, long inputs, float wide[][PA
     }
 }
 
-static void panel_of_many(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
-                          long outputs, long count) {
-  typedef void (*kernel)(const float[][BLOCK], long, const float[][PANEL], float[][PANEL]);
-  static const kernel kernels[GROUP + 1] = {0, block_1, block_2, block_3, block_4, block_5, block_6};
-  float sums[MOST_ROWS][PANEL], wide[BLOCK][PANEL], group[GROUP][BLOCK];
+static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
+                           long outputs, long count) {
+  static void (*const few[])(const bf16 *, long, long, const bf16 *, float[][PANEL]) = {0,     few_1, few_2,
+                                                                                         few_3, few_4};
+  static void (*const many[])(const float[][BLOCK], long, const float[][PANEL], float[][PANEL]) = {
+      0, many_1, many_2, many_3, many_4, many_5, many_6};
+  float sums[MOST_ROWS][PANEL], wide[BLOCK][PANEL], group[MANY_AT_ONCE][BLOCK];
+  int widens = rows > FEW_ROWS;
+  long most = widens ? MANY_AT_ONCE : FEW_AT_ONCE;
   memset(sums, 0, rows * sizeof sums[0]);
   for (long i = 0; i < inputs; i += BLOCK, weights += BLOCK * PANEL) {
     long here = inputs - i < BLOCK ? inputs - i : BLOCK;
-    widen_panel(weights, here, wide);
+    if (widens) widen_block(weights, here, wide);
     for (long row = 0, now; row < rows; row += now) {
-      long left = rows - row, groups = (left + GROUP - 1) / GROUP;
+      long left = rows - row, groups = (left + most - 1) / most;
+      const bf16 *from = x + row * inputs + i;
       now = (left + groups - 1) / groups;
-      widen_rows(x + row * inputs + i, inputs, now, here, group);
-      kernels[now](group, here, wide, sums + row);
+      if (!widens) {
+        few[now](from, inputs, here, weights, sums + row);
+        continue;
+      }
+      widen_rows(from, inputs, now, here, group);
+      many[now](group, here, wide, sums + row);
     }
   }
   for (long r = 0; r < rows; r++)
     for (int v = 0; v < VECTORS; v++)
       store(_mm256_loadu_ps(sums[r] + VECTOR * v), bias ? bias + VECTOR * v : bias, out + r * outputs + VECTOR * v,
             count - VECTOR * v);
-}
-
-static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
-                           long outputs, long count) {
-  typedef void (*kernel)(const bf16 *, long, const bf16 *, const float *, bf16 *, long, long);
-  static const kernel kernels[FEW_AT_ONCE + 1] = {0, panel_1, panel_2, panel_3, panel_4};
-  if (rows > FEW_ROWS) {
-    panel_of_many(x, rows, inputs, weights, bias, out, outputs, count);
-    return;
-  }
-  for (long row = 0, now; row < rows; row += now) {
-    long left = rows - row, groups = (left + FEW_AT_ONCE - 1) / FEW_AT_ONCE;
-    now = (left + groups - 1) / groups;
-    kernels[now](x + row * inputs, inputs, weights, bias, out + row * outputs, outputs, count);
-  }
 }
 
 #endif
