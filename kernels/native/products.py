@@ -66,7 +66,8 @@ def has_tiles(library: NativeLibrary) -> bool:
 
 
 def can_multiply_bf16(library: NativeLibrary) -> bool:
-    """Whether this processor has the instructions, and the products are right."""
+    """Whether this processor has the instructions, and the products are right, and alike for few rows and
+    many."""
     if not library.function("ssd_can_multiply_bf16", result=INT)():
         return False
     generator = torch.Generator().manual_seed(0)
@@ -75,6 +76,8 @@ def can_multiply_bf16(library: NativeLibrary) -> bool:
     rows = torch.randn((17, 66), generator=generator).bfloat16()
     expected = F.linear(rows.double(), weight.double(), bias.double())
     found = torch.full((17, 48), torch.nan, dtype=torch.bfloat16)
-    NativeMatrix(library, weight, bias).into(found, rows)
+    matrix = NativeMatrix(library, weight, bias)
+    matrix.into(found, rows)
     tolerance = 2 * torch.finfo(torch.bfloat16).eps
-    return torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+    right = torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+    return right and all(torch.equal(matrix(rows[:few]), found[:few]) for few in (1, 3))

@@ -104,7 +104,7 @@ static inline void widen_rows(const bf16 *x, long stride, long rows, long inputs
 static inline void widen_block(const bf16 *weights, long inputs, float wide[][PANEL]) {
   for (long i = 0; i < inputs; i += 2, weights += 2 * PANEL)
     for (int v = 0; v < VECTORS; v++) {
-      _mm_prefetch((const char *)(weights + BLOCK * PANEL), _MM_HINT_T0);
+      _mm_prefetch((const char *)(weights + BLOCK * PANEL + 2 * VECTOR * v), _MM_HINT_T0);
       __m256i pairs = load_pairs(weights + 2 * VECTOR * v);
       _mm256_storeu_ps(wide[i] + VECTOR * v, widened(pairs, 0));
       _mm256_storeu_ps(wide[i + 1] + VECTOR * v, widened(pairs, 1));

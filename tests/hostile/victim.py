@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,6 @@ _COMES_BACK_S = 60.0
 """Longer than the time limits by which a server lets go of somebody; cores are shared with other tests."""
 _PAUSE_S = 0.1
 """Between two answers of the other client, so that it leaves the cores to others; it counts as a gap."""
-_SLOWEST_S = 180.0
 _STARTS_S = 90.0
 WISH: dict[str, object] = {
     "prompt": "def read_lines(path):\n",
@@ -151,19 +150,6 @@ class Victim:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {**self.headers, "Content-Type": "application/json"}
         return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=timeout_s)
-
-    def figure(self, name: str) -> float:
-        """One of its metrics."""
-        page = httpx.get(f"{self.url}/metrics", headers=dict(self.headers), timeout=30.0).text
-        (value,) = (line.split()[1] for line in page.splitlines() if line.startswith(f"{name} "))
-        return float(value)
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for as long as the slowest attack takes on two busy cores."""
-        ends = time.monotonic() + _SLOWEST_S
-        while not condition():
-            assert time.monotonic() < ends, self.log
-            time.sleep(0.2)
 
     def workers(self) -> dict[str, psutil.Process]:
         """Its processes by title, such as `ssd: verifier`."""
