@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ssd_serve.bench.modes_result import ModesRow
+from ssd_serve.bench.modes_result import ModesRow, devices_named
 from ssd_serve.bench.prompts import Chosen, Prompt, without_loops
 from ssd_serve.bench.rig import EngineWay
 from ssd_serve.bench.rotation import next_to, rotate, tune
@@ -37,7 +37,7 @@ class Share:
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.target} and {self.draft}" if self.draft else self.target
+        return devices_named(self.target, self.draft)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,11 @@ class ModesResult(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
+def devices_named(target: str, draft: str) -> str:
+    """For people; `draft` empty: the target's own."""
+    return f"{target} and {draft}" if draft else target
+
+
 def modes_tables(result: Mapping[str, object]) -> str:
     """Tables of all settings, below each what they say of equal hardware, and where they were measured."""
     found = read_as(ModesResult, result, "ssd bench modes")
@@ -109,7 +114,7 @@ def _cells(row: ModesRow, ours: ModesRow) -> tuple[str, ...]:
     return (
         row.name,
         f"{row.temperature:g}",
-        f"{row.devices}: {row.target}" + (f" and {row.draft}" if row.draft else ""),
+        f"{row.devices}: {devices_named(row.target, row.draft)}",
         f"{row.tokens_per_s:.1f} ({low:.1f} to {high:.1f})",
         f"{row.tokens_per_s / row.devices:.1f}",
         *_judged(row.ssd),

@@ -122,7 +122,7 @@ class Rig:
         self.target = wrap_model(self.real, "target", settings.model_wrapper)
         self.cost = measure_cost(self.target)
         facts = self.real.facts
-        self._noise = self._noise_on(device)
+        self._noise = self._noise_on(facts.device)
         self._draft_folder = draft
         self._inline = self._loaded(device)
         self._beside: dict[str, _Inline] = {}

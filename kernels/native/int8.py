@@ -71,9 +71,14 @@ class NativeInt8Matrix:
         return result
 
 
+def has_int8_products(library: NativeLibrary) -> bool:
+    """Whether this processor has the instructions."""
+    return bool(library.function("ssd_can_multiply_int8", result=INT)())
+
+
 def can_multiply_int8(library: NativeLibrary) -> bool:
     """Whether this processor has the instructions, and the products are right."""
-    if not library.function("ssd_can_multiply_int8", result=INT)():
+    if not has_int8_products(library):
         return False
     generator = torch.Generator().manual_seed(0)
     weight = quantise(torch.randn((48, 70), generator=generator))

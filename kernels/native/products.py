@@ -65,10 +65,15 @@ def has_tiles(library: NativeLibrary) -> bool:
     return bool(library.function("ssd_tiles_multiply_bf16", result=INT)())
 
 
+def has_bf16_products(library: NativeLibrary) -> bool:
+    """Whether this processor has the instructions."""
+    return bool(library.function("ssd_can_multiply_bf16", result=INT)())
+
+
 def can_multiply_bf16(library: NativeLibrary) -> bool:
     """Whether this processor has the instructions, and the products are right, and alike for few rows and
     many."""
-    if not library.function("ssd_can_multiply_bf16", result=INT)():
+    if not has_bf16_products(library):
         return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((48, 66), generator=generator).bfloat16()

@@ -10,6 +10,7 @@
 #include <immintrin.h>
 
 #include "tiles.h"
+#include "vector.h"
 
 #define PANEL 32
 #define VECTOR 8 /* outputs */
@@ -28,16 +29,11 @@ static inline __m256 widened(__m256i pairs, int second) {
 
 static inline __m256i load_pairs(const bf16 *weights) { return _mm256_loadu_si256((const __m256i *)weights); }
 
-/* Rounded to the nearest, ties to even; a NaN stays one. */
-static inline void store(__m256 sum, const float *bias, bf16 *out, long count) {
+static inline void store(const float *sums, const float *bias, bf16 *out, long count) {
   if (count <= 0) return;
-  if (bias) sum = _mm256_add_ps(sum, _mm256_loadu_ps(bias));
-  __m256i bits = (__m256i)sum, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  bits = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
-  __m256i none = (__m256i)_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q);
-  bits = _mm256_srli_epi32(_mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), none), 16);
-  __m128i rounded = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
-  memcpy(out, &rounded, count < VECTOR ? 2 * count : 2 * VECTOR);
+  bf16 rounded[LANES];
+  store_bf16(rounded, bias ? load_float(sums) + load_float(bias) : load_float(sums));
+  memcpy(out, rounded, count < LANES ? 2 * count : 2 * LANES);
 }
 
 /* Goes on with the sums of some rows over `inputs` of a block, WIDTH vectors of it at a time. */
@@ -91,7 +87,7 @@ static inline void store(__m256 sum, const float *bias, bf16 *out, long count) {
   }
 
 FEW(1, 4) FEW(2, 4) FEW(3, 2) FEW(4, 2)
-MANY(1) MANY(2) MANY(3) MANY(4) MANY(5) MANY(6)
+MANY(4) MANY(5) MANY(6)
 
 static inline void widen_rows(const bf16 *x, long stride, long rows, long inputs, float wide[][BLOCK]) {
   for (long r = 0; r < rows; r++)
@@ -115,8 +111,9 @@ static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *we
                            long outputs, long count) {
   static void (*const few[])(const bf16 *, long, long, const bf16 *, float[][PANEL]) = {0,     few_1, few_2,
                                                                                          few_3, few_4};
+  /* More than FEW_ROWS have no group of less than four. */
   static void (*const many[])(const float[][BLOCK], long, const float[][PANEL], float[][PANEL]) = {
-      0, many_1, many_2, many_3, many_4, many_5, many_6};
+      0, 0, 0, 0, many_4, many_5, many_6};
   float sums[MOST_ROWS][PANEL], wide[BLOCK][PANEL], group[MANY_AT_ONCE][BLOCK];
   int widens = rows > FEW_ROWS;
   long most = widens ? MANY_AT_ONCE : FEW_AT_ONCE;
@@ -137,9 +134,8 @@ static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *we
     }
   }
   for (long r = 0; r < rows; r++)
-    for (int v = 0; v < VECTORS; v++)
-      store(_mm256_loadu_ps(sums[r] + VECTOR * v), bias ? bias + VECTOR * v : bias, out + r * outputs + VECTOR * v,
-            count - VECTOR * v);
+    for (int from = 0; from < PANEL; from += LANES)
+      store(sums[r] + from, bias ? bias + from : bias, out + r * outputs + from, count - from);
 }
 
 #endif

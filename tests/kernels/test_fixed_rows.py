@@ -12,7 +12,7 @@ from ssd_serve.errors import UserError
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
 from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
+from ssd_serve.kernels.native.products import NativeMatrix, has_bf16_products
 from ssd_serve.kernels.products.int8 import quantise
 from ssd_serve.kernels.rows.fixed_rows import (
     BlockForm,
@@ -108,7 +108,7 @@ def test_a_product_in_the_settled_way_is_the_same_alone_and_anywhere(shape: tupl
 @pytest.mark.parametrize("shape", [(48, 32), (96, 102), (512, 1408), (1030, 64)])
 def test_compiled_products_need_no_blocks(native: NativeLibrary, shape: tuple[int, int]) -> None:
     """Any number of rows, any place and any threads: the first way, which is none, holds."""
-    if not can_multiply_bf16(native):
+    if not has_bf16_products(native):
         pytest.skip("this processor has neither AVX-512 BF16 nor AVX2: its bf16 products are torch's")
     weight, rows = trial_product(40, *shape, torch.bfloat16)
     unpadded = [BlockForm(40, padded=False)]

@@ -6,7 +6,7 @@ from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.products import can_multiply_bf16
+from ssd_serve.kernels.native.products import has_bf16_products
 from ssd_serve.models.hub import resolve_model
 
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def pair(native: NativeLibrary) -> LoadedPair:
     """The embedded pair with the compiled kernels."""
-    if not can_multiply_bf16(native):
+    if not has_bf16_products(native):
         pytest.skip("this processor has neither AVX-512 BF16 nor AVX2: its bf16 products are torch's")
     folders = resolve_model(EMBEDDED, "target"), resolve_model(EMBEDDED, "draft")
     return LoadedPair(EMBEDDED, *folders, "bf16", native)

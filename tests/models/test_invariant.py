@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.products import can_multiply_bf16
+from ssd_serve.kernels.native.products import has_bf16_products
 from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
@@ -169,7 +169,7 @@ def test_compiled_kernels_are_not_even_tried(
     native: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That they need no blocks is shown in tests/kernels; here that they get none."""
-    if not can_multiply_bf16(native):
+    if not has_bf16_products(native):
         pytest.skip("this processor has neither AVX-512 BF16 nor AVX2: its bf16 products are torch's")
 
     def refuse(*_: Any) -> Any:
