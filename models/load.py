@@ -86,6 +86,7 @@ def load_model(
         ranks=group.parallel.size,
         allow_pickle=wish.allow_pickle,
         layers=wish.layers,
+        native=wish.native,
     )
     return load_sized(path, wish, sizes, group=group, log=log)
 
@@ -107,7 +108,7 @@ class _Loading:
         self._group, self._log = group, log
         self._place = torch_device(wish.device)
         self._native = wish.native if self._place == "cpu" else None
-        self._kind = resolve_dtype(wish.dtype, wish.device)
+        self._kind = resolve_dtype(wish.dtype, wish.device, wish.native)
         self._dtype = DTYPES[self._kind]
         self._architecture, self._config = sizes.description.architecture, sizes.description.config
         self._own: Sizes = sizes.description.sizes(group.parallel)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ssd_serve.errors import UserError
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.kernels.products.packed import cpu_has_fast_bf16
 from ssd_serve.models.architectures.contract import Description, Sizes
@@ -41,8 +43,9 @@ class ModelSizes:
     kv_bytes_per_slot: int
 
 
-def resolve_dtype(dtype: str, device: str) -> str:
-    """`fp32`, `bf16`, `fp16` or `int8`; `auto` is bf16 where the device computes it fast, else fp32."""
+def resolve_dtype(dtype: str, device: str, native: NativeLibrary | None = None) -> str:
+    """`fp32`, `bf16`, `fp16` or `int8`; `auto` is bf16 where the device computes it fast, else fp32. A CPU
+    does so in hardware, or by the compiled kernels if there are any."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
@@ -51,7 +54,8 @@ def resolve_dtype(dtype: str, device: str) -> str:
         return dtype
     if torch_device(device) != "cpu":
         return "bf16"
-    return "bf16" if cpu_has_fast_bf16() else "fp32"
+    fast = cpu_has_fast_bf16() or (native is not None and can_multiply_bf16(native))
+    return "bf16" if fast else "fp32"
 
 
 def attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
@@ -76,11 +80,13 @@ def model_sizes(
     ranks: int = 1,
     allow_pickle: bool = False,
     layers: int | None = None,
+    native: NativeLibrary | None = None,
 ) -> ModelSizes:
     """Sizes of a model that is not loaded, or of its first layers. Raises `UserError` where that many ranks
     cannot share it."""
     description = load_description(folder, layers)
-    return sizes_of(description, folder, device=device, dtype=dtype, ranks=ranks, allow_pickle=allow_pickle)
+    name = resolve_dtype(dtype, device, native)
+    return sizes_of(description, folder, device=device, dtype=name, ranks=ranks, allow_pickle=allow_pickle)
 
 
 def sizes_of(

@@ -97,18 +97,19 @@ def assemble_verifier(
     known = environment.measured
     device = settings.target_device or "cpu"
     path = find_model(settings, settings.target, "target", report=say)
+    log = log or get_logger("verifier")
+    native, differences = native_library(settings, log), DifferenceLog(log)
     sizes = model_sizes(
         path,
         device=device,
         dtype=settings.dtype,
         ranks=settings.tensor_parallel,
         allow_pickle=settings.allow_pickle,
+        native=native,
     )
     leader = None if ranks is None else ranks.meet()
     slots = _slots(settings, sizes, device, leader) if known is None else known.slots
     say(f"loading the target {model_name(path)} on {device}")
-    log = log or get_logger("verifier")
-    native, differences = native_library(settings, log), DifferenceLog(log)
     invariant = settings.batch_invariant
 
     features = _features(settings, path)

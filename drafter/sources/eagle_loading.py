@@ -42,6 +42,7 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
         dtype=settings.dtype,
         features=settings.eagle_features,
         allow_pickle=settings.allow_pickle,
+        native=order.native,
     )
     slots = draft_slots(settings, sizes, device)
     wish = replace(served_wish(settings, device, slots, order.native), graphs=False)

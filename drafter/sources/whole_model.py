@@ -53,7 +53,12 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     if path is None:
         raise SettingsError(f"{settings.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
     sizes = model_sizes(
-        path, device=device, dtype=settings.dtype, allow_pickle=settings.allow_pickle, layers=order.layers
+        path,
+        device=device,
+        dtype=settings.dtype,
+        allow_pickle=settings.allow_pickle,
+        layers=order.layers,
+        native=order.native,
     )
     slots = draft_slots(settings, sizes, device)
     loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)

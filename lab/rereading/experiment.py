@@ -99,7 +99,7 @@ def loaded_head(folder: Path, target: Path) -> EagleHead:
     """With the slots that the pair's draft has."""
     native = native_library(Settings())
     wish = ModelWish(device="cpu", dtype="auto", slots=DRAFT_SLOTS, context=None, native=native)
-    return load_head(folder, wish, head_sizes(folder, target, device="cpu", dtype="auto"))
+    return load_head(folder, wish, head_sizes(folder, target, device="cpu", dtype="auto", native=native))
 
 
 def run_rereading(

@@ -8,6 +8,7 @@ import torch
 
 from ssd_serve.draft_messages import FINAL
 from ssd_serve.errors import CheckpointError
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import Logger
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
 from ssd_serve.models.architectures.dense.sizes import dense_sizes
@@ -19,7 +20,7 @@ from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.heads.weights import EagleWeights, read_head
 from ssd_serve.models.load import ModelWish, load_sized
 from ssd_serve.models.ranks.parallel import Parallel
-from ssd_serve.models.sizes import ModelSizes, sizes_of
+from ssd_serve.models.sizes import ModelSizes, resolve_dtype, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linears
 from ssd_serve.models.weights.matrices import MatrixReader
@@ -53,11 +54,13 @@ def head_sizes(
     dtype: str,
     features: Sequence[int] | None = None,
     allow_pickle: bool = False,
+    native: NativeLibrary | None = None,
 ) -> ModelSizes:
     """Sizes of such a head."""
     config = head_config(folder, target, features)
     description = Description(_architecture(config, target, allow_pickle), config)
-    return sizes_of(description, folder, device=device, dtype=dtype, allow_pickle=allow_pickle)
+    name = resolve_dtype(dtype, device, native)
+    return sizes_of(description, folder, device=device, dtype=name, allow_pickle=allow_pickle)
 
 
 def load_head(folder: Path, wish: ModelWish, sizes: ModelSizes, log: Logger | None = None) -> EagleHead:

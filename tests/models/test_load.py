@@ -20,10 +20,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path_factory.mktemp("tied"))
 
 
-def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    for fast, expected in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(sizes, "cpu_has_fast_bf16", lambda fast=fast: fast)
-        assert sizes.resolve_dtype("auto", "cpu:0-1") == expected
+def test_dtype(monkeypatch: pytest.MonkeyPatch, native: NativeLibrary) -> None:
+    for hardware, compiled, expected in (
+        (True, False, "bf16"),
+        (False, True, "bf16"),
+        (False, False, "fp32"),
+    ):
+        monkeypatch.setattr(sizes, "cpu_has_fast_bf16", lambda hardware=hardware: hardware)
+        monkeypatch.setattr(sizes, "can_multiply_bf16", lambda _, compiled=compiled: compiled)
+        assert sizes.resolve_dtype("auto", "cpu:0-1", native) == expected
+    assert sizes.resolve_dtype("auto", "cpu", None) == "fp32"
     assert sizes.resolve_dtype("auto", "cuda:0") == "bf16"
     assert sizes.resolve_dtype("fp16", "cpu") == "fp16"
     with pytest.raises(UserError, match="'fp8' is unknown"):

@@ -15,6 +15,7 @@ from ssd_serve.devices import this_machine
 from ssd_serve.errors import CheckpointError, HubError
 from ssd_serve.hub_id import HubId, hub_id
 from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.products.fp8 import FORMATS, can_multiply, native_format
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
@@ -24,6 +25,7 @@ from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.sizes import attention_dtype, bytes_saved, resolve_dtype, separate_embedding
 from ssd_serve.models.weights.quantization import Fp8Scheme
 from ssd_serve.plan.device_tables import device_sheet
+from ssd_serve.settings import Settings
 
 _KEYS = (
     "architectures",
@@ -150,7 +152,8 @@ def multiplied_fp8(device: str) -> torch.dtype | None:
 def torch_dtype(name: str, device: str) -> torch.dtype:
     """`auto`, fp32, bf16 or fp16 on this kind of device."""
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return kinds[resolve_dtype(name, device)]
+    native = native_library(Settings()) if device == "cpu" else None
+    return kinds[resolve_dtype(name, device, native)]
 
 
 def known_names() -> tuple[str, ...]:
