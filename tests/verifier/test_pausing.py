@@ -137,6 +137,8 @@ def test_a_layout_knows_how_long_its_drafters_would_read_what_they_have_not_been
     house = House()
     house.join(replace(HELLO, text_ms=2.0))
     assert house.drafters.unread_s(Layout.ASYNC) == 0.0
+    assert house.drafters.text_s(Layout.ASYNC) == pytest.approx(0.002)
+    assert house.drafters.text_s(Layout.SYNC) == 0.0
     house.drafters.use(Layout.OFF)
     late = house.requests[2] = make_request(2)
     house.drafters.open(late)
@@ -145,3 +147,5 @@ def test_a_layout_knows_how_long_its_drafters_would_read_what_they_have_not_been
     assert house.drafters.unread_s(Layout.SYNC) == 0.0
     house.drafters.use(Layout.ASYNC)
     assert house.drafters.unread_s(Layout.ASYNC) == 0.0
+    house.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, text_ms=2.0))
+    assert house.drafters.text_s(Layout.ASYNC) == pytest.approx(0.001), "each reads half of the texts"

@@ -6,9 +6,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.devices import Device
+from ssd_serve.draft_messages import Hello
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.verifier.planning.governor import Governor
@@ -72,12 +74,14 @@ class Listening(Governor[Layout]):
         self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def governed(governor: Governor[Layout], cost: CostTable, governing: Governing | None = None) -> RoundPlanner:
+def governed(
+    governor: Governor[Layout], cost: CostTable, governing: Governing | None = None, hello: Hello = HELLO
+) -> RoundPlanner:
     """One drafter has joined. Without `governing` all layouts cost the same."""
     drafters = Drafters(HELLO)
     mine, its = memory_pair()
     drafters.connect(mine)
-    its.send(HELLO)
+    its.send(hello)
     drafters.drain({})
     places = Cores(Device("cpu"), None)
     alike = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
@@ -136,6 +140,29 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
     )
     (heard,) = governor.told
     assert heard == pytest.approx((0.06, 0.08, 0.06, True))
+
+
+def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request_like_those_before() -> None:
+    """What it gave includes that its drafters read prompts."""
+    governor = Governor[Layout](WAYS)
+    cost = CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)])
+    planner = governed(governor, cost, hello=replace(HELLO, text_ms=1.0))
+    drafters = planner._drafters  # pyright: ignore[reportPrivateUsage]
+    first, second = (make_request(number, list(range(40)), 40) for number in range(2))
+    for request in (first, second):
+        request.slots.extend(range(39))
+    drafters.open(first)
+    planner.choose([ScheduledChunk(first, (39,), final=True)], lambda: None)
+    planner.learn(Round(1, 0, 0, 1, Reading(), tokens=1, forward_s=1e-3, host_s=0.0, total_s=1e-3, levels=0))
+    drafters.close(first)
+    drafters.use(Layout.OFF)
+    drafters.open(second)
+    planner.choose([ScheduledChunk(second, (39,), final=True)], lambda: None)
+    drafters.use(Layout.OFF)
+    assert drafters.unread_s(Layout.ASYNC) == pytest.approx(0.04)
+    assert governor.lasting(Layout.ASYNC) == pytest.approx(1.0)
+    second.tokens.extend([7] * 20)
+    assert governor.lasting(Layout.ASYNC) < 0.6
 
 
 def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:

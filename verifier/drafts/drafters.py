@@ -151,6 +151,12 @@ class Drafters:
         known."""
         return max((link.untold * link.text_s for link in self._of(layout)), default=0.0)
 
+    def text_s(self, layout: Layout) -> float:
+        """Seconds for which those that work in a layout read a token of some text, which they share out; 0:
+        unknown."""
+        links = self._of(layout)
+        return max((link.text_s for link in links), default=0.0) / max(1, len(links))
+
     def admit(self, channel: Channel, peer: str, stranger: bool) -> None:
         """Somebody from this address has connected, a stranger where drafters of other places do. It may try
         to join, or not even that."""

@@ -21,6 +21,7 @@ from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Read
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast
 from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
+from ssd_serve.verifier.planning.late_start import LateStart
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
 from ssd_serve.verifier.planning.ranking import RankedNode, Ranking, rank
@@ -124,6 +125,7 @@ class RoundPlanner:
         self._rate = Rate()
         self._clock = clock
         self._right = Rightness()
+        self._late_start = LateStart()
         if governing is not None:
             governing.governor.forecast = self._forecast
             governing.governor.lasting = self._lasting
@@ -214,6 +216,8 @@ class RoundPlanner:
             saved_s = cost.first_seconds(together, Reading()) / together
             gained_s = plain_s + (round_.tokens - round_.requests) * saved_s
         governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
+        if not round_.prompts:
+            self._measured(self._drafters.layout)
 
     def _forecast(self, requests: int) -> dict[Layout, float]:
         """What each layout should give with so many requests."""
@@ -227,15 +231,27 @@ class RoundPlanner:
         return forecast(load, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
 
     def _lasting(self, layout: Layout) -> float:
-        """The share of what the round's requests still have to come that its drafters would have read for."""
-        governing = self.placing.governing
-        if governing is None or layout is Layout.OFF or not (read_s := self._drafters.unread_s(layout)):
+        """What the layout would give, as a share of what it was measured to give, since its drafters have
+        something to read."""
+        if layout is Layout.OFF or not (read_s := self._drafters.unread_s(layout)):
             return 1.0
-        parts = self._pending.parts
-        requests = len(parts)
-        rounds = sum([part.request.left for part in parts]) / max(1, requests)
-        left_s = rounds * governing.costs[Layout.OFF].first_seconds(requests, Reading())
-        return left_s / (left_s + read_s)
+        left = sum([part.request.left for part in self._pending.parts])
+        return self._late_start.lasting(layout, self._plain_s(left), read_s)
+
+    def _measured(self, layout: Layout) -> None:
+        """A round of the pending requests was measured in this layout."""
+        if layout is not Layout.OFF:
+            requests = [part.request for part in self._pending.parts]
+            tokens = sum([request.parameters.max_tokens for request in requests])
+            read_s = self._drafters.text_s(layout) * sum([request.prompt_length for request in requests])
+            self._late_start.observe(layout, self._plain_s(tokens), read_s)
+
+    def _plain_s(self, tokens: int) -> float:
+        """Seconds of plain decoding for so many tokens of the pending requests together."""
+        governing, requests = self.placing.governing, len(self._pending.parts)
+        if governing is None or not requests:
+            return 0.0
+        return tokens / requests * governing.costs[Layout.OFF].first_seconds(requests, Reading())
 
     def _undrafted(self, requests: int) -> Decision:
         """A round for which nobody drafts."""
