@@ -104,7 +104,9 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     timing = "wrapped" if settings.model_wrapper else "measured"
     name = EMBEDDED if settings.target == EMBEDDED else ready.target
     target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
-    draft = f"{ready.draft} on {ready.draft_device}, {ready.draft_step_ms:.1f} ms a step ({timing})"
+    draft = f"{ready.draft} on {ready.draft_device or ready.target_device}"
+    if ready.draft_step_ms > 0:
+        draft += f", {ready.draft_step_ms:.1f} ms a step ({timing})"
     if ready.mode == "ssd" and settings.joining_drafters > 1:
         draft = f"{settings.joining_drafters} drafters: {draft}"
     room = f"{ready.context} tokens a request (prompt and output), {ready.slots} tokens cached in all"
@@ -128,6 +130,8 @@ def _speed_line(ready: Ready, settings: Settings) -> str:
     plain = f"plain decoding gives at most {found.plain_tokens_per_s:.0f} tokens/s to one request"
     if ready.mode == "ar":
         return plain
+    if ready.draft_step_ms <= 0:
+        return f"{plain}. What drafts gain is not known yet; `ssd bench modes` measures."
     caution = _caution(ready) if settings.model_wrapper is None else ""
     return (
         f"{plain}. With a draft whose first guess is right {ASSUMED_ACCEPTANCE * 10:.0f} times in 10, these "

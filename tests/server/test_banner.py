@@ -45,6 +45,14 @@ def test_plain_decoding_promises_no_speed_up() -> None:
     assert "tokens a round" not in text
 
 
+def test_a_draft_inline_whose_step_is_not_known_promises_nothing() -> None:
+    text = screen(changed(mode="sd", draft="ngram", draft_device="", draft_step_ms=0.0))
+    assert "ngram on cpu:0 " in text
+    assert " 0.0 ms" not in text
+    assert "What drafts gain is not known yet" in " ".join(text.split())
+    assert "tokens a round" not in text
+
+
 def test_step_times_of_wrapped_models_are_called_so() -> None:
     text = screen(READY, Settings(model_wrapper="house.slow:twice"))
     assert "models stand behind house.slow:twice; step times are not their own" in text
