@@ -28,7 +28,7 @@ def test_a_request_like_those_that_were_measured_pays_for_its_reading_once() -> 
     assert late_start.lasting(Layout.ASYNC, 0.8, 0.2) == pytest.approx(0.8), "nobody has measured it"
 
 
-def test_the_nearer_the_end_of_a_request_the_less_is_worth_late_start() -> None:
+def test_the_nearer_the_end_of_a_request_the_less_is_worth_beginning() -> None:
     late_start = LateStart()
     late_start.observe(Layout.SYNC, 0.8, 0.2)
     half = late_start.lasting(Layout.SYNC, 0.4, 0.2)

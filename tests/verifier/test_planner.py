@@ -74,15 +74,24 @@ class Listening(Governor[Layout]):
         self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def governed(
-    governor: Governor[Layout], cost: CostTable, governing: Governing | None = None, hello: Hello = HELLO
-) -> RoundPlanner:
-    """One drafter has joined. Without `governing` all layouts cost the same."""
+def joined(hello: Hello = HELLO) -> Drafters:
+    """One drafter has joined."""
     drafters = Drafters(HELLO)
     mine, its = memory_pair()
     drafters.connect(mine)
     its.send(hello)
     drafters.drain({})
+    return drafters
+
+
+def governed(
+    governor: Governor[Layout],
+    cost: CostTable,
+    governing: Governing | None = None,
+    drafters: Drafters | None = None,
+) -> RoundPlanner:
+    """Without `governing` all layouts cost the same; without `drafters` one has joined."""
+    drafters = drafters or joined()
     places = Cores(Device("cpu"), None)
     alike = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
     return RoundPlanner(drafters, cost, Never(), DraftBounds(4096, None, 8), governing=governing or alike)
@@ -146,8 +155,8 @@ def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request_like_t
     """What it gave includes that its drafters read prompts."""
     governor = Governor[Layout](WAYS)
     cost = CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)])
-    planner = governed(governor, cost, hello=replace(HELLO, text_ms=1.0))
-    drafters = planner._drafters  # pyright: ignore[reportPrivateUsage]
+    drafters = joined(replace(HELLO, text_ms=1.0))
+    planner = governed(governor, cost, drafters=drafters)
     first, second = (make_request(number, list(range(40)), 40) for number in range(2))
     for request in (first, second):
         request.slots.extend(range(39))
@@ -158,7 +167,6 @@ def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request_like_t
     drafters.use(Layout.OFF)
     drafters.open(second)
     planner.choose([ScheduledChunk(second, (39,), final=True)], lambda: None)
-    drafters.use(Layout.OFF)
     assert drafters.unread_s(Layout.ASYNC) == pytest.approx(0.04)
     assert governor.lasting(Layout.ASYNC) == pytest.approx(1.0)
     second.tokens.extend([7] * 20)
