@@ -100,9 +100,12 @@ def commit_of(root: Path) -> str:
     return _git(root, "rev-parse", "HEAD")
 
 
-def code_of(root: Path, commit: str, paths: Sequence[str]) -> str:
-    """What the paths hold in a commit, as a name: the same content has the same one in any history."""
+def code_of(root: Path, commit: str, paths: Sequence[str], without: str = "") -> str:
+    """What the paths hold in a commit, as a name: the same content has the same one in any history. Nothing
+    below the folder `without` counts."""
     listed = _git(root, "ls-tree", "-r", commit, "--", *paths)
+    if without:
+        listed = "\n".join(line for line in listed.splitlines() if f"\t{without}/" not in line)
     return hashlib.sha256(listed.encode()).hexdigest()[:16] if listed else ""
 
 

@@ -1,7 +1,9 @@
-"""Which mode runs, and which process computes on which device. A pure function of settings and machine."""
+"""Which mode runs, and which process computes on which device: a function of settings, machine and the sizes
+of drafts."""
 
 from dataclasses import dataclass
 
+from ssd_serve.cluster.core_drafts import cores_draft
 from ssd_serve.devices import Device, Machine, check_device, parse_device
 from ssd_serve.engine_settings import Mode
 from ssd_serve.errors import SettingsError
@@ -13,7 +15,7 @@ from ssd_serve.settings import Settings
 class Placement:
     """The decision. `draft` is None without a drafter process, and what they divide where there are several;
     `front_end` has the cores of the server; `alone` is where the target computes while no drafter works
-    beside it, if not where it always does."""
+    beside it, and drafts may be made inline; None: it is always beside one."""
 
     mode: Mode
     target: Device
@@ -39,10 +41,10 @@ def place(settings: Settings, machine: Machine) -> Placement:
         raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
     target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE", ranks)
     draft = _named_draft(settings, machine)
-    mode = chosen_mode(settings, machine.gpus or len(machine.cores))
+    mode = chosen_mode(settings, machine.gpus or len(machine.cores), cores_draft(settings, machine))
     if mode is not Mode.SSD or not settings.drafter_count:
         target = target or _free_gpus(machine, ranks, None) or Device("cpu", machine.cores)
-        alone = _alone(settings, target, machine) if mode is Mode.SSD else None
+        alone = _alone(settings, target, None, machine) if mode is Mode.SSD else None
         return Placement(mode, target, None, Device("cpu", _others(machine.cores, target)), alone)
     if target is None:
         target = _free_gpus(machine, ranks, draft)
@@ -50,8 +52,10 @@ def place(settings: Settings, machine: Machine) -> Placement:
         draft = _draft_device(target, machine, settings.drafter_count)
     if target is None:
         target = Device("cpu", _others(machine.cores, draft))
-    front_end = draft if draft.kind == "cpu" else Device("cpu", _others(machine.cores, target))
-    return Placement(mode, target, draft, front_end, _alone(settings, target, machine))
+    front_end = draft
+    if draft.kind != "cpu" or target.kind != "cpu":
+        front_end = Device("cpu", _others(machine.cores, target if target.kind == "cpu" else draft))
+    return Placement(mode, target, draft, front_end, _alone(settings, target, draft, machine))
 
 
 def resolved(settings: Settings, placement: Placement) -> Settings:
@@ -118,15 +122,16 @@ def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> 
     return device
 
 
-def chosen_mode(settings: Settings, devices: int) -> Mode:
-    """What auto means with so many GPUs, or cores. Raises `SettingsError` for a mode that cannot be."""
+def chosen_mode(settings: Settings, devices: int, cores_draft: bool = False) -> Mode:
+    """What auto means with so many GPUs, or cores; `cores_draft`: where no GPU is left for a drafter, a core
+    drafts. Raises `SettingsError` for a mode that cannot be."""
     remote = _awaits_others(settings)
     if settings.mode is Mode.AUTO:
         if remote:
             return Mode.SSD
         if settings.draft_model is None:
             return Mode.SD if settings.lookups else Mode.AR
-        return Mode.SSD if devices > settings.tensor_parallel else Mode.SD
+        return Mode.SSD if cores_draft or devices > settings.tensor_parallel else Mode.SD
     drafted = settings.draft_model is not None or (
         remote if settings.mode is Mode.SSD else bool(settings.lookups)
     )
@@ -155,14 +160,18 @@ def _awaits_others(settings: Settings) -> bool:
     return bool(address) and settings.drafter_count == 0
 
 
-def _alone(settings: Settings, target: Device, machine: Machine) -> Device | None:
-    """In mode auto all cores, unless the target's were named; ranks stay on their cores."""
+def _alone(settings: Settings, target: Device, draft: Device | None, machine: Machine) -> Device | None:
+    """In mode auto all cores, unless the target's were named; a GPU beside which a core drafts, since drafts
+    can be made on either. Ranks stay on their devices."""
     alone = _named(settings.target_device_alone, machine, "SSD_TARGET_DEVICE_ALONE")
     if settings.tensor_parallel > 1:
         return None
-    if alone is None and settings.mode is Mode.AUTO and target.kind == "cpu" and not settings.target_device:
-        alone = Device("cpu", machine.cores)
-    return alone if alone != target else None
+    if alone is None and settings.mode is Mode.AUTO:
+        if target.kind == "cuda":
+            return target if draft is not None and draft.kind == "cpu" else None
+        if not settings.target_device:
+            alone = Device("cpu", machine.cores)
+    return alone if alone != target or target.kind == "cuda" else None
 
 
 def _free_gpus(machine: Machine, ranks: int, draft: Device | None) -> Device | None:

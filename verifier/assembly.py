@@ -227,7 +227,7 @@ def _layouts(mode: Mode, cores: Cores) -> tuple[Layout, ...]:
         return Layout.SYNC, Layout.OFF
     if mode is not Mode.SSD:
         return (Layout.OFF,)
-    if cores.of(Layout.SYNC) != cores.of(Layout.ASYNC):
+    if cores.may_be_alone:
         return Layout.ASYNC, Layout.SYNC, Layout.OFF
     return Layout.ASYNC, Layout.OFF
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from ssd_serve.cluster.core_drafts import names_cores
 from ssd_serve.cluster.placement import Placement, chosen_mode
 from ssd_serve.devices import Device, parse_device
 from ssd_serve.engine_settings import Mode
@@ -105,9 +106,9 @@ def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
     """
     ranks = settings.tensor_parallel
     target = _named(settings.target_device, "SSD_TARGET_DEVICE", ranks) or _largest(settings, nodes)
-    mode = chosen_mode(
-        settings, int(sum(node.gpus if target.kind == "cuda" else node.cpus for node in nodes))
-    )
+    on_gpus = target.kind == "cuda"
+    devices = int(sum(node.gpus if on_gpus else node.cpus for node in nodes))
+    mode = chosen_mode(settings, devices, on_gpus and names_cores(settings))
     count = settings.drafter_count if mode is Mode.SSD else 0
     named = _named(settings.draft_device, "SSD_DRAFT_DEVICE", count) if count else None
     errors: list[SettingsError] = []

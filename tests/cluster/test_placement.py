@@ -1,5 +1,7 @@
 """Who computes where: a pure function, for machines of every size; and the names of devices."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,8 +38,11 @@ def machine(cores: int, gpus: int = 0) -> Machine:
         (machine(1), Mode.SSD, Placement(Mode.SSD, cpu(0), cpu(0), cpu(0))),
         (machine(2), Mode.AR, Placement(Mode.AR, cpu(0, 1), None, cpu(0, 1))),
         (machine(2), Mode.SD, Placement(Mode.SD, cpu(0, 1), None, cpu(0, 1))),
-        (machine(4, 1), Mode.AUTO, Placement(Mode.SD, gpu(0), None, cpu(0, 1, 2, 3))),
-        (machine(4, 1), Mode.SSD, Placement(Mode.SSD, gpu(0), cpu(3), cpu(3))),
+        (machine(2, 1), Mode.AUTO, Placement(Mode.SD, gpu(0), None, cpu(0, 1))),
+        (machine(4, 1), Mode.AUTO, Placement(Mode.SSD, gpu(0), cpu(3), cpu(0, 1, 2), gpu(0))),
+        (machine(4, 1), Mode.SSD, Placement(Mode.SSD, gpu(0), cpu(3), cpu(0, 1, 2))),
+        (machine(4, 1), Mode.SD, Placement(Mode.SD, gpu(0), None, cpu(0, 1, 2, 3))),
+        (machine(1, 1), Mode.SSD, Placement(Mode.SSD, gpu(0), cpu(0), cpu(0))),
         (machine(4, 2), Mode.AUTO, Placement(Mode.SSD, gpu(0), gpu(1), cpu(0, 1, 2, 3))),
     ],
 )
@@ -56,6 +61,28 @@ def test_the_cores_of_a_silent_drafter_are_lent_in_mode_auto_only() -> None:
     assert place(Settings(mode=Mode.AUTO, target_device="cpu:0"), machine(4)).alone is None
     named = Settings(mode=Mode.SSD, target_device="cpu:0", target_device_alone="cpu:0-1")
     assert place(named, machine(4)).alone == cpu(0, 1)
+
+
+def write_draft(folder: Path, megabytes: int) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(megabytes << 20)
+    return str(folder)
+
+
+def test_beside_a_single_gpu_a_core_makes_only_small_drafts(tmp_path: Path) -> None:
+    """A large one takes a core longer than the target's round; whoever names a core gets it."""
+    small, large = (write_draft(tmp_path / f"{size}", size) for size in (256, 257))
+    one = machine(8, 1)
+    assert place(Settings(target="t", draft=small), one).draft == cpu(7)
+    assert place(Settings(target="t", draft=f"{small},{small}"), one).draft == cpu(6, 7)
+    for draft in (large, f"{small},{large}", "self:2", "a-hub/draft"):
+        assert place(Settings(target="t", draft=draft), one).mode is Mode.SD
+    named = place(Settings(target="t", draft=large, draft_device="cpu:2"), one)
+    assert (named.mode, named.draft, named.alone) == (Mode.SSD, cpu(2), gpu(0))
+    assert place(Settings(target="t", draft=small, draft_device="cuda:0"), one).mode is Mode.SD
+    assert place(Settings(draft_device="cpu:2", tensor_parallel=2), machine(8, 2)).alone is None
 
 
 def test_no_draft_model_means_lookup_and_no_draft_plain_decoding() -> None:

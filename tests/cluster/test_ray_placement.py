@@ -73,6 +73,7 @@ def test_modes_follow_what_the_cluster_has() -> None:
     assert ray_place(Settings(), cores(1)).placement.mode is Mode.SD
     assert ray_place(Settings(), [gpus("a", 1)]).placement.mode is Mode.SD
     assert ray_place(Settings(target="a-model"), cores(8)).placement.mode is Mode.SD
+    assert ray_place(Settings(draft_device="cpu"), [gpus("a", 1)]).placement.mode is Mode.SSD
     assert ray_place(Settings(target="a-model", draft="none"), cores(8)).placement.mode is Mode.AR
     with pytest.raises(SettingsError, match="needs a draft model"):
         ray_place(Settings(target="a-model", mode=Mode.SSD), cores(8))

@@ -77,6 +77,16 @@ def test_a_rebased_commit_is_known_by_its_code(clone: Path) -> None:
     assert why(clone) == "its code differs, its commit is not in this history"
 
 
+def test_what_is_compiled_for_cores_makes_no_result_of_a_gpu_older(clone: Path) -> None:
+    on_gpu = "bench/results/h100/speed.json"
+    measure(clone, on_gpu)
+    change(clone, "kernels/native/products.c", "4\n")
+    whys = {found.file: found.why for found in judge_results(clone)}
+    assert whys == {RESULT: "1 commits since", on_gpu: ""}
+    change(clone, CODE, "2\n")
+    assert all(found.why for found in judge_results(clone))
+
+
 def test_code_that_was_in_no_commit_was_measured_by_nobody_else(clone: Path) -> None:
     measure(clone, dirty=True)
     assert why(clone) == "its code was in no commit"

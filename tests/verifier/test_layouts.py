@@ -146,3 +146,24 @@ def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
     assembly.assemble_verifier(settings, lambda _: None)
     assert loaded_in == [Layout.SYNC]
     assert entered[-1] is Layout.ASYNC, "it begins beside its drafter"
+
+
+def test_where_the_target_may_be_alone_drafts_are_made_inline_too(tmp_path: Path) -> None:
+    """A GPU beside which a core drafts is one device in all layouts, and its steps are measured once."""
+    write_pair(tmp_path)
+    settings = Settings(
+        target=str(tmp_path / "target"),
+        draft=str(tmp_path / "draft"),
+        mode=Mode.SSD,
+        target_device="cpu:0",
+        cache_dir=tmp_path / "cache",
+        max_running=4,
+    )
+    for alone, layouts in ((None, {Layout.ASYNC, Layout.OFF}), ("cpu:0", set(Layout))):
+        own = settings.model_copy(update={"target_device_alone": alone})
+        engine = assembly.assemble_verifier(own, lambda _: None).engine
+        governing = engine.planner.placing.governing
+        assert governing is not None
+        assert set(governing.costs) == layouts
+        assert len(set(map(id, governing.costs.values()))) == 1
+        assert bool(engine.drafters.channels) is (Layout.SYNC in layouts)

@@ -27,6 +27,8 @@ class Cores:
     def __init__(self, beside: Device, alone: Device | None) -> None:
         self._beside = beside
         self._alone = alone or beside
+        self.may_be_alone = alone is not None
+        """Whether the target may also compute without a drafter beside it, who drafts inline then."""
 
     @property
     def differ(self) -> bool:
