@@ -6,6 +6,7 @@ takes a core longer than the target's whole round. Knows settings and the sizes 
 
 from ssd_serve.devices import Machine, parse_device
 from ssd_serve.drafter.sources.registry import is_head, is_source, own_layers
+from ssd_serve.engine_settings import Mode
 from ssd_serve.models.hub import model_here
 from ssd_serve.settings import Settings
 
@@ -17,15 +18,16 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def cores_draft(settings: Settings, machine: Machine) -> bool:
-    """Where the user has named cores, and else where cores are left for drafts that are small, beside one
-    rank. Always False without GPUs: cores are the target's devices then."""
-    if not machine.gpus or not settings.draft_models:
+    """In mode auto, where the target's ranks take all GPUs: whether the user has named cores, or cores are
+    left for drafts that are small, beside one rank. The drafts' files are looked at for the latter only."""
+    ranks = settings.tensor_parallel
+    if settings.mode is not Mode.AUTO or not 0 < machine.gpus <= ranks:
         return False
     if settings.draft_device is not None:
         return names_cores(settings)
     spare = len(machine.cores) - _HOST_CORES
     return (
-        settings.tensor_parallel == 1
+        ranks == 1
         and spare >= settings.drafter_count > 0
         and all(_is_small(name) for name in settings.draft_models)
     )

@@ -52,9 +52,9 @@ def place(settings: Settings, machine: Machine) -> Placement:
         draft = _draft_device(target, machine, settings.drafter_count)
     if target is None:
         target = Device("cpu", _others(machine.cores, draft))
-    front_end = draft
-    if draft.kind != "cpu" or target.kind != "cpu":
-        front_end = Device("cpu", _others(machine.cores, target if target.kind == "cpu" else draft))
+    by_core = target.kind == draft.kind == "cpu"
+    busy = target if target.kind == "cpu" else draft
+    front_end = draft if by_core else Device("cpu", _others(machine.cores, busy))
     return Placement(mode, target, draft, front_end, _alone(settings, target, draft, machine))
 
 

@@ -17,8 +17,10 @@ from ssd_serve.bench.provenance import ROOT, code_of, commits_since
 from ssd_serve.bench.tables import text_table
 from ssd_serve.cli.main import exit_code
 
-_FOLDERS = {"bench/results": "", "bench/results/h100": "kernels/native", "lab/results": ""}
-"""Where results lie, and code that nothing measured there runs: on a GPU, what is compiled for cores."""
+_FOLDERS = ("bench/results", "bench/results/h100", "lab/results")
+_NOT_RUN = {f"bench/results/h100/{name}.json": "kernels/native" for name in ("conformance", "kernels")}
+"""Code below the measured paths that a result did not run: attention on a GPU, what is compiled for cores. A
+drafter on a core beside the GPU runs it."""
 _ABBREVIATED = 9
 
 
@@ -46,22 +48,23 @@ class Judged:
 
 def judge_results(root: Path) -> Iterator[Judged]:
     """Every result file of a clone against its HEAD."""
-    for folder, unused in _FOLDERS.items():
+    for folder in _FOLDERS:
         for file in sorted((root / folder).glob("*.json")):
             found = read_file(_Result, file, "a benchmark").provenance
             commit, day = found.commit[:_ABBREVIATED], found.started.partition("T")[0]
-            yield Judged(str(file.relative_to(root)), commit, day, _why(root, found, unused))
+            name = file.relative_to(root).as_posix()
+            yield Judged(name, commit, day, _why(root, found, _NOT_RUN.get(name, "")))
 
 
-def _why(root: Path, found: _Provenance, unused: str) -> str:
+def _why(root: Path, found: _Provenance, not_run: str) -> str:
     if not found.commit:
         return "names no commit"
     if found.dirty:
         return "its code was in no commit"
     if code_of(root, "HEAD", found.measures) == found.code:
         return ""
-    if unused and code_of(root, found.commit, found.measures) == found.code:
-        then, now = (code_of(root, commit, found.measures, unused) for commit in (found.commit, "HEAD"))
+    if not_run and code_of(root, found.commit, found.measures) == found.code:
+        then, now = (code_of(root, commit, found.measures, not_run) for commit in (found.commit, "HEAD"))
         if then == now:
             return ""
     commits = commits_since(root, found.commit, found.measures)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ssd_serve.cluster.placement import Placement, of_drafter, of_rank, place, resolved
 from ssd_serve.devices import Device, Machine, parse_device
 from ssd_serve.engine_settings import Mode
-from ssd_serve.errors import SettingsError
+from ssd_serve.errors import CheckpointError, SettingsError
 from ssd_serve.settings import Settings
 
 
@@ -83,6 +83,19 @@ def test_beside_a_single_gpu_a_core_makes_only_small_drafts(tmp_path: Path) -> N
     assert (named.mode, named.draft, named.alone) == (Mode.SSD, cpu(2), gpu(0))
     assert place(Settings(target="t", draft=small, draft_device="cuda:0"), one).mode is Mode.SD
     assert place(Settings(draft_device="cpu:2", tensor_parallel=2), machine(8, 2)).alone is None
+
+
+def test_a_draft_is_looked_at_only_where_its_size_decides(tmp_path: Path) -> None:
+    """Plain decoding starts whatever is wrong with a draft that it does not use."""
+    broken = write_draft(tmp_path / "broken", 1)
+    Path(broken, "config.json").write_text("{")
+    settings = Settings(target="t", draft=broken)
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        place(settings, machine(8, 1))
+    for mode in (Mode.AR, Mode.SD, Mode.SSD):
+        assert place(settings.model_copy(update={"mode": mode}), machine(8, 1)).mode is mode
+    for there in (machine(8, 2), machine(2, 1), machine(8)):
+        assert place(settings, there).mode is (Mode.SD if there == machine(2, 1) else Mode.SSD)
 
 
 def test_no_draft_model_means_lookup_and_no_draft_plain_decoding() -> None:
