@@ -45,4 +45,5 @@ def _is_small(draft: str) -> bool:
     folder = model_here(draft, "draft")
     if folder is None or is_head(folder):
         return False
-    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in _WEIGHTS) <= _SMALL_BYTES
+    files = [file for file in folder.iterdir() if file.suffix in _WEIGHTS and file.is_file()]
+    return sum(file.stat().st_size for file in files) <= _SMALL_BYTES

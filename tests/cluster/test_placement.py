@@ -92,6 +92,11 @@ def test_a_draft_is_looked_at_only_where_its_size_decides(tmp_path: Path) -> Non
     settings = Settings(target="t", draft=broken)
     with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
         place(settings, machine(8, 1))
+    dangling = Path(write_draft(tmp_path / "dangling", 1))
+    (dangling / "model.safetensors").unlink()
+    (dangling / "model.safetensors").symlink_to(tmp_path / "gone")
+    half = place(Settings(target="t", draft=str(dangling)), machine(8, 1))
+    assert half.mode is Mode.SSD, "who loads it says what is missing"
     for mode in (Mode.AR, Mode.SD, Mode.SSD):
         assert place(settings.model_copy(update={"mode": mode}), machine(8, 1)).mode is mode
     for there in (machine(8, 2), machine(2, 1), machine(8)):
