@@ -59,7 +59,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/grammars.json": _of_lab("grammars"),
     "lab/results/grammar-drafts.json": _of_lab("grammar_drafts"),
     "lab/results/ablate.json": _of_lab("ablate"),
-    "lab/results/calibration.json": _of_lab("calibration"),
+    "lab/results/calibration.json": _of_lab("calibration", "--plot", "lab/results/calibration.svg"),
     "lab/results/drafters.json": _of_lab("drafters", "--real", "1", "2", "4"),
     "lab/results/governor.json": _of_lab("governor"),
     "lab/results/prediction.json": _of_lab("prediction"),
