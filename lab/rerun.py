@@ -71,8 +71,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "bench/results/trace.json": _of_bench(
         *("load", "--model-wrapper", emulating("mi300x-70b-1b*2"), "--devices", "same", "--no-closed-loop"),
-        *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "240"),
-        *("--length-scale", "0.25"),
+        *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "480"),
+        *("--time-scale", "4", "--length-scale", "0.25"),
     ),
     "bench/results/peers.json": _of_bench("peers"),
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),

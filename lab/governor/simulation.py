@@ -133,6 +133,8 @@ QUIET: Gains = {"async": 1.9, "sync": 1.6, "off": 1.0}
 CORE_LOST: Gains = {"async": 1.6, "sync": 0.5, "off": 0.4}
 """Layouts on two cores while another process has one of them: threads wait for the slower core."""
 OTHER_CORE_LOST: Gains = {"async": 0.7, "sync": 0.5, "off": 0.4}
+DRAFTS_DISTURBED: Gains = {"async": 0.8, "sync": 0.6, "off": 1.0}
+"""A target on a GPU, and another process on the cores that draft or feed it."""
 NEIGHBOURS_ASLEEP: Gains = {"async": 1.5, "sync": 2.0, "off": 1.0}
 NEIGHBOURS_AWAKE: Gains = {"async": 1.5, "sync": 1.2, "off": 0.9}
 
@@ -152,6 +154,15 @@ def losing(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
         yield 1, gains
 
 
+def disturbed(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
+    """One request; for some hundred rounds at a time another process slows drafts and not plain decoding."""
+    gains = QUIET
+    for _ in range(rounds):
+        if source.random() < (1 / 2000 if gains is QUIET else 1 / 300):
+            gains = DRAFTS_DISTURBED if gains is QUIET else QUIET
+        yield 1, gains
+
+
 def waking(source: random.Random, rounds: int) -> Iterator[tuple[int, Gains]]:
     """Four requests; neighbours that share the memory bus sleep and wake."""
     gains = NEIGHBOURS_ASLEEP
@@ -165,6 +176,7 @@ Load = Callable[[random.Random, int], Iterator[tuple[int, Gains]]]
 LOADS: Mapping[str, Load] = {
     "fresh": fresh,
     "a core lost": losing,
+    "drafts disturbed": disturbed,
     "neighbours": waking,
     "steady": steady,
     "close": close,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ssd_serve.verifier.planning.setback import Pace, Setback
+
 Way = TypeVar("Way")
 
 _MEMORY, _OWN_MEMORY = 1 - 1 / 1536, 1 - 1 / 256
@@ -37,12 +39,9 @@ _SETTLING = 6
 _STICK = 1.02
 """By this factor more must be hoped of another way: a change costs drafters their trees."""
 _LOAD_BLEND = 1 / 16
-_FAST, _SLOW = 1 / 16, 1 / 256
-_CHANGED = 0.25
-"""By so much, in logarithms, rounds take longer or less long than they did: something has changed about the
-machine, and what was found before is known less surely."""
 _DOUBTED, _CONTINUED = 4.0, 16.0
-"""Rounds that what was found of the other ways weighs then, and of the running one."""
+"""Rounds that what was found of the other ways weighs, and of the running one, when rounds suddenly take
+longer or less long: something has changed about the machine."""
 _EDGE = 0.15
 """How far past the edge of a level, as a share of it, the load must be."""
 
@@ -81,29 +80,6 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class _Pace:
-    """What the running way's rounds take lately, and what they took, in logarithms of plain rounds."""
-
-    lately: float = 0.0
-    before: float = 0.0
-    rounds: int = 0
-
-    def observe(self, seconds: float) -> float:
-        """By what rounds take longer than before if that has changed; 0: it has not."""
-        self.rounds += 1
-        taken = math.log(seconds)
-        if self.rounds > 1:
-            taken = min(max(taken, self.before - 1.0), self.before + 1.0)  # one round is no change
-        self.lately += max(_FAST, 1 / self.rounds) * (taken - self.lately)
-        self.before += max(_SLOW, 1 / self.rounds) * (taken - self.before)
-        change = self.lately - self.before
-        if self.rounds < 2 / _FAST or abs(change) < _CHANGED:
-            return 0.0
-        self.before, self.rounds = self.lately, int(1 / _FAST)
-        return change
-
-
-@dataclass(slots=True)
 class _Level(Generic[Way]):
     running: Way
     decoding: dict[Way, _Sum]
@@ -117,11 +93,12 @@ class _Level(Generic[Way]):
     prompts_s: float = 0.0
     """What plain decoding should take for recent rounds of each kind, whichever way ran."""
     forecast: dict[Way, float] = field(default_factory=dict)
-    pace: _Pace = field(default_factory=_Pace)
+    pace: Pace = field(default_factory=Pace)
+    setbacks: dict[Way, Setback[Way]] = field(default_factory=dict)
 
     def begin(self, way: Way, settled: bool = False) -> None:
         """Run another way from now on, `settled` if it runs already."""
-        self.running, self.rounds, self.pace = way, _SETTLING if settled else 0, _Pace()
+        self.running, self.rounds, self.pace = way, _SETTLING if settled else 0, Pace()
 
 
 class Governor(Generic[Way]):
@@ -228,8 +205,12 @@ class Governor(Generic[Way]):
             level.decoding[level.running].add(gained_s / plain_s, seconds / plain_s)
             change = level.pace.observe(seconds / plain_s)
             if change:
+                self._set_back(level, slower=change > 0)
                 self._doubt(level, math.exp(change))
+        for setback in level.setbacks.values():
+            setback.observe(level.running)
         if level.rounds % _CHECK == 0:
+            self._try_again(level)
             self._forecast(level)
             stays = self._hope(level, level.running)
             hopes = {way: self._hope(level, way) for way in self._ways}
@@ -237,6 +218,25 @@ class Governor(Generic[Way]):
             way = max(worth, key=worth.__getitem__, default=level.running)
             if worth.get(way, 0.0) > stays:
                 level.begin(way)
+
+    def _set_back(self, level: _Level[Way], slower: bool) -> None:
+        """The running way's rounds suddenly take longer, which may pass, or less long: that has passed."""
+        way = level.running
+        if slower:
+            level.setbacks.setdefault(way, Setback(way, level.decoding[way].gain))
+            return
+        level.setbacks.pop(way, None)
+        for setback in level.setbacks.values():
+            setback.may_be_over()
+
+    def _try_again(self, level: _Level[Way]) -> None:
+        """Hope for as much as they once gave of ways that fell behind, from time to time."""
+        for way, setback in tuple(level.setbacks.items()):
+            gives = level.decoding[way].gain
+            if setback.over(gives):
+                del level.setbacks[way]
+            elif level.running != way and setback.again(gives, self._decoding(level, level.running)):
+                level.decoding[way] = _Sum(setback.gain, 1.0, 1.0)
 
     def _doubt(self, changed: _Level[Way], slower: float) -> None:
         """Rounds take `slower` times as long as before: all that was found is older than that."""
@@ -275,7 +275,7 @@ class Governor(Generic[Way]):
     def _prior(self, level: _Level[Way], way: Way) -> tuple[float, float]:
         """What the way should give without having been tried, and how many rounds that weighs."""
         if way in level.forecast:
-            return level.forecast[way], _FORECAST * level.prior
+            return level.forecast[way], level.prior * (1.0 if way in level.setbacks else _FORECAST)
         return (1.0, _PLAIN_PRIOR) if way == self._plain else (_PRIOR_GAIN, level.prior)
 
     def _gain(self, level: _Level[Way], way: Way) -> float:
