@@ -27,14 +27,14 @@ def test_one_long_round_is_no_change_of_pace() -> None:
     assert pace.observe(500.0) == 0.0
 
 
-def after(setback: Setback[str], rounds: int, way: str = "plain") -> Setback[str]:
+def after(setback: Setback, rounds: int, own: bool = False) -> Setback:
     for _ in range(rounds):
-        setback.observe(way)
+        setback.observe(own)
     return setback
 
 
 def test_it_is_tried_again_after_a_while_and_then_after_twice_that() -> None:
-    setback = Setback("beside", 2.0)
+    setback = Setback(2.0)
     waited = [0, 0]
     for tries in range(2):
         while not setback.again(0.9, 1.0):
@@ -45,30 +45,30 @@ def test_it_is_tried_again_after_a_while_and_then_after_twice_that() -> None:
 
 
 def test_it_is_tried_more_rarely_where_that_costs_more_than_it_may_bring() -> None:
-    assert after(Setback("beside", 2.0), 200).again(1.2, 1.5)
-    assert not after(Setback("beside", 2.0), 200).again(0.3, 1.5)
+    assert after(Setback(2.0), 200).again(1.2, 1.5)
+    assert not after(Setback(2.0), 200).again(0.3, 1.5)
 
 
 def test_it_is_not_tried_where_another_gives_as_much_as_it_ever_gave() -> None:
-    assert not after(Setback("beside", 1.4), 10_000).again(1.0, 1.5)
+    assert not after(Setback(1.4), 10_000).again(1.0, 1.5)
 
 
 def test_it_is_tried_again_where_what_it_gave_lately_is_forgotten() -> None:
-    assert after(Setback("beside", 2.0), 100).again(0.0, 1.5)
+    assert after(Setback(2.0), 100).again(0.0, 1.5)
 
 
 def test_it_is_tried_at_once_when_another_way_is_faster_again() -> None:
-    setback = after(Setback("beside", 2.0), 1)
+    setback = after(Setback(2.0), 1)
     setback.may_be_over()
     assert setback.again(0.5, 1.0)
     assert not setback.again(0.5, 1.0)
 
 
 def test_it_is_over_when_the_way_gives_again_what_it_gave_or_runs_for_long_without() -> None:
-    setback = after(Setback("beside", 2.0), 100, "beside")
+    setback = after(Setback(2.0), 100, own=True)
     assert setback.over(1.9)
     assert not setback.over(1.2)
-    assert after(setback, 1000, "beside").over(1.2)
+    assert after(setback, 1000, own=True).over(1.2)
 
 
 def round_of(governor: Governor[str], gains: dict[str, float], noise: random.Random) -> str:

@@ -94,7 +94,7 @@ class _Level(Generic[Way]):
     """What plain decoding should take for recent rounds of each kind, whichever way ran."""
     forecast: dict[Way, float] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
-    setbacks: dict[Way, Setback[Way]] = field(default_factory=dict)
+    setbacks: dict[Way, Setback] = field(default_factory=dict)
 
     def begin(self, way: Way, settled: bool = False) -> None:
         """Run another way from now on, `settled` if it runs already."""
@@ -207,8 +207,8 @@ class Governor(Generic[Way]):
             if change:
                 self._set_back(level, slower=change > 0)
                 self._doubt(level, math.exp(change))
-        for setback in level.setbacks.values():
-            setback.observe(level.running)
+        for way, setback in level.setbacks.items():
+            setback.observe(own=way == level.running)
         if level.rounds % _CHECK == 0:
             self._try_again(level)
             self._forecast(level)
@@ -223,7 +223,7 @@ class Governor(Generic[Way]):
         """The running way's rounds suddenly take longer, which may pass, or less long: that has passed."""
         way = level.running
         if slower:
-            level.setbacks.setdefault(way, Setback(way, level.decoding[way].gain))
+            level.setbacks.setdefault(way, Setback(level.decoding[way].gain))
             return
         level.setbacks.pop(way, None)
         for setback in level.setbacks.values():

@@ -1,14 +1,11 @@
 """What changes suddenly about a way to draft: how long its rounds take, and so its worth, maybe for a moment.
 
 Beside a target on a GPU, a neighbour that takes a core for a second slows drafts and not plain decoding,
-which then runs and sees nothing of the neighbour's end. Plain Python; knows ways by their names only.
+which then runs and sees nothing of the neighbour's end. Plain Python; knows no drafters and no other ways.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-Way = TypeVar("Way")
 
 _FAST, _SLOW = 1 / 16, 1 / 256
 _CHANGED = 0.25
@@ -49,18 +46,17 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Setback(Generic[Way]):
-    """A way whose rounds suddenly took longer, and what it gave until then."""
+class Setback:
+    """Of a way whose rounds suddenly took longer: what it gave until then, and the rounds since."""
 
-    way: Way
     gain: float
     _wait: int = _AGAIN
     _elsewhere: int = 0
     _own: int = 0
 
-    def observe(self, running: Way) -> None:
-        """A round of the running way is over."""
-        if running == self.way:
+    def observe(self, own: bool) -> None:
+        """A round is over, the way's own or another's."""
+        if own:
             self._own += 1
         else:
             self._elsewhere += 1
