@@ -57,6 +57,8 @@ _REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
     _of_bench("peers"),
+    _of_bench("peers-avx2"),
+    _of_bench("peers-int8"),
     _of_bench("load"),
     Block("docs/results.md", "trace", ("bench/results/trace.json",), trace_table),
     Block("docs/results.md", "ablate", ("lab/results/ablate.json",), page_blocks.ablate),

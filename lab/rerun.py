@@ -74,14 +74,16 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "480"),
         *("--time-scale", "4", "--length-scale", "0.25"),
     ),
-    "bench/results/peers.json": _of_bench("peers"),
+    "bench/results/peers.json": _of_bench("peers", "--dtype", "bf16", "--temperatures", "0.6"),
+    "bench/results/peers-int8.json": _of_bench("peers", "--dtype", "int8", "--temperatures", "0.6"),
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
 }
 """What writes each result, in the order in which they are measured; it is told where by `--json`."""
 _H100 = ("--device", "cuda:0")
 _H100_MODES = (*("big", "models/embedded/draft", *_H100, "--draft-device", "cpu:2"), "--num-prompts", "24")
 """`big` is the embedded target by `ssd recipe ballast --hidden 4096 --layers 32 --intermediate 14336`."""
-ON_GPUS: dict[str, tuple[str, ...]] = {
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "bench/results/peers-avx2.json": _of_bench("peers", "--dtype", "bf16", "--temperatures", "0.6"),
     "bench/results/h100/conformance.json": _of_bench("conformance", *_H100),
     "bench/results/h100/lossless.json": _of_bench("lossless", "--quick", *_H100),
     "bench/results/h100/kernels.json": _of_bench("kernels", *_H100),
@@ -92,7 +94,8 @@ ON_GPUS: dict[str, tuple[str, ...]] = {
     "bench/results/h100/modes.json": _of_bench("modes", *_H100_MODES, "--temperatures", "0.6"),
     "bench/results/h100/modes-temperature-1.json": _of_bench("modes", *_H100_MODES, "--temperatures", "1"),
 }
-"""The same of results that need a GPU, of the kind that their folder names: measured when they are named."""
+"""The same of results that need a processor or GPU of the kind that their name says: measured when they are
+named."""
 VARIABLES = {
     "bench/results/lossless-torch.json": {"SSD_NATIVE_KERNELS": "false"},
     "lab/results/invariance.json": {"SSD_NATIVE_KERNELS": "false"},
@@ -125,7 +128,7 @@ def rerun(
     """Measure these again."""
     outcomes: list[_Outcome] = []
     logs.mkdir(parents=True, exist_ok=True)
-    commands = {**COMMANDS, **ON_GPUS}
+    commands = {**COMMANDS, **ELSEWHERE}
     for file in files:
         log = logs / f"{file.removesuffix('.json').replace('/', '-')}.log"
         say(f"{file}: python {' '.join(commands[file])}; log {log}")
@@ -151,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", metavar="FILE", help="these only, stale or not")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "rerun", metavar="FOLDER")
     args = parser.parse_args(argv)
-    known = (*COMMANDS, *ON_GPUS)
+    known = (*COMMANDS, *ELSEWHERE)
     if unknown := [file for file in args.files if file not in known]:
         parser.error(f"nothing is known of {', '.join(unknown)}; known are {', '.join(known)}")
     outcomes = rerun(

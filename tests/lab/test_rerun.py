@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lab import rerun as module
-from lab.rerun import COMMANDS, ON_GPUS, VARIABLES, main, rerun, stale
+from lab.rerun import COMMANDS, ELSEWHERE, VARIABLES, main, rerun, stale
 from lab.stale import Judged
 from ssd_serve.bench.provenance import ROOT
 
@@ -17,7 +17,7 @@ def test_every_committed_result_has_its_command() -> None:
         for folder in ("bench/results", "lab/results")
         for file in (ROOT / folder).rglob("*.json")
     }
-    assert committed <= {*COMMANDS, *ON_GPUS}
+    assert committed <= {*COMMANDS, *ELSEWHERE}
     assert set(VARIABLES) <= set(COMMANDS)
 
 
