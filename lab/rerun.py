@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench/results/trace.json": _of_bench(
         *("load", "--model-wrapper", emulating("mi300x-70b-1b*2"), "--devices", "same", "--no-closed-loop"),
         *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "480"),
-        *("--time-scale", "4", "--length-scale", "0.25"),
+        *("--time-scale", "2", "--length-scale", "0.25"),
     ),
     "bench/results/peers.json": _PEERS,
     "bench/results/peers-int8.json": _of_bench("peers", "--dtype", "int8", "--temperatures", "0.6"),
