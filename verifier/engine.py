@@ -161,7 +161,7 @@ class Engine:
         parts = self._choose_parts()
         if not parts:
             return []
-        nodes, decision = self.planner.choose(parts, self._drain_awaited)
+        nodes, decision = self.planner.choose(self.scheduler.running, parts, self._drain_awaited)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
         self.observer.decided(walks, self.decision)

@@ -43,6 +43,7 @@ from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.growth import GrowPolicy
 from ssd_serve.verifier.planning.planner import RoundPlanner
 from ssd_serve.verifier.planning.ranking import RankedNode
+from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import ScheduledChunk, SchedulerLimits
 
@@ -102,11 +103,11 @@ class ObservedPlanner(RoundPlanner):
     pick: Callable[[Sequence[ScheduledChunk]], list[RankedNode]] | None = None
 
     def choose(
-        self, parts: Sequence[ScheduledChunk], drain: Callable[[], object]
+        self, running: Sequence[Request], parts: Sequence[ScheduledChunk], drain: Callable[[], object]
     ) -> tuple[list[RankedNode], Decision]:
         if self.before is not None:
             self.before(parts)
-        nodes, decision = super().choose(parts, drain)
+        nodes, decision = super().choose(running, parts, drain)
         if self.pick is not None:
             nodes = self.pick(parts)
         if self.after is not None:

@@ -204,6 +204,42 @@ def test_what_slows_prompts_at_one_level_is_not_tried_for_them_at_another() -> N
     assert rounds(16, 600).count("inline") == 0
 
 
+def test_a_way_that_should_slow_prompts_is_not_begun_for_what_it_gives_in_decoding() -> None:
+    gains = {"inline": 1.2, "plain": 1.0}
+
+    def chosen(prompts: int) -> str:
+        """With so many rounds that read prompts beside every decoding one."""
+        governor = Governor(tuple(gains))
+        governor.forecast = lambda _: gains
+        governor.slowed = {"inline": 1.4, "plain": 1.0}.__getitem__
+        governor.recall({8: {"inline": 0.9, "plain": 1.0}})
+        for _ in range(64):
+            way = governor.choose(8)
+            governor.observe(PLAIN_S, PLAIN_S / gains[way], PLAIN_S)
+            for _ in range(prompts if way == "plain" else 0):
+                governor.observe(4 * PLAIN_S, 4 * PLAIN_S, 4 * PLAIN_S, prompts=True)
+        return governor.choose(8)
+
+    assert chosen(prompts=0) == "inline"
+    assert chosen(prompts=2) == "plain"
+
+
+def test_what_falls_short_of_its_forecast_at_one_level_is_tried_less_at_the_next() -> None:
+    gains, foreseen = {"inline": 0.8, "plain": 1.0}, {"inline": 1.4, "plain": 1.0}
+    governor = Governor(tuple(gains))
+    governor.forecast = lambda _: foreseen
+
+    def tried(requests: int) -> int:
+        ways = list[str]()
+        for _ in range(200):
+            ways.append(way := governor.choose(requests))
+            governor.observe(PLAIN_S, PLAIN_S / gains[way], PLAIN_S)
+        return ways.count("inline")
+
+    first, second, third = (tried(requests) for requests in (1, 2, 4))
+    assert third < second < 0.7 * first
+
+
 def test_a_way_that_begins_too_late_keeps_no_other_from_beginning() -> None:
     gains = {"beside": 0.6, "inline": 1.5, "plain": 1.0}
     governor = Governor(tuple(gains))
@@ -237,6 +273,16 @@ def test_a_way_that_begins_too_late_for_what_is_left_is_not_begun() -> None:
     assert "beside" in rounds(1)
     lasting["beside"] = 0.1
     assert rounds(1) == {"beside"}, "it is there already"
+
+
+def test_a_level_does_not_begin_late_what_it_has_found_no_better() -> None:
+    """It has changed nothing yet, since plain decoding has not led for long enough to be tried."""
+    gains = {"beside": 1.0, "plain": 1.0}
+    governor = Governor(tuple(gains))
+    governor.recall({1: {"beside": 1.0}, 16: {"beside": 0.5, "plain": 1.0}})
+    governor.lasting = {"beside": 0.5, "plain": 1.0}.__getitem__
+    assert governor.choose(16) == "plain"
+    assert governor.choose(1) == "plain"
 
 
 QUIET = {"beside": 1.9, "inline": 1.6, "plain": 1.0}

@@ -133,7 +133,7 @@ def test_a_pause_that_did_not_fit_is_said_later() -> None:
     assert its.receive() == []
 
 
-def test_a_layout_knows_how_long_its_drafters_would_read_what_they_have_not_been_told() -> None:
+def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_not_been_told() -> None:
     house = House()
     house.join(replace(HELLO, text_ms=2.0))
     assert house.drafters.unread_s(Layout.ASYNC) == 0.0
@@ -149,3 +149,18 @@ def test_a_layout_knows_how_long_its_drafters_would_read_what_they_have_not_been
     assert house.drafters.unread_s(Layout.ASYNC) == 0.0
     house.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, text_ms=2.0))
     assert house.drafters.text_s(Layout.ASYNC) == pytest.approx(0.001), "each reads half of the texts"
+
+
+def test_a_drafter_inline_has_read_what_it_has_grown_a_tree_below() -> None:
+    """It works only while it is waited for: who pauses soon after a prompt has come has it still to read."""
+    house = House()
+    its = house.join(replace(HELLO, text_ms=2.0), synchronous=True)
+    house.drafters.use(Layout.OFF)
+    assert house.drafters.unread_s(Layout.SYNC) == pytest.approx((3 + 3) * 0.002)
+    house.drafters.use(Layout.SYNC)
+    its.send(growth(house.requests[0]))
+    house.drain()
+    house.drafters.use(Layout.OFF)
+    assert house.drafters.unread_s(Layout.SYNC) == pytest.approx(3 * 0.002)
+    house.commit(0, 5, 6)
+    assert house.drafters.unread_s(Layout.SYNC) == pytest.approx((2 + 3) * 0.002)

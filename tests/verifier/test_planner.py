@@ -74,11 +74,11 @@ class Listening(Governor[Layout]):
         self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def joined(hello: Hello = HELLO) -> Drafters:
+def joined(hello: Hello = HELLO, synchronous: bool = False) -> Drafters:
     """One drafter has joined."""
     drafters = Drafters(HELLO)
     mine, its = memory_pair()
-    drafters.connect(mine)
+    drafters.connect(mine, synchronous)
     its.send(hello)
     drafters.drain({})
     return drafters
@@ -141,7 +141,7 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
         ),
     )
     request = make_request(0, list(range(60)), 8)
-    planner.choose([ScheduledChunk(request, tuple(range(60)), final=True)], lambda: None)
+    planner.choose([request], [ScheduledChunk(request, tuple(range(60)), final=True)], lambda: None)
     assert planner.placing.reading
     assert planner.placing.layout is Layout.ASYNC
     planner.learn(
@@ -151,26 +151,55 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
     assert heard == pytest.approx((0.06, 0.08, 0.06, True))
 
 
-def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request_like_those_before() -> None:
-    """What it gave includes that its drafters read prompts."""
+def begun(tokens: int, prompt: int = 40) -> float:
+    """What a layout that begins now gives a request of 40 tokens, of which so many are there; its drafters
+    read a token as fast as the target decodes one."""
     governor = Governor[Layout](WAYS)
-    cost = CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)])
     drafters = joined(replace(HELLO, text_ms=1.0))
-    planner = governed(governor, cost, drafters=drafters)
-    first, second = (make_request(number, list(range(40)), 40) for number in range(2))
-    for request in (first, second):
-        request.slots.extend(range(39))
-    drafters.open(first)
-    planner.choose([ScheduledChunk(first, (39,), final=True)], lambda: None)
-    planner.learn(Round(1, 0, 0, 1, Reading(), tokens=1, forward_s=1e-3, host_s=0.0, total_s=1e-3, levels=0))
-    drafters.close(first)
+    planner = governed(governor, CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)]), drafters=drafters)
+    request = make_request(0, list(range(prompt)), 40)
+    request.tokens.extend([7] * tokens)
+    request.slots.extend(range(len(request.tokens) - 1))
+    part = ScheduledChunk(request, (len(request.tokens) - 1,), final=True)
+    planner.choose([request], [part], lambda: None)
     drafters.use(Layout.OFF)
-    drafters.open(second)
-    planner.choose([ScheduledChunk(second, (39,), final=True)], lambda: None)
-    assert drafters.unread_s(Layout.ASYNC) == pytest.approx(0.04)
-    assert governor.lasting(Layout.ASYNC) == pytest.approx(1.0)
-    second.tokens.extend([7] * 20)
-    assert governor.lasting(Layout.ASYNC) < 0.6
+    drafters.open(request)
+    assert governor.lasting(Layout.OFF) == 1.0
+    return governor.lasting(Layout.ASYNC)
+
+
+def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request() -> None:
+    """Its drafters read the prompt whenever they begin: else it would stay so where prompts are long and
+    answers short."""
+    assert begun(0) == begun(0, prompt=400) == 1.0
+
+
+def test_the_nearer_the_end_of_a_request_the_less_is_worth_beginning() -> None:
+    assert begun(20) == pytest.approx((20 / (20 + 60)) / (40 / (40 + 40)))
+    assert begun(35) < begun(20) < begun(5) < 1.0
+    assert begun(40) == 0.0
+
+
+def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> None:
+    """A burst is a crowd from its first prompt on."""
+    governor = Governor[Layout](WAYS)
+    governor.recall({1: {Layout.ASYNC: 2.0, Layout.OFF: 1.0}, 16: {Layout.ASYNC: 0.5, Layout.OFF: 1.0}})
+    planner = governed(governor, CostTable())
+    burst = [make_request(number, [1, 2], 8) for number in range(16)]
+    layouts = list[Layout | None]()
+    for running in (burst[:1], burst):
+        planner.choose(running, [ScheduledChunk(burst[0], (0, 1), final=True)], lambda: None)
+        layouts.append(planner.placing.layout)
+    assert layouts == [Layout.ASYNC, Layout.OFF]
+
+
+def test_a_drafter_inline_should_slow_prompts_by_reading_them_too() -> None:
+    cost = CostTable([Timing(rows, 0, 1e-3 * rows) for rows in (1, 256)])
+    for inline in (True, False):
+        governor = Governor[Layout](WAYS)
+        governed(governor, cost, drafters=joined(replace(HELLO, text_ms=0.2), synchronous=inline))
+        assert governor.slowed(Layout.SYNC) == pytest.approx(1.2 if inline else 1.0)
+        assert governor.slowed(Layout.ASYNC) == governor.slowed(Layout.OFF) == 1.0
 
 
 def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:
@@ -180,7 +209,7 @@ def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None
     planner = governed(governor, CostTable(times))
     request = make_request(0, [1, 2], 8)
     request.slots.extend(range(2000))
-    planner.choose([ScheduledChunk(request, (2000,), final=True)], lambda: None)
+    planner.choose([request], [ScheduledChunk(request, (2000,), final=True)], lambda: None)
     assert governor.forecast is not None
     running = governor.forecast(1)
     request.slots.clear()

@@ -149,13 +149,13 @@ class Drafters:
     def unread_s(self, layout: Layout) -> float:
         """Seconds for which those that work in a layout would read before they could draft, as far as that is
         known."""
-        return max((link.untold * link.text_s for link in self._of(layout)), default=0.0)
+        return max((link.unread * link.text_s for link in self._of(layout)), default=0.0)
 
     def text_s(self, layout: Layout) -> float:
-        """Seconds for which those that work in a layout read a token of some text, which they share out; 0:
-        unknown."""
-        links = self._of(layout)
-        return max((link.text_s for link in links), default=0.0) / max(1, len(links))
+        """Seconds that those that work in a layout take to read a token of some text, which they
+        share out; 0: unknown."""
+        reading = [link.text_s for link in self._of(layout) if link.text_s]
+        return max(reading, default=0.0) / max(1, len(reading))
 
     def admit(self, channel: Channel, peer: str, stranger: bool) -> None:
         """Somebody from this address has connected, a stranger where drafters of other places do. It may try

@@ -62,6 +62,8 @@ class _Told:
     state: Knows = Knows.UNKNOWN
     length: int = 0
     """Tokens that the drafter knows, or that the request had when it began for this drafter."""
+    read: int = 0
+    """Tokens below which it has grown a tree, at least."""
     featured: int = 0
     """The position behind the last one of which it has features."""
     resyncs: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RESYNCS))
@@ -141,13 +143,25 @@ class Link:
         return told.state if told is not None else None
 
     @property
-    def untold(self) -> int:
-        """Tokens of open requests that it has not been told of."""
+    def unread(self) -> int:
+        """Tokens of open requests that it would have to read: what it was not told, and of what it was told
+        inline, what lies below its trees: it may have paused before it came to that."""
         return sum(
-            len(told.request.tokens) - (told.length if told.state is Knows.FOLLOWS else 0)
+            len(told.request.tokens) - self._has_read(told)
             for told in self._told.values()
             if told.state is not Knows.CLOSING
         )
+
+    def _has_read(self, told: _Told) -> int:
+        if told.state is not Knows.FOLLOWS:
+            return 0
+        return told.read if self.synchronous else told.length
+
+    def grew(self, number: int) -> None:
+        """It has grown a tree below what it was told of a request."""
+        told = self._told.get(number)
+        if told is not None:
+            told.read = told.length
 
     def lags(self) -> bool:
         """Whether it does not keep up, or did not lately."""

@@ -120,7 +120,9 @@ class Reception:
             return
         if not expansions or growth.epoch != replica.epoch:
             link.liveness.said_nothing()
-        if not replica.apply(growth, link.number, link.source_bit):
+        if replica.apply(growth, link.number, link.source_bit):
+            link.grew(growth.request)
+        else:
             link.channel.send(Resync(growth.request, growth.epoch))
         link.credit -= replica.merged // _CANDIDATES_A_WORK
 

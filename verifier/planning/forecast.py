@@ -18,6 +18,8 @@ _MEMORY = 1 - 1 / 1024
 _DEEPEST = 8
 _NODES_A_LEVEL = (1, 2)
 """Nodes that a round verifies for each level that a tree has grown: fewer where many requests share it."""
+_PROMPT_ROWS = 256
+"""Of a round that reads prompts, about."""
 _IN_TIME = 0.5
 """Share of what a drafter beside the target grows that lies where the text goes on."""
 
@@ -89,6 +91,12 @@ def forecast(
                 speed(_round_s(cost, host, load, nodes), depth, level_s, right) for depth, nodes in shapes
             )
     return gains
+
+
+def slowed_by_reading(plain: CostTable, text_s: float) -> float:
+    """By how much rounds that read prompts take longer where the target's device reads them for drafts too,
+    in `text_s` seconds a token."""
+    return 1 + text_s * _PROMPT_ROWS / max(plain.first_seconds(_PROMPT_ROWS, Reading()), 1e-9)
 
 
 def _inline(round_s: float, depth: int, level_s: float, right: float) -> float:

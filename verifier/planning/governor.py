@@ -10,15 +10,11 @@ Python; knows no drafters and no trees.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic
 
-from ssd_serve.verifier.planning.setback import Pace, Setback
+from ssd_serve.verifier.planning.levels import LoadLevel, RoundSum, Way
+from ssd_serve.verifier.planning.setback import Setback
 
-Way = TypeVar("Way")
-
-_MEMORY, _OWN_MEMORY = 1 - 1 / 1536, 1 - 1 / 256
-"""What a round still counts after one more of its level, and after one more of its way."""
 _BONUS = 0.6
 """What may be hoped beyond what a way gave in one round; less with the root of their number."""
 _PRIOR_GAIN = 1.2
@@ -30,12 +26,10 @@ _PLAIN_PRIOR = 64.0
 disturbed to look at it."""
 _RECALLED = 6.0
 """Rounds that weighs what an earlier process has found."""
-_PROMPTS_PRIOR = 4.0
-"""Rounds that weighs that a way slows prompts as it does elsewhere, or not at all: one that was descheduled
-is no slow way to read."""
+_PROMPTS_PRIOR, _PROMPTS_FORESEEN = 4.0, 32.0
+"""Rounds that weighs that a way slows prompts as it does elsewhere, or not at all, and that it slows them as
+is foreseen: one that was descheduled is no slow way to read."""
 _CHECK, _FORESEE = 8, 64
-_SETTLING = 6
-"""Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
 _STICK = 1.02
 """By this factor more must be hoped of another way: a change costs drafters their trees."""
 _LOAD_BLEND = 1 / 16
@@ -46,81 +40,28 @@ _EDGE = 0.15
 """How far past the edge of a level, as a share of it, the load must be."""
 
 
-@dataclass(slots=True)
-class _Sum:
-    """Rounds of one kind: what plain decoding should take for what they gave, what they took, how many."""
-
-    plain: float = 0.0
-    spent: float = 0.0
-    rounds: float = 0.0
-
-    def fade(self) -> None:
-        self.plain *= _MEMORY
-        self.spent *= _MEMORY
-        self.rounds *= _MEMORY
-
-    def add(self, plain: float, spent: float) -> None:
-        if self.rounds > 8:  # a descheduled process is not a slow way to decode
-            spent = min(spent, 4 * plain / self.gain)
-        self.plain = _OWN_MEMORY * self.plain + plain
-        self.spent = _OWN_MEMORY * self.spent + spent
-        self.rounds += 1
-
-    def doubt(self, rounds: float, slower: float = 1.0) -> None:
-        """Let it weigh no more than so many rounds, which would take `slower` times as long."""
-        share = min(1.0, rounds / self.rounds) if self.rounds else 0.0
-        self.plain *= share
-        self.spent *= share * slower
-        self.rounds *= share
-
-    @property
-    def gain(self) -> float:
-        """As a multiple of plain decoding; 0: unknown."""
-        return self.plain / self.spent if self.spent else 0.0
-
-
-@dataclass(slots=True)
-class _Level(Generic[Way]):
-    running: Way
-    decoding: dict[Way, _Sum]
-    """In plain rounds."""
-    prompts: dict[Way, _Sum]
-    """Rounds that read prompts, in seconds."""
-    rounds: int = 0
-    """Since the last change."""
-    prior: float = 1.0
-    decoding_s: float = 0.0
-    prompts_s: float = 0.0
-    """What plain decoding should take for recent rounds of each kind, whichever way ran."""
-    forecast: dict[Way, float] = field(default_factory=dict)
-    pace: Pace = field(default_factory=Pace)
-    setbacks: dict[Way, Setback] = field(default_factory=dict)
-
-    def begin(self, way: Way, settled: bool = False) -> None:
-        """Run another way from now on, `settled` if it runs already."""
-        self.running, self.rounds, self.pace = way, _SETTLING if settled else 0, Pace()
-
-
 class Governor(Generic[Way]):
     """Chooses among ways to draft; the first is the first to run, the last is plain decoding. Levels of load
-    lie about powers of two of requests, those whose prompt is read included."""
+    lie about powers of two of requests, those whose prompt is still to be read included."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self.forecast: Callable[[int], Mapping[Way, float]] | None = None
         """What ways should give with so many requests, as far as that is known without trying them."""
+        self.slowed: Callable[[Way], float | None] = lambda _: None
+        """By how much a way should slow rounds that read prompts; None: not known without trying it."""
         self.lasting: Callable[[Way], float] = lambda _: 1.0
         """The share of what running requests still have to come for which a way is really there, when it
         begins now: its drafters may have to read texts first."""
         self._ways = tuple(ways)
         self._plain = self._ways[-1]
-        self._levels: dict[int, _Level[Way]] = {}
+        self._levels: dict[int, LoadLevel[Way]] = {}
         self._load = 0.0
         self._exponent = 0
         self._last: Way | None = None
         """That of the last round."""
 
     def choose(self, requests: int, decoding: bool = True) -> Way:
-        """The way of the next round of `requests` requests, of which some decode or none.
+        """The way of the next round while `requests` requests run, of which some decode or none.
 
         What changes the level is the load of some rounds, clearly past its edge, or a sudden jump: changing
         the way costs drafters their trees. It does not fall while nothing decodes: a first prompt may be that
@@ -139,19 +80,18 @@ class Governor(Generic[Way]):
         self._last = level.running
         return level.running
 
-    def _late(self, level: _Level[Way], now: Way) -> bool:
-        """Whether less may be hoped of the way that the level has chosen than of the one that runs, only
-        since it takes so long to begin."""
-        hope, share = self._hope(level, level.running), self.lasting(level.running)
-        return share * hope <= self._hope(level, now) < hope
+    def _late(self, level: LoadLevel[Way], now: Way) -> bool:
+        """Whether the way that the level has chosen takes so long to begin that no more may be hoped of it
+        than of the one that runs."""
+        share = self.lasting(level.running)
+        return share < 1 and share * self._hope(level, level.running) <= self._hope(level, now)
 
     @property
     def trying(self) -> bool:
-        """Whether the way of the next round is only tried: another one is the best so far."""
+        """Whether the way of the next round is only tried: another one was the best when that was last looked
+        at."""
         level = self._levels.get(self._exponent)
-        if level is None or level.running == (best := self._best(level)):
-            return False
-        return self._gain(level, best) * self.lasting(best) > self._gain(level, level.running)
+        return level is not None and level.tries
 
     def standing(self) -> tuple[float, float]:
         """What the running way gives at this level of load, and the best of the others, in the units of
@@ -177,7 +117,7 @@ class Governor(Generic[Way]):
             level = self._at(_exponent(requests))
             for way, gain in by_way.items():
                 if way in level.decoding and gain > 0:
-                    level.decoding[way] = _Sum(gain * _RECALLED, _RECALLED, _RECALLED)
+                    level.decoding[way] = RoundSum(gain * _RECALLED, _RECALLED, _RECALLED)
             level.running = self._best(level)
 
     def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
@@ -190,17 +130,13 @@ class Governor(Generic[Way]):
         if gained_s <= 0 or seconds <= 0 or plain_s <= 0:
             return
         level = self._at(self._exponent)
-        level.decoding_s = _OWN_MEMORY * level.decoding_s + gained_s * (not prompts)
-        level.prompts_s = _OWN_MEMORY * level.prompts_s + gained_s * prompts
-        settled = level.rounds >= _SETTLING
+        level.share(gained_s, prompts)
+        settled = level.settled
         if prompts:
             if settled:
                 level.prompts[level.running].add(gained_s, seconds)
             return
-        level.rounds += 1
-        level.prior *= _MEMORY
-        for rounds in level.decoding.values():
-            rounds.fade()
+        level.age()
         if settled:
             level.decoding[level.running].add(gained_s / plain_s, seconds / plain_s)
             change = level.pace.observe(seconds / plain_s)
@@ -218,8 +154,11 @@ class Governor(Generic[Way]):
             way = max(worth, key=worth.__getitem__, default=level.running)
             if worth.get(way, 0.0) > stays:
                 level.begin(way)
+            best = self._best(level)
+            lead = self._gain(level, best) * self.lasting(best)
+            level.tries = best != level.running and lead > self._gain(level, level.running)
 
-    def _set_back(self, level: _Level[Way], slower: bool) -> None:
+    def _set_back(self, level: LoadLevel[Way], slower: bool) -> None:
         """The running way's rounds suddenly take longer, which may pass, or less long: that has passed."""
         way = level.running
         if slower:
@@ -229,16 +168,16 @@ class Governor(Generic[Way]):
         for setback in level.setbacks.values():
             setback.may_be_over()
 
-    def _try_again(self, level: _Level[Way]) -> None:
+    def _try_again(self, level: LoadLevel[Way]) -> None:
         """Hope for as much as they once gave of ways that fell behind, from time to time."""
         for way, setback in tuple(level.setbacks.items()):
             gives = level.decoding[way].gain
             if setback.over(gives):
                 del level.setbacks[way]
             elif level.running != way and setback.again(gives, self._decoding(level, level.running)):
-                level.decoding[way] = _Sum(setback.gain, 1.0, 1.0)
+                level.decoding[way] = RoundSum(setback.gain, 1.0, 1.0)
 
-    def _doubt(self, changed: _Level[Way], slower: float) -> None:
+    def _doubt(self, changed: LoadLevel[Way], slower: float) -> None:
         """Rounds take `slower` times as long as before: all that was found is older than that."""
         for level in self._levels.values():
             level.prior = min(level.prior, _DOUBTED / _FORECAST)
@@ -248,67 +187,90 @@ class Governor(Generic[Way]):
                 else:
                     rounds.doubt(_DOUBTED, math.sqrt(slower))  # it may be slower too
 
-    def _forecast(self, level: _Level[Way]) -> None:
+    def _forecast(self, level: LoadLevel[Way]) -> None:
         if self.forecast is not None and (not level.forecast or level.rounds % _FORESEE == 0):
-            level.forecast = dict(self.forecast(1 << self._exponent))
+            level.foreseen = dict(self.forecast(1 << self._exponent))
+            level.forecast = {way: self._kept(level, way) * gain for way, gain in level.foreseen.items()}
 
-    def _at(self, exponent: int) -> _Level[Way]:
+    def _kept(self, level: LoadLevel[Way], way: Way) -> float:
+        """What the way gave at other levels, as a share of what was foreseen: the nearest count most."""
+        kept, weights = 0.0, _FORECAST
+        for exponent, other in self._levels.items():
+            gave, foreseen = other.decoding[way], other.foreseen.get(way, 0.0)
+            if other is not level and gave.gain and foreseen > 0:
+                weight = min(gave.rounds, _FORECAST) / abs(exponent - self._exponent)
+                kept += weight * math.log(gave.gain / foreseen)
+                weights += weight
+        return math.exp(kept / weights)
+
+    def _at(self, exponent: int) -> LoadLevel[Way]:
         """The level; a new one begins with what is best at the nearest that is known."""
         level = self._levels.get(exponent)
         if level is None:
             nearest = min(self._levels, key=lambda known: abs(known - exponent), default=None)
             best = self._ways[0] if nearest is None else self._best(self._levels[nearest])
-            decoding, prompts = ({way: _Sum() for way in self._ways} for _ in range(2))
-            level = self._levels[exponent] = _Level(best, decoding, prompts)
+            decoding, prompts = ({way: RoundSum() for way in self._ways} for _ in range(2))
+            level = self._levels[exponent] = LoadLevel(best, decoding, prompts)
         return level
 
-    def _best(self, level: _Level[Way]) -> Way:
+    def _best(self, level: LoadLevel[Way]) -> Way:
         """The way that gives most, of those that were measured; the running one among equals."""
         known = [way for way in self._ways if level.decoding[way].gain or way in (self._plain, level.running)]
         return max(known, key=lambda way: (self._gain(level, way), way == level.running))
 
-    def _hope(self, level: _Level[Way], way: Way) -> float:
-        """What the way may be worth: more than it gave, the less it was measured lately."""
-        bonus = _BONUS / math.sqrt(max(level.decoding[way].rounds + self._prior(level, way)[1], 1e-6))
-        return self._gain(level, way) * (1 + bonus / self._decoding(level, way))
+    def _gain(self, level: LoadLevel[Way], way: Way) -> float:
+        """What the way is worth at this level's shares of decoding and of prompts."""
+        return self._worth(level, self._decoding(level, way), self._slowness(level, way)[0])
 
-    def _prior(self, level: _Level[Way], way: Way) -> tuple[float, float]:
+    def _hope(self, level: LoadLevel[Way], way: Way) -> float:
+        """What the way may be worth: more than it gave, the less it was measured lately."""
+        decoding, (slowness, foreseen) = self._decoding(level, way), self._slowness(level, way)
+        rounds = level.decoding[way].rounds + self._prior(level, way)[1]
+        more = 1 + _BONUS / math.sqrt(max(rounds, 1e-6)) / decoding
+        return self._worth(level, decoding * more, slowness if foreseen else slowness / more)
+
+    @staticmethod
+    def _worth(level: LoadLevel[Way], decoding: float, slowness: float) -> float:
+        share = level.prompts_share
+        return 1 / ((1 - share) / decoding + share * slowness)
+
+    def _prior(self, level: LoadLevel[Way], way: Way) -> tuple[float, float]:
         """What the way should give without having been tried, and how many rounds that weighs."""
         if way in level.forecast:
             return level.forecast[way], level.prior * (1.0 if way in level.setbacks else _FORECAST)
         return (1.0, _PLAIN_PRIOR) if way == self._plain else (_PRIOR_GAIN, level.prior)
 
-    def _gain(self, level: _Level[Way], way: Way) -> float:
-        """What the way is worth at this level's shares of decoding and of prompts. As far as prompts are not
-        measured with it, they take as long as with the one that slows them least, but for what it slows them
-        at other levels."""
-        decoding = self._decoding(level, way)
-        known = [
-            1 / (rounds.gain * self._slows_prompts(each))
-            for each, rounds in level.prompts.items()
-            if rounds.gain
-        ]
+    def _slowness(self, level: LoadLevel[Way], way: Way) -> tuple[float, bool]:
+        """What rounds that read prompts take, in units of the cost model, and whether it is foreseen. As far
+        as none was measured with the way, they take as long as with the one that slows them least, but for
+        what it should slow them, or does at other levels."""
+        mine = level.prompts[way]
+        known = {each: rounds.gain for each, rounds in level.prompts.items() if rounds.gain}
         if not known:
-            return decoding
-        mine, prior = level.prompts[way], self._slows_prompts(way) * min(known)
+            return 1 / self._decoding(level, way), False
+        least = {each: 1 / (gain * self._slows_prompts(each)) for each, gain in known.items()}
+        best = min(least, key=least.__getitem__)
+        foreseen = None not in (self.slowed(way), self.slowed(best))
+        weight = _PROMPTS_FORESEEN if foreseen else _PROMPTS_PRIOR
         seen = mine.rounds / mine.gain if mine.gain else 0.0
-        slowness = (seen + _PROMPTS_PRIOR * prior) / (mine.rounds + _PROMPTS_PRIOR)
-        share = level.prompts_s / (level.prompts_s + level.decoding_s)
-        return 1 / ((1 - share) / decoding + share * slowness)
+        slowness = (seen + weight * self._slows_prompts(way) * least[best]) / (mine.rounds + weight)
+        return slowness, foreseen
 
     def _slows_prompts(self, way: Way) -> float:
-        """By how much rounds that read prompts take longer than in plain decoding, over all levels that know
-        both; 1: unknown."""
-        slower = rounds = 0.0
+        """By how much rounds that read prompts take longer than in plain decoding: as it should be, and over
+        all levels that know both."""
+        slowed = self.slowed(way)
+        rounds = _PROMPTS_PRIOR if slowed is None else _PROMPTS_FORESEEN
+        slower = rounds * ((slowed or 1.0) - 1)
         for level in self._levels.values():
             plain, mine = level.prompts[self._plain], level.prompts[way]
             if plain.gain and mine.gain:
                 both = min(plain.rounds, mine.rounds)
                 slower += both * (plain.gain / mine.gain - 1)
                 rounds += both
-        return 1 + slower / (rounds + _PROMPTS_PRIOR)
+        return 1 + slower / rounds
 
-    def _decoding(self, level: _Level[Way], way: Way) -> float:
+    def _decoding(self, level: LoadLevel[Way], way: Way) -> float:
         """Its gain in decoding: what it gave and, as far as it was hardly tried, what it should give."""
         seen, (prior, weight) = level.decoding[way], self._prior(level, way)
         if way not in level.forecast:

@@ -70,8 +70,8 @@ class Placing:
         return costs
 
     def place(self, requests: int, decoding: int, rows: int, reading: Reading) -> None:
-        """Choose for a round of `requests` requests, of which `decoding` decode, and `rows` rows without
-        nodes: one for each of these, the others of prompts."""
+        """Choose for a round while `requests` requests run, of which `decoding` decode, and `rows` rows
+        without nodes: one for each of these, the others of prompts."""
         if self.governing is None or not requests:
             return
         self.layout = layout = self.governing.governor.choose(requests, decoding > 0)

@@ -19,12 +19,15 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.planning.budget import Rate, choose
 from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast
+from ssd_serve.verifier.planning.expectations import Expectations
+from ssd_serve.verifier.planning.forecast import (
+    Rightness,
+)
 from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
-from ssd_serve.verifier.planning.late_start import LateStart
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
 from ssd_serve.verifier.planning.ranking import RankedNode, Ranking, rank
+from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
 _MIN_PROMPT_ROWS = 16
@@ -125,12 +128,11 @@ class RoundPlanner:
         self._rate = Rate()
         self._clock = clock
         self._right = Rightness()
-        self._late_start = LateStart()
+        self._expectations: Expectations | None = None
         if governing is not None:
-            governing.governor.forecast = self._forecast
-            governing.governor.lasting = self._lasting
-        self._pending = _Pending((), 0, 0, Reading())
-        """Of the last round, as it began."""
+            self._expectations = Expectations(
+                drafters, self.placing, governing, bounds.width, self.host, self._right
+            )
 
     @property
     def cost(self) -> CostTable:
@@ -138,13 +140,15 @@ class RoundPlanner:
         return self.placing.cost
 
     def choose(
-        self, parts: Sequence[ScheduledChunk], drain: Callable[[], object]
+        self, running: Sequence[Request], parts: Sequence[ScheduledChunk], drain: Callable[[], object]
     ) -> tuple[list[RankedNode], Decision]:
-        """The nodes of a round, best first, and why they are these; `drain` takes what came."""
+        """The nodes of a round of these parts, best first, and why; `drain` takes what came. Who runs without
+        a part in it waits for its prompt to be read."""
         requests = sum([part.request.decoding for part in parts])
         pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
-        self._pending = pending
-        self.placing.place(len(parts), requests, pending.rows, pending.reading)
+        if self._expectations is not None:
+            self._expectations.begin(running, pending.context)
+        self.placing.place(len(running), requests, pending.rows, pending.reading)
         if self.placing.reading:
             return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
         if not self._drafters.working or self._bounds.budget == 0:
@@ -216,42 +220,6 @@ class RoundPlanner:
             saved_s = cost.first_seconds(together, Reading()) / together
             gained_s = plain_s + (round_.tokens - round_.requests) * saved_s
         governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
-        if not round_.prompts:
-            self._measured(self._drafters.layout)
-
-    def _forecast(self, requests: int) -> dict[Layout, float]:
-        """What each layout should give with so many requests."""
-        governing = self.placing.governing
-        if governing is None:
-            return {}
-        width, drafters = self._bounds.width, self._drafters
-        steps = {layout: DraftStep(drafters.step_of(layout), width) for layout in governing.costs}
-        load = DecodingLoad(requests, self._pending.context)
-        unit_s = governing.costs[Layout.OFF].first_seconds(requests, load.reading())
-        return forecast(load, unit_s, self.placing.costs(requests), steps, self.host, self._right.share)
-
-    def _lasting(self, layout: Layout) -> float:
-        """What the layout would give, as a share of what it was measured to give, since its drafters have
-        something to read."""
-        if layout is Layout.OFF or not (read_s := self._drafters.unread_s(layout)):
-            return 1.0
-        left = sum([part.request.left for part in self._pending.parts])
-        return self._late_start.lasting(layout, self._plain_s(left), read_s)
-
-    def _measured(self, layout: Layout) -> None:
-        """A round of the pending requests was measured in this layout."""
-        if layout is not Layout.OFF:
-            requests = [part.request for part in self._pending.parts]
-            tokens = sum([request.parameters.max_tokens for request in requests])
-            read_s = self._drafters.text_s(layout) * sum([request.prompt_length for request in requests])
-            self._late_start.observe(layout, self._plain_s(tokens), read_s)
-
-    def _plain_s(self, tokens: int) -> float:
-        """Seconds of plain decoding for so many tokens of the pending requests together."""
-        governing, requests = self.placing.governing, len(self._pending.parts)
-        if governing is None or not requests:
-            return 0.0
-        return tokens / requests * governing.costs[Layout.OFF].first_seconds(requests, Reading())
 
     def _undrafted(self, requests: int) -> Decision:
         """A round for which nobody drafts."""
