@@ -44,6 +44,20 @@ def test_cores_that_gain_nothing_are_left_to_others(all_s: float) -> None:
     assert not any(Machine(all_s).run(5.0))
 
 
+def test_live_rounds_decide_where_a_start_has_misjudged_what_contexts_cost() -> None:
+    """A busy moment of the start is not what the cores gain for as long as the process lives."""
+    few, whole = (
+        CostTable([Timing(1, read, seconds) for read, seconds in ((0, least_s), (1000, long_s))])
+        for least_s, long_s in ((0.010, 0.010), (0.006, 0.014))
+    )
+    choice, reading, rounds = CoreChoice(few, whole, lambda: 0.0), Reading(1000, 1000), list[bool]()
+    for _ in range(20):
+        rounds.append(choice.wide(1, reading))
+        choice.observe(rounds[-1], 1, 0.009 if rounds[-1] else 0.016, reading)
+    assert not rounds[0]
+    assert all(rounds[5:])
+
+
 def test_a_core_that_another_process_takes_is_left_within_some_rounds() -> None:
     machine = Machine()
     machine.run(1.0)

@@ -41,13 +41,13 @@ class CoreChoice:
 
     def wide(self, rows: int, reading: Reading) -> bool:
         """Whether the next round, of so many rows, computes on all cores."""
-        if not self._pays(rows, reading, {False: 1.0, True: 1.0}):
-            return False
         few, lately = median(self._slowness[False]), self._slowness[True]
         if self._pays(rows, reading, {False: few, True: median(lately)}):
             return True
         if self._pays(rows, reading, {False: few, True: lately[-1]}):
             return True  # the last look was good: see whether it lasts
+        if not self._pays(rows, reading, {False: 1.0, True: 1.0}):
+            return False  # nor did it at start: that is worth no look
         now = self._clock()
         if now - self._looked_at < _LOOK_S:
             return False
