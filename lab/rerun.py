@@ -57,7 +57,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/clients.json": _of_lab("clients"),
     "lab/results/invariance.json": _of_lab("invariance"),
     "lab/results/drafts.json": _of_lab(
-        *("drafts", "--num-prompts", "10", "--tokens", "64", "--temperatures", "0.6", "1"),
+        "drafts", "--num-prompts", "10", "--tokens", "64", "--temperatures", "0.6", "1"
     ),
     "lab/results/rereading.json": _of_lab("rereading"),
     "lab/results/rereading-inline.json": _of_lab("rereading", "--layout", "inline"),

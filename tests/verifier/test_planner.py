@@ -5,7 +5,7 @@ import math
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
@@ -178,6 +178,12 @@ def test_the_nearer_the_end_of_a_request_the_less_is_worth_beginning() -> None:
     assert begun(20) == pytest.approx((20 / (20 + 60)) / (40 / (40 + 40)))
     assert begun(35) < begun(20) < begun(5) < 1.0
     assert begun(40) == 0.0
+
+
+@given(st.integers(0, 40), st.integers(1, 400))
+@settings(max_examples=20)
+def test_what_a_layout_gives_where_it_begins_now_is_a_share(tokens: int, prompt: int) -> None:
+    assert 0.0 <= begun(tokens, prompt) <= 1.0
 
 
 def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> None:

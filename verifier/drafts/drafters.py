@@ -152,8 +152,8 @@ class Drafters:
         return max((link.unread * link.text_s for link in self._of(layout)), default=0.0)
 
     def text_s(self, layout: Layout) -> float:
-        """Seconds that those that work in a layout take to read a token of some text, which they
-        share out; 0: unknown."""
+        """Seconds that those that work in a layout take to read a token of some text, which they share out;
+        0: unknown."""
         reading = [link.text_s for link in self._of(layout) if link.text_s]
         return max(reading, default=0.0) / max(1, len(reading))
 

@@ -148,15 +148,19 @@ class Governor(Generic[Way]):
         if level.rounds % _CHECK == 0:
             self._try_again(level)
             self._forecast(level)
-            stays = self._hope(level, level.running)
-            hopes = {way: self._hope(level, way) for way in self._ways}
-            worth = {way: hope * self.lasting(way) for way, hope in hopes.items() if hope > _STICK * stays}
-            way = max(worth, key=worth.__getitem__, default=level.running)
-            if worth.get(way, 0.0) > stays:
-                level.begin(way)
-            best = self._best(level)
-            lead = self._gain(level, best) * self.lasting(best)
-            level.tries = best != level.running and lead > self._gain(level, level.running)
+            self._reconsider(level)
+
+    def _reconsider(self, level: LoadLevel[Way]) -> None:
+        """Begin the way of which most may be hoped, if that is clearly more than of the running one."""
+        hopes = {way: self._hope(level, way) for way in self._ways}
+        stays = hopes[level.running]
+        worth = {way: hope * self.lasting(way) for way, hope in hopes.items() if hope > _STICK * stays}
+        way = max(worth, key=worth.__getitem__, default=level.running)
+        if worth.get(way, 0.0) > stays:
+            level.begin(way)
+        best = self._best(level)
+        lead = self._gain(level, best) * self.lasting(best)
+        level.tries = best != level.running and lead > self._gain(level, level.running)
 
     def _set_back(self, level: LoadLevel[Way], slower: bool) -> None:
         """The running way's rounds suddenly take longer, which may pass, or less long: that has passed."""

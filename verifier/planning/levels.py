@@ -67,8 +67,9 @@ class LoadLevel(Generic[Way]):
     prompts_s: float = 0.0
     """What plain decoding should take for recent rounds of each kind, whichever way ran."""
     foreseen: dict[Way, float] = field(default_factory=dict)
-    """What ways should give by what was measured at start, and of that, by what other levels have kept."""
+    """What ways should give by measured step times."""
     forecast: dict[Way, float] = field(default_factory=dict)
+    """The same, corrected by what they gave of it at other levels."""
     pace: Pace = field(default_factory=Pace)
     setbacks: dict[Way, Setback] = field(default_factory=dict)
 

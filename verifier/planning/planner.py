@@ -20,9 +20,7 @@ from ssd_serve.verifier.planning.budget import Rate, choose
 from ssd_serve.verifier.planning.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.expectations import Expectations
-from ssd_serve.verifier.planning.forecast import (
-    Rightness,
-)
+from ssd_serve.verifier.planning.forecast import Rightness
 from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
