@@ -3,7 +3,6 @@
 Knows which page shows which file; what a block looks like is told elsewhere.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from lab.front.report import front_table
 from lab.prediction.report import prediction_tables
 from lab.relay.report import relay_table
 from ssd_serve.bench.blocks import block_text
-from ssd_serve.bench.document import replace_block
+from ssd_serve.bench.document import read_file, replace_block
 from ssd_serve.bench.load.trace_report import trace_table
 from ssd_serve.bench.provenance import ROOT
 from ssd_serve.cli.main import exit_code
@@ -35,12 +34,7 @@ class Block:
 
     def made(self, root: Path = ROOT) -> str:
         """The block's text, of the files as they are."""
-        return self.text(*(_read(root / file) for file in self.files))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+        return self.text(*(read_file(dict[str, Any], root / file, "a benchmark") for file in self.files))
 
 
 def _of_bench(name: str) -> Block:

@@ -7,6 +7,7 @@ import pytest
 
 from lab.pages import BLOCKS, Block
 from ssd_serve.bench.provenance import ROOT
+from ssd_serve.errors import UserError
 from tests.generated_docs import block
 from tests.test_docs import DOCUMENTS, LINK
 
@@ -37,6 +38,12 @@ def linked_results() -> dict[str, set[str]]:
 def test_a_block_is_what_its_files_say(each: Block) -> None:
     """Where this fails, run `.venv/bin/python -m lab.pages`."""
     assert block(text(each.page), each.name) == each.made()
+
+
+def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "damaged.json").write_text('{"results": [', encoding="utf-8")
+    with pytest.raises(UserError, match=r"damaged\.json is not a result"):
+        Block("docs/results.md", "modes", ("damaged.json",), str).made(tmp_path)
 
 
 def test_every_result_that_a_document_links_to_is_a_block_of_it() -> None:
