@@ -27,8 +27,8 @@ def _of_bench(name: str, *words: str) -> tuple[str, ...]:
     return ("-m", "ssd_serve", "bench", name, *words)
 
 
-def _of_peers(dtype: str) -> tuple[str, ...]:
-    return _of_bench("peers", "--dtype", dtype, "--temperatures", "0.6")
+def _of_peers(dtype: str, *temperatures: str) -> tuple[str, ...]:
+    return _of_bench("peers", "--dtype", dtype, "--temperatures", *temperatures)
 
 
 _DRAFTS = ("ngram", "suffix", "self:2", "embedded,ngram", "self:2,suffix", "embedded,self:2,ngram")
@@ -80,8 +80,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "480"),
         *("--time-scale", "2", "--length-scale", "0.25"),
     ),
-    "bench/results/peers.json": _of_peers("bf16"),
-    "bench/results/peers-int8.json": _of_peers("int8"),
+    "bench/results/peers.json": _of_peers("bf16", "0.6"),
+    "bench/results/peers-int8.json": _of_peers("int8", "0", "0.6", "1"),
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
 }
 """What writes each result, in the order in which they are measured; it is told where by `--json`."""
@@ -89,7 +89,7 @@ _H100 = ("--device", "cuda:0")
 _H100_MODES = (*("big", "models/embedded/draft", *_H100, "--draft-device", "cpu:2"), "--num-prompts", "24")
 """`big` is the embedded target by `ssd recipe ballast --hidden 4096 --layers 32 --intermediate 14336`."""
 ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "bench/results/peers-avx2.json": _of_peers("bf16"),
+    "bench/results/peers-avx2.json": _of_peers("bf16", "0.6"),
     "bench/results/h100/conformance.json": _of_bench("conformance", *_H100),
     "bench/results/h100/lossless.json": _of_bench("lossless", "--quick", *_H100),
     "bench/results/h100/kernels.json": _of_bench("kernels", *_H100),
