@@ -14,7 +14,7 @@ import msgspec
 from ssd_serve.bench.journal import OutOfTimeError
 from ssd_serve.bench.peers.client import Ask, Sample
 from ssd_serve.bench.peers.duration import answers_of
-from ssd_serve.bench.peers.figures import Answers, mapped, ratios, row, speed, wrong_speculation
+from ssd_serve.bench.peers.figures import Answers, mapped, ratios, row, speeds, wrong_speculation
 from ssd_serve.bench.peers.result import Plan, Tuned
 from ssd_serve.bench.peers.session import TUNING, Session
 from ssd_serve.bench.peers.ways import (
@@ -81,11 +81,11 @@ def measure(session: Session, plan: Plan, peers: Peers, chosen: Mapping[float, C
 def _tuned(session: Session, begin: Sequence[Way], cores: int, asks: Sequence[Ask]) -> tuple[Way, Tuned]:
     """The shape whose whole requests are the fastest."""
 
-    def speeds(ways: Sequence[Way], some: Sequence[Ask]) -> dict[Way, float]:
-        return {way: speed(samples) for way, samples in session.rotation(TUNING, ways, some).items()}
+    def compared(ways: Sequence[Way], some: Sequence[Ask]) -> dict[Way, float]:
+        return speeds(session.rotation(TUNING, ways, some))
 
     others = [replace(ask, seed=ask.seed + more) for more in _OTHER_SEEDS for ask in asks]
-    best, tried = tune(begin, partial(neighbours, cores=cores), speeds, asks, others)
+    best, tried = tune(begin, partial(neighbours, cores=cores), compared, asks, others)
     shown = {way.shape: round(value, 1) for way, value in tried.items()}
     temperature = asks[0].temperature
     session.say(f"  {best.label}, temperature {temperature:g}: the best of {shown}")

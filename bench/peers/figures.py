@@ -4,7 +4,7 @@ Pure functions of samples; knows no process and no clock.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ssd_serve.bench.peers.client import Sample
 from ssd_serve.bench.peers.result import Ratio, Row
@@ -30,13 +30,24 @@ def wrong_speculation(way: Way, samples: Iterable[Sample]) -> str | None:
     return None
 
 
-def speed(samples: Iterable[Sample | None]) -> float:
-    """Tokens a second of whole requests; 0 where an answer failed."""
-    found = list(samples)
-    whole = [one for one in found if one is not None]
-    if not whole or len(whole) < len(found):
-        return 0.0
-    return sum(one.tokens for one in whole) / sum(one.whole_s for one in whole)
+def speed(samples: Collection[Sample]) -> float:
+    """Tokens a second of whole requests; 0 without any."""
+    return sum(one.tokens for one in samples) / sum(one.whole_s for one in samples) if samples else 0.0
+
+
+def speeds(found: Mapping[Way, Sequence[Sample | None]]) -> dict[Way, float]:
+    """Of each way `speed` over the prompts that all of them answered, so that all are compared by the same.
+
+    A prompt on which one text loops tells nothing about a shape, and counts for none. Who answered fewer than
+    half of the prompts has 0, and takes no prompt from the others.
+    """
+    able = [way for way, samples in found.items() if 2 * sum(map(bool, samples)) >= len(samples)]
+    count = min((len(found[way]) for way in able), default=0)
+    common = [prompt for prompt in range(count) if all(found[way][prompt] for way in able)]
+    return {
+        way: speed([one for prompt in common if way in able and (one := samples[prompt])])
+        for way, samples in found.items()
+    }
 
 
 def row(way: Way, temperature: float, answers: Answers) -> Row:
@@ -58,7 +69,7 @@ def row(way: Way, temperature: float, answers: Answers) -> Row:
         first_token_ms=_rounded(quartiles([1e3 * one.first_s for one in samples])),
         decoded_per_s=_rounded(quartiles([1 / one.step_s for one in samples])),
         launches=_rounded(
-            speed(one for key, one in answers.items() if key[0] == number) for number in launches
+            speed([one for key, one in answers.items() if key[0] == number]) for number in launches
         ),
         tokens_per_round=round(tokens / rounds, 3),
         drafted_per_round=round(drafted / rounds, 2),

@@ -3,6 +3,7 @@ that was cut off goes on where it ended."""
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,7 @@ def run(
     after: float | None = None,
     plan: Plan = PLAN,
     free_memory: Callable[[], int] = lambda: 64 << 30,
+    chosen: Chosen = CHOSEN,
 ) -> tuple[Result, Session]:
     warm_ups = {when: Ask((99,), 48, when, 1) for when in plan.temperatures}
     journal = Journal(folder / "answers.jsonl", "code", Sample)
@@ -47,7 +49,7 @@ def run(
         lambda _: None,
         TimeGiven(after),
     )
-    found = measure(session, plan, PEERS, dict.fromkeys(plan.temperatures, CHOSEN))
+    found = measure(session, plan, PEERS, dict.fromkeys(plan.temperatures, chosen))
     assert not machine.running
     return read({**told(session, plan, PEERS, found), **MACHINE}), session
 
@@ -161,6 +163,17 @@ def test_a_text_that_loops_is_sampled_anew_and_a_greedy_one_is_an_error(tmp_path
     assert len(loops) == 24 * PLAN.launches, "all greedy ones, and no other"
     (row,) = [row for row in result.results if row.mode == "sd"]
     assert (row.temperature, row.answers) == (0.6, 48)
+
+
+def test_a_greedy_text_that_loops_does_not_keep_a_peer_from_being_tuned(tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(PLAN, temperatures=[0.0], launches=1)
+    others = [replace(prompt, seed=prompt.seed + 1) for prompt in PROMPTS[1:]]
+    chosen = Chosen(tuple(others[7:]), (PROMPTS[0], *others[:7]), 0.1)
+    result, _ = run(tmp_path, Machine(looping=LLAMA), plan=plan, chosen=chosen)
+    (draft,) = [one for one in result.tuning if one.name == f"{LLAMA} draft"]
+    assert all(speed > 0 for speed in draft.tried.values())
+    assert 4 <= int(draft.best.split(", ")[0]) <= 6
+    assert {row.mode for row in result.results if row.engine == LLAMA} == {"plain", "draft", "n-gram"}
 
 
 def test_no_more_engines_run_at_once_than_are_needed(tmp_path: Path) -> None:

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 
 from ssd_serve.bench.peers.client import Sample
-from ssd_serve.bench.peers.figures import Answers, mapped, paired, ratios, row, speed, wrong_speculation
+from ssd_serve.bench.peers.figures import (
+    Answers,
+    mapped,
+    paired,
+    ratios,
+    row,
+    speed,
+    speeds,
+    wrong_speculation,
+)
 from ssd_serve.bench.peers.ways import DRAFT, LLAMA, OURS, PLAIN, VLLM, Way
 from ssd_serve.bench.statistics import Verdict
 
@@ -38,8 +47,24 @@ def answers(
 
 def test_speed_is_all_tokens_over_all_the_time_of_whole_requests() -> None:
     assert speed([sample(0.01), sample(0.03)]) == pytest.approx(202 / 4.5)
-    assert speed([sample(0.01), None]) == 0.0, "who fails once is not the fastest"
     assert speed([]) == 0.0
+
+
+def test_shapes_are_compared_by_the_prompts_that_all_of_them_answered() -> None:
+    """A text that loops costs its shape one prompt, not its place: here on a quick one."""
+    quick, slow = [sample(0.01), None, sample(0.02)], [sample(0.015), sample(0.001), sample(0.03)]
+    found = speeds({DRAFTING: quick, PEER_PLAIN: slow})
+    assert found == {DRAFTING: pytest.approx(202 / 3.5), PEER_PLAIN: pytest.approx(202 / 5)}
+
+
+def test_a_shape_that_mostly_fails_is_the_slowest_and_takes_no_prompt_from_the_others() -> None:
+    answered = [sample(0.01), sample(0.03), sample(0.02)]
+    found = speeds({DRAFTING: [sample(0.001), None, None], PEER_PLAIN: answered, AR: [None, None, None]})
+    assert found == {DRAFTING: 0.0, PEER_PLAIN: speed(answered), AR: 0.0}
+    assert speeds({DRAFTING: [sample(0.01), None], PEER_PLAIN: [None, sample(0.01)]}) == {
+        DRAFTING: 0.0,
+        PEER_PLAIN: 0.0,
+    }, "no prompt was answered by both"
 
 
 def test_a_row_has_quartiles_of_each_part_of_a_request() -> None:
