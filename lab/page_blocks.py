@@ -139,6 +139,7 @@ def drafts(result: Result) -> str:
         texts = {row["kind"]: row["texts"] for row in some}
         head = ("draft", *(f"{kind} ({texts.get(kind, 0)})" for kind in kinds))
         parts.append(f"{device}, temperature {temperature:g}:\n\n{markdown_table(head, lines)}")
+    parts += [f"{engine} is not measured: {why}." for engine, why in result.get("left_out", {}).items()]
     return "\n\n".join(parts)
 
 

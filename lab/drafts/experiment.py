@@ -53,6 +53,10 @@ def run_drafts(
     plan: DraftsPlan, head: Path | None, llama_server: Path | None, say: Callable[[str], None]
 ) -> dict[str, object]:
     """Rows by device, kind of text, temperature and way."""
+    peers = Peers(llama_server=llama_server)
+    missing = left_out(peers)
+    for engine, reason in missing.items():
+        say(f"{engine} is not measured: {reason}")
     embedded = Pair(embedded_folder("target"), embedded_folder("draft"))
     asks, tuning = _asks(plan, embedded.target)
     cores = this_machine().cores[:2]
@@ -63,10 +67,16 @@ def run_drafts(
         place = Place(Peers(), embedded, cores, work)
         rows += _measure(emulated, place, our_ways(emulated), asks, plan.table, say)
         pair, drafts = _ballast(work, head)
-        place = Place(Peers(llama_server=llama_server), pair, cores, work)
-        others = _tuned(drafts, place, tuning, say) if llama_server is not None else []
+        place = Place(peers, pair, cores, work)
+        others = [] if missing else _tuned(drafts, place, tuning, say)
         rows += _measure(drafts, place, [*our_ways(drafts), *others], asks, "this machine", say)
-    return {"benchmark": "drafts", "tokens": plan.tokens, "results": rows}
+    return {"benchmark": "drafts", "tokens": plan.tokens, "results": rows, "left_out": missing}
+
+
+def left_out(peers: Peers) -> dict[str, str]:
+    """llama.cpp, where it is not there, and what helps."""
+    reason = peers.missing().get(LLAMA)
+    return {} if reason is None else {LLAMA: f"{reason} (`ssd bench peers --install {LLAMA}`)"}
 
 
 def _asks(plan: DraftsPlan, target: Path) -> tuple[Asks, Sequence[Ask]]:

@@ -9,7 +9,7 @@ _HEAD = ("device", "text", "T", "draft", "texts", "tokens/s", "tokens/round", "o
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line of each way and of what it is compared with."""
+    """A line of each way and of what it is compared with, and who is left out."""
     rows: list[tuple[object, ...]] = []
     for row in result["results"]:
         if not row["texts"]:
@@ -27,4 +27,5 @@ def table(result: Mapping[str, Any]) -> str:
             if each is not None
         ]
         rows += [(*begin, *each) for each in compared or [("", "")]]
-    return text_table(_HEAD, rows)
+    left_out = [f"{engine} is not measured: {why}" for engine, why in result.get("left_out", {}).items()]
+    return "\n".join((text_table(_HEAD, rows), *left_out))

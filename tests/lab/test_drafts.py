@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.drafts.experiment import rows_of
+from lab.drafts.experiment import left_out, rows_of
 from lab.drafts.figures import Counters, figures_of
 from lab.drafts.report import table
 from lab.drafts.ways import HEAD, LOOKUP, MODEL, Drafts, llama_ways, our_ways, words
+from lab.page_blocks import drafts
 from ssd_serve.bench.peers.client import Sample
 from ssd_serve.bench.peers.ways import LLAMA, OURS, PLAIN, Pair, Peers, Place, Way
 
@@ -121,6 +122,15 @@ def test_rows_compare_on_the_texts_that_do_not_loop() -> None:
     assert mean(LLAMA, MODEL, PLAIN) == 2.0
     assert mean(LLAMA, MODEL, OURS) == round(1 / 1.5, 3)
     assert "model and lookup" in table({"results": rows})
+
+
+def test_an_engine_that_is_not_installed_is_named_with_the_command_that_installs_it() -> None:
+    (reason,) = left_out(Peers()).values()
+    assert "--install llama.cpp" in reason
+    assert left_out(PLACE.peers) == {}
+    result = {"results": [], "left_out": {LLAMA: reason}}
+    for text in (table(result), drafts(result)):
+        assert f"llama.cpp is not measured: {reason}" in text
 
 
 def test_nothing_is_said_where_all_texts_loop() -> None:
