@@ -13,17 +13,23 @@ def count(text: str) -> int:
 
 def count_or_zero(text: str) -> int:
     """0 or more."""
-    return 0 if int(text) == 0 else count(text)
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
 
 
 def positive(text: str) -> float:
     """Greater than 0, and finite."""
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be greater than 0")
+        raise argparse.ArgumentTypeError("must be greater than 0, and finite")
     return value
 
 
 def positive_or_zero(text: str) -> float:
     """0 or more, and finite."""
-    return 0.0 if float(text) == 0 else positive(text)
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError("must be 0 or more, and finite")
+    return value or 0.0

@@ -227,13 +227,14 @@ def test_something_else_is_refused(result: dict[str, object]) -> None:
     [
         (["--pairs", "0"], "--pairs: must be at least 1"),
         (["--time-scale", "-1"], "--time-scale: must be greater than 0"),
-        (["--temperature", "nan"], "--temperature: must be greater than 0"),
+        (["--temperature", "nan"], "--temperature: must be 0 or more, and finite"),
+        (["--temperature", "-1"], "--temperature: must be 0 or more"),
         (["--modes", "fast"], "invalid choice"),
         (["--no-closed-loop", "--offered"], "leave nothing to do"),
-        (["--offered", "0"], "--offered: must be greater than 0"),
+        (["--offered", "0"], "--offered: must be greater than 0, and finite"),
         (["--shared-prefixes", "1.5"], "must be from 0 to 1"),
         (["--port", "1"], "the flag --port is unknown"),
-        (["--learning", "-1"], "--learning: must be at least 1"),
+        (["--learning", "-1"], "--learning: must be 0 or more"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
