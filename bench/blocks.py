@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ssd_serve.bench.load.report import load_plot, load_tables
 from ssd_serve.bench.modes_result import modes_tables
+from ssd_serve.bench.peer_failures import with_folded_failures
 from ssd_serve.bench.peers.report import markdown
 from ssd_serve.errors import UserError
 
@@ -17,8 +18,8 @@ def block_name(result: Mapping[str, object]) -> str:
 
 
 def block_text(result: Mapping[str, object], file: Path, folder: Path) -> str:
-    """The tables of the result in `file`, for a document in `folder`. A chart of peers that lies beside the
-    file stands above them."""
+    """The tables of the result in `file`, for a document in `folder`: failures of peers that are alike in one
+    line, and above them a chart that lies beside the file."""
     name = block_name(result)
     if name == "load":
         return load_tables(result)
@@ -26,7 +27,7 @@ def block_text(result: Mapping[str, object], file: Path, folder: Path) -> str:
         return modes_tables(result)
     drawn = file.with_suffix(".svg")
     image = f"![Whole requests of each engine]({os.path.relpath(drawn, folder)})\n\n"
-    return (image if drawn.exists() else "") + markdown(result)
+    return (image if drawn.exists() else "") + markdown(with_folded_failures(result))
 
 
 def chart(result: Mapping[str, object]) -> str:

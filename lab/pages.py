@@ -14,7 +14,6 @@ from lab import gpu_blocks, page_blocks
 from lab.clients.report import clients_table
 from lab.forwards.report import table as forwards_table
 from lab.front.report import front_table
-from lab.peers_block import peers
 from lab.prediction.report import prediction_tables
 from lab.relay.report import relay_table
 from ssd_serve.bench.blocks import block_text
@@ -38,10 +37,10 @@ class Block:
         return self.text(*(read_file(dict[str, Any], root / file, "a benchmark") for file in self.files))
 
 
-def _of_bench(name: str, made: Callable[..., str] = block_text) -> Block:
-    """A block whose tables the benchmark has itself."""
+def _of_bench(name: str) -> Block:
+    """A block whose text the benchmark has itself."""
     file = f"bench/results/{name}.json"
-    text = partial(made, file=ROOT / file, folder=ROOT / "docs")
+    text = partial(block_text, file=ROOT / file, folder=ROOT / "docs")
     return Block("docs/results.md", name, (file,), text)
 
 
@@ -51,9 +50,9 @@ _H100_MODES = (f"{_H100}/modes.json", f"{_H100}/modes-temperature-1.json")
 _REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
-    _of_bench("peers", peers),
-    _of_bench("peers-avx2", peers),
-    _of_bench("peers-int8", peers),
+    _of_bench("peers"),
+    _of_bench("peers-avx2"),
+    _of_bench("peers-int8"),
     _of_bench("load"),
     Block("docs/results.md", "trace", ("bench/results/trace.json",), trace_table),
     Block("docs/results.md", "ablate", ("lab/results/ablate.json",), page_blocks.ablate),

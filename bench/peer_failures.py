@@ -1,22 +1,22 @@
-"""Peers' tables as a block of a document: failures that are alike are one line, where their file lists each.
+"""Failures of a result of `ssd bench peers` as its tables show them: those that are alike are one line, where
+the file lists each.
 
 Knows what a failure says, not why it failed.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from ssd_serve.bench.blocks import block_text
+import msgspec
 
-Failure = Mapping[str, str]
+from ssd_serve.bench.peers.result import Failure, read
+
 _TUNING = "tuning"
 _LAUNCH = "launch "
 
 
-def peers(result: Mapping[str, Any], file: Path, folder: Path) -> str:
-    """The tables of the result in `file`, for a document in `folder`."""
-    return block_text({**result, "failures": folded(result["failures"])}, file, folder)
+def with_folded_failures(result: Mapping[str, object]) -> dict[str, object]:
+    """The result with the lines that are shown for its failures."""
+    return {**result, "failures": msgspec.to_builtins(folded(read(result).failures))}
 
 
 def folded(failures: Sequence[Failure]) -> list[Failure]:
@@ -26,26 +26,19 @@ def folded(failures: Sequence[Failure]) -> list[Failure]:
     launches: dict[tuple[str, str], list[int]] = {}
     others: list[Failure] = []
     for each in failures:
-        if each["when"] == _TUNING:
-            tuning.setdefault(each["reason"].partition(" (")[0], []).append(each["way"])
-        elif each["when"].startswith(_LAUNCH):
-            number = int(each["when"].removeprefix(_LAUNCH))
-            launches.setdefault((each["way"], each["reason"]), []).append(number)
+        number = each.when.removeprefix(_LAUNCH)
+        if each.when == _TUNING:
+            tuning.setdefault(each.reason.partition(" (")[0], []).append(each.way)
+        elif number != each.when and number.isdecimal():
+            launches.setdefault((each.way, each.reason), []).append(int(number))
         else:
             others.append(each)
     return [
         *(
-            {
-                "way": f"{_many(len(ways), 'answer')} of {_many(len(set(ways)), 'shape')}",
-                "when": _TUNING,
-                "reason": reason,
-            }
+            Failure(f"{_many(len(ways), 'answer')} of {_many(len(set(ways)), 'shape')}", _TUNING, reason)
             for reason, ways in tuning.items()
         ),
-        *(
-            {"way": way, "when": _named(numbers), "reason": reason}
-            for (way, reason), numbers in launches.items()
-        ),
+        *(Failure(way, _named(numbers), reason) for (way, reason), numbers in launches.items()),
         *others,
     ]
 

@@ -1,13 +1,17 @@
-"""Failures of peers that are alike are one line of a document."""
+"""Failures of peers that are alike are one line of the tables."""
 
-from lab.peers_block import Failure, folded
+import pytest
+
+from ssd_serve.bench.peer_failures import folded, with_folded_failures
+from ssd_serve.bench.peers.result import Failure
+from ssd_serve.errors import UserError
 
 LOOP = "the text is a loop (33% of it is repeated)"
 OTHER = "the text is a loop (71% of it is repeated)"
 
 
 def failure(when: str, way: str = "llama.cpp plain", reason: str = LOOP) -> Failure:
-    return {"way": way, "when": when, "reason": reason}
+    return Failure(way, when, reason)
 
 
 def test_launches_of_one_way_that_fail_alike_are_one_line() -> None:
@@ -50,3 +54,14 @@ def test_failures_of_tuning_are_counted_by_what_they_say_without_its_figures() -
 
 def test_a_failure_at_another_time_is_kept() -> None:
     assert folded([failure("start"), failure("launch 1")]) == [failure("launch 1"), failure("start")]
+
+
+@pytest.mark.parametrize("when", ["launch", "launch x", "launch -1", "1"])
+def test_what_is_no_number_of_a_launch_is_kept(when: str) -> None:
+    assert folded([failure(when), failure(when)]) == [failure(when), failure(when)]
+
+
+@pytest.mark.parametrize("damaged", [{}, {"failures": 3}, {"failures": [{"when": "launch 1"}]}])
+def test_what_is_no_result_of_peers_is_refused(damaged: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="not a result of `ssd bench peers`"):
+        with_folded_failures(damaged)
