@@ -11,7 +11,6 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts
 from ssd_serve.drafter.sources.registry import is_source, load_source, own_layers
-from ssd_serve.drafter.sources.tree_rows import text_s
 from ssd_serve.drafter.width import LiveWidth, widths_to_measure
 from ssd_serve.errors import SettingsError
 from ssd_serve.hub_id import without_revision
@@ -99,7 +98,7 @@ def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
         instance=secrets.randbits(63),
         source=as_label(without_revision(draft)),
         step_ms=1e3 * step_s,
-        text_ms=1e3 * text_s(loaded.seconds),
+        text_ms=1e3 * loaded.text_s,
         features=loaded.features,
     )
 

@@ -158,10 +158,13 @@ class Engine:
         """One round over everything that is running; returns what the front end must know."""
         started = self._round_began = self._clock()
         self.drain()
+        admitted = self._admit()
         parts = self._choose_parts()
         if not parts:
+            self._open(admitted)
             return []
         nodes, decision = self.planner.choose(self.scheduler.running, parts, self._drain_awaited)
+        self._open(admitted)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
         self.observer.decided(walks, self.decision)
@@ -220,11 +223,21 @@ class Engine:
         self.drain()
         return forward_s
 
-    def _choose_parts(self) -> list[ScheduledChunk]:
-        for request in self.scheduler.admit():
+    def _admit(self) -> Sequence[Request]:
+        admitted = self.scheduler.admit()
+        for request in admitted:
             self._active[request.number] = request
             request.began = self._round_began if request.began is None else request.began
-            self.drafters.open(request)
+        return admitted
+
+    def _open(self, admitted: Sequence[Request]) -> None:
+        """Let drafters begin, once the round has its layout: who pauses while prompts are read on all cores
+        must not begin to read too."""
+        for request in admitted:
+            if request.number in self._active:
+                self.drafters.open(request)
+
+    def _choose_parts(self) -> list[ScheduledChunk]:
         scheduler, decoding = self.scheduler, self.scheduler.decoding
         reading = decoding < len(scheduler.running)
         rows = self.planner.prompt_rows(decoding, self.shortage.chunk) if reading else 0

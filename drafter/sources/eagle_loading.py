@@ -6,7 +6,7 @@ import torch
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.eagle import EagleSource
-from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, texts_of
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, measure_draft, texts_of
 from ssd_serve.drafter.sources.memory import draft_slots
 from ssd_serve.drafter.sources.tree_rows import text_rows_of
 from ssd_serve.errors import SettingsError
@@ -15,7 +15,6 @@ from ssd_serve.models.heads.load import head_sizes, load_head
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import served_wish
-from ssd_serve.models.warmup import measure_steps
 from ssd_serve.models.wrapped import WrappedModel, wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.ranking import trusted_ranking
@@ -48,17 +47,17 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
     wish = replace(served_wish(settings, device, slots, order.native), graphs=False)
     head = load_head(folder, wish, sizes, order.log)
     model: Model = wrap_model(head, "draft", settings.model_wrapper)
-    timings = measure_steps(_WithoutFeatures(model), order.widths)
-    seconds = {rows: min(each) for (rows, _), each in timings.items()}
+    seconds, text_s = measure_draft(_WithoutFeatures(model), order.widths)
     facts = head.facts
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, order.native)
     ranking = trusted_ranking(order.native) if facts.device == "cpu" else None
     return LoadedSource(
         EagleSource(
-            *(head, SlotPool(slots), noise, settings.draft_fan_out, ranking, text_rows_of(seconds)),
+            *(head, SlotPool(slots), noise, settings.draft_fan_out, ranking, text_rows_of(text_s)),
             model=model,
         ),
         texts_of(target, facts.context),
         seconds,
+        text_s,
         sizes.description.config.features,
     )

@@ -12,7 +12,9 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import Logger
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
+from ssd_serve.models.interface import Model
 from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.warmup import measure_reading, measure_steps
 from ssd_serve.settings import Settings
 
 
@@ -47,13 +49,21 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """A source that is ready. `seconds` are those of a step of each width; `features` are the target's layers
-    whose outputs it reads."""
+    """A source that is ready. `seconds` are those of a step of each width, `text_s` those of a token of a new
+    text that it reads; `features` are the target's layers whose outputs it reads."""
 
     source: DraftSource
     texts: Texts
     seconds: Mapping[int, float]
+    text_s: float
     features: tuple[int, ...] = ()
+
+
+def measure_draft(model: Model, widths: Sequence[int]) -> tuple[dict[int, float], float]:
+    """Seconds of a step of each width, and those for which a token of a new text is read."""
+    seconds = {rows: min(each) for (rows, _), each in measure_steps(model, widths).items()}
+    widest = max(seconds)
+    return seconds, measure_reading(model, seconds[widest] / widest)
 
 
 def texts_of_target(settings: Settings) -> Texts:

@@ -3,7 +3,6 @@
 Knows what is remembered of a request, and trees; no models and no memory.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ssd_serve.cache.node import Node
@@ -15,16 +14,10 @@ _LEAST_TEXT_ROWS = 64
 _TEXT_S = 0.03
 
 
-def text_s(seconds: Mapping[int, float]) -> float:
-    """For how long a token of a text is read, about. `seconds` are those of steps by their rows."""
-    widest = max(seconds)
-    return seconds[widest] / widest
-
-
-def text_rows_of(seconds: Mapping[int, float]) -> int:
-    """How many tokens of a text a step reads: as many as take about 30 ms, so that nobody waits longer for
-    other drafts. `seconds` as in `text_s`."""
-    return min(MOST_TEXT_ROWS, max(_LEAST_TEXT_ROWS, int(_TEXT_S / text_s(seconds))))
+def text_rows_of(text_s: float) -> int:
+    """How many tokens of a text a step reads where one takes `text_s` seconds: as many as take about 30 ms,
+    so that nobody waits longer for other drafts."""
+    return min(MOST_TEXT_ROWS, max(_LEAST_TEXT_ROWS, int(_TEXT_S / text_s)))
 
 
 @dataclass(slots=True)

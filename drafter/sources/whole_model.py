@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.draft_model import ModelSource
-from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts, texts_of
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts, measure_draft, texts_of
 from ssd_serve.drafter.sources.memory import draft_slots
 from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, text_rows_of
 from ssd_serve.errors import PairMismatchError, SettingsError
@@ -17,7 +17,6 @@ from ssd_serve.models.mapped import MappedModel
 from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.text.common_tokens import common_tokens
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.models.warmup import measure_steps
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.ranking import trusted_ranking
@@ -64,9 +63,9 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
     model, texts = _in_targets_tokens(settings, loaded, Tokenizer(path))
     model = wrap_model(model, "draft", settings.model_wrapper)
-    seconds = {rows: min(each) for (rows, _), each in measure_steps(model, order.widths).items()}
-    draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(seconds))
-    return LoadedSource(draft.source(settings.draft_fan_out), texts, seconds)
+    seconds, text_s = measure_draft(model, order.widths)
+    draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(text_s))
+    return LoadedSource(draft.source(settings.draft_fan_out), texts, seconds, text_s)
 
 
 def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, Texts]:

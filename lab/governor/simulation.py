@@ -1,9 +1,10 @@
 """What finding out which layout is best costs the governor: `python -m lab.governor`.
 
 Loads have layouts of known gains. A round's is that of its layout at its level of load, with noise on tokens
-and on time; the first rounds after a change give less, since drafters must catch up. The governor is told
-once at each level what every layout should give, with errors, and not when it changes. Beside it
-stands a chooser that tries each layout once at each level and keeps what gave most. Knows
+and on time; the first rounds after a change give less, since drafters must catch up. Texts follow each other:
+some are drafted better than others, whichever layout drafts. The governor is told once at each level what
+every layout should give, with an error common to those that draft and one of each, and not when it changes.
+Beside it stands a chooser that tries each layout once at each level and keeps what gave most. Knows
 choosers by what they are asked and shown; no engine, no models and no trees.
 """
 
@@ -23,7 +24,9 @@ PLAIN_S = 0.02
 NOISE = 0.2
 SETTLING_ROUNDS, SETTLING_GAIN = 4, 0.6
 FRESH_ROUNDS = 400
-FORECAST_ERROR = 0.15
+FORECAST_ERROR, COMMON_ERROR = 0.15, 0.25
+TEXT_ROUNDS, TEXTS_DIFFER = 20, 0.25
+"""How long a text is on average, and by how much in logarithms texts differ in what drafts of them give."""
 
 
 class Chooser(Protocol):
@@ -64,25 +67,30 @@ def run(chooser: Chooser, load: Iterator[tuple[int, Gains]], seed: int) -> _Cost
     spent = best_spent = 0.0
     rounds = elsewhere = changes = 0
     since, last = 0, WAYS[0]
+    common, text = noise.lognormvariate(0.0, COMMON_ERROR), 1.0
     for requests, gains in load:
         if requests not in forecasts:
             forecasts[requests] = {
-                way: gain * noise.gauss(1.0, FORECAST_ERROR) for way, gain in gains.items()
+                way: gain * noise.gauss(1.0, FORECAST_ERROR) * (1.0 if way == "off" else common)
+                for way, gain in gains.items()
             }
+        if noise.random() < requests / TEXT_ROUNDS:
+            share = 1 / requests  # of a round is the text that has ended
+            text = math.exp((1 - share) * math.log(text) + share * noise.gauss(0.0, TEXTS_DIFFER))
         way = chooser.choose(requests)
         changes, since = (changes, since + 1) if way == last else (changes + 1, 0)
-        last, best = way, max(gains.values())
-        gain = gains[way]
+        last, best_way = way, max(gains, key=gains.__getitem__)
+        gain, best = (gains[each] * (1.0 if each == "off" else text) for each in (way, best_way))
         if way != "off" and since < SETTLING_ROUNDS:
             gain *= SETTLING_GAIN
         tokens = 1.0
         if way != "off":
-            tokens = sum(noise.choices((1, 2, 3, 4), k=requests)) / requests
-        seconds = PLAIN_S * (2.5 if way != "off" else 1.0) / gain
+            tokens = text * sum(noise.choices((1, 2, 3, 4), k=requests)) / requests
+        seconds = PLAIN_S * (1.0 if way == "off" else 2.5 * text) / gain
         chooser.observe(tokens * PLAIN_S, seconds * max(0.3, noise.gauss(1.0, NOISE)), PLAIN_S)
         spent += 1 / gain
         best_spent += 1 / best
-        elsewhere += gains[way] < best
+        elsewhere += gains[way] < gains[best_way]
         rounds += 1
     return _Cost(spent / best_spent - 1, elsewhere / rounds, 1000 * changes / rounds)
 

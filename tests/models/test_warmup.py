@@ -21,9 +21,11 @@ class Steps:
     slots: int = 2048
     now: float = 0.0
     forwards: int = 0
+    batches: list[Batch] = field(default_factory=list[Batch])
     facts: Any = field(default_factory=lambda: SimpleNamespace(context=2048))
 
     def forward(self, batch: Batch) -> ForwardResult:
+        self.batches.append(batch)
         return ForwardResult(torch.empty(0), completion=self)
 
     def ready(self) -> bool:
@@ -58,3 +60,13 @@ def test_short_steps_are_repeated_and_long_ones_are_not(
     assert {key: len(seconds) for key, seconds in found.items()} == {(1, 128): repeats, (8, 128): repeats}
     assert {round(second / step_s, 6) for seconds in found.values() for second in seconds} == {1.0}
     assert steps.forwards == 2 * (1 + repeats)
+
+
+@pytest.mark.parametrize(("row_s", "slots", "rows"), [(1e-5, 2048, 256), (1e-3, 2048, 100), (1e-5, 64, 64)])
+def test_a_token_of_a_text_is_timed_among_many_of_which_only_the_last_gives_logits(
+    row_s: float, slots: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(0.01, slots=slots)
+    monkeypatch.setattr(warmup, "time", steps)
+    assert warmup.measure_reading(steps, row_s) == pytest.approx(0.01 / rows)
+    assert {(batch.rows, len(batch.rows_wanted)) for batch in steps.batches} == {(rows, 1)}

@@ -76,6 +76,16 @@ def test_a_core_that_is_free_again_is_taken_within_about_a_second() -> None:
     assert all(machine.run(5.0))
 
 
+@pytest.mark.parametrize(("slower", "whole"), [(1.15, True), (2.0, False)])
+def test_where_rounds_would_compute_is_told_by_rounds_of_prompts_only_if_these_are_clearly_slower(
+    slower: float, whole: bool
+) -> None:
+    machine = Machine(all_s=0.008)
+    for _ in range(5):
+        machine.choice.observe(True, 64, slower * 0.008, Reading())
+    assert machine.choice.likely(1, Reading()) is machine.choice.table(wide=whole)
+
+
 def test_one_descheduled_round_changes_nothing() -> None:
     machine = Machine()
     machine.run(1.0)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast
+from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast, with_reading
 from ssd_serve.verifier.planning.layout import Layout
 
 ROWS = (1, 8, 64)
@@ -48,6 +48,18 @@ def test_a_drafter_of_its_own_is_forecast_best_where_its_core_gains_the_target_l
 def test_an_inline_draft_is_forecast_best_where_two_cores_are_twice_as_fast() -> None:
     found = gains(two=0.010, draft_s=0.0005)
     assert found[Layout.SYNC] > found[Layout.ASYNC]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_drafters_read_before_they_draft_costs_more_where_the_target_waits_for_it(beside: bool) -> None:
+    """A second of plain decoding takes half; a tenth of a second of reading loses half of that beside a
+    target that decodes plainly meanwhile, else all."""
+    given = with_reading(2.0, plain_s=1.0, read_s=0.1, beside=beside)
+    assert given == pytest.approx(1 / (0.5 + (0.05 if beside else 0.1)))
+
+
+def test_a_drafter_that_gives_less_than_plain_decoding_costs_nothing_while_it_reads() -> None:
+    assert with_reading(0.5, plain_s=1.0, read_s=0.1, beside=True) == 0.5
 
 
 def test_a_crowd_whose_rows_cost_is_forecast_to_decode_plainly() -> None:

@@ -99,6 +99,33 @@ def test_the_text_is_the_same_whoever_drafts(seed: int) -> None:
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
 
 
+def test_a_drafter_does_not_read_a_prompt_while_the_target_reads_it_on_all_cores() -> None:
+    """Both would wait for the core that they share: it hears of the request when it drafts."""
+    engine, _ = make_engine(Case(drafter="none", slots=4096))
+    mine, its = memory_pair()
+    its.send(HELLO)
+    engine.drafters.connect(mine)
+    engine.drain()
+    slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
+    ways = (Layout.ASYNC, Layout.OFF)
+    governor = Governor[Layout](ways)
+    governor.recall({1: {Layout.ASYNC: 2.0, Layout.OFF: 1.0}})
+    costs = {Layout.ASYNC: slow, Layout.OFF: fast}
+    governing = Governing(governor, StillCores(), costs, dict.fromkeys(ways, FixedSteps(0)), slow)
+    engine.planner.placing = placing = Placing(engine.drafters, slow, FixedSteps(0), governing, lambda: 0.0)
+    for submit in mixed_requests(1):
+        engine.submit(submit)
+    opened = list[tuple[bool, bool]]()
+    for _ in range(20):
+        engine.step()
+        heard = its.receive()
+        opened.append((placing.reading, any(isinstance(message, Open) for message in heard)))
+    reads = [reading for reading, _ in opened].count(True)
+    assert reads >= 1
+    assert opened[:reads] == [(True, False)] * reads
+    assert opened[reads] == (False, True)
+
+
 def test_threads_follow_the_cores_of_the_layout() -> None:
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     first, *others = sorted(allowed)

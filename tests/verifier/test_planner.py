@@ -130,7 +130,7 @@ def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
 
 
 def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() -> None:
-    """Its drafter may read the same prompt meanwhile, and contend for memory: else nobody would know."""
+    """Its drafter may be slow to pause, and contend for the cores: else nobody would know."""
     governor = Listening()
     slow, fast = (CostTable([Timing(rows, 0, price * rows) for rows in (1, 64)]) for price in (2e-3, 1e-3))
     planner = governed(
@@ -199,13 +199,44 @@ def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> Non
     assert layouts == [Layout.ASYNC, Layout.OFF]
 
 
-def test_a_drafter_inline_should_slow_prompts_by_reading_them_too() -> None:
+@pytest.mark.parametrize(("running", "slower"), [(1, 0.0), (2, 0.1), (4, 0.15)])
+def test_a_drafter_inline_should_slow_prompts_that_it_reads_while_others_wait_for_its_drafts(
+    running: int, slower: float
+) -> None:
     cost = CostTable([Timing(rows, 0, 1e-3 * rows) for rows in (1, 256)])
+    requests = [make_request(number, [1, 2], 8) for number in range(running)]
     for inline in (True, False):
         governor = Governor[Layout](WAYS)
-        governed(governor, cost, drafters=joined(replace(HELLO, text_ms=0.2), synchronous=inline))
-        assert governor.slowed(Layout.SYNC) == pytest.approx(1.2 if inline else 1.0)
+        hello = replace(HELLO, text_ms=0.2)
+        planner = governed(governor, cost, drafters=joined(hello, synchronous=inline))
+        planner.choose(requests, [ScheduledChunk(requests[0], (0, 1), final=True)], lambda: None)
+        assert governor.slowed(Layout.SYNC) == pytest.approx(1 + slower * inline)
         assert governor.slowed(Layout.ASYNC) == governor.slowed(Layout.OFF) == 1.0
+
+
+def foreseen(layout: Layout, text_ms: float, prompt: int = 50) -> float:
+    """What a drafter that reads a token in so long should give one request, whose prompt is read on two cores
+    where the drafter has one of them."""
+    ways = (layout, Layout.OFF)
+    governor = Governor[Layout](ways)
+    few, whole = (CostTable([Timing(rows, 0, seconds) for rows in (1, 64)]) for seconds in (0.020, 0.015))
+    governing = Governing(
+        governor, StillCores(), {layout: few, Layout.OFF: whole}, dict.fromkeys(ways, Never()), few
+    )
+    drafters = joined(replace(HELLO, text_ms=text_ms), synchronous=layout is Layout.SYNC)
+    planner = governed(governor, few, governing, drafters)
+    request = make_request(0, [7] * prompt, 40)
+    planner.choose([request], [ScheduledChunk(request, tuple(range(prompt)), final=True)], lambda: None)
+    assert governor.forecast is not None
+    return governor.forecast(1)[layout]
+
+
+@pytest.mark.parametrize("layout", [Layout.ASYNC, Layout.SYNC])
+def test_a_layout_is_forecast_to_give_less_the_longer_its_drafters_read_before_they_draft(
+    layout: Layout,
+) -> None:
+    assert foreseen(layout, 0.4) < foreseen(layout, 0.1) < foreseen(layout, 0.0)
+    assert foreseen(layout, 0.4, prompt=100) < foreseen(layout, 0.4, prompt=50)
 
 
 def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:

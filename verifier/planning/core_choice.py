@@ -14,6 +14,8 @@ from ssd_serve.verifier.planning.cost import CostTable, Reading
 
 _GAINS = 0.9
 """All cores must take at most this share of the time of a few."""
+_SLOWER = 1.2
+"""By less than this, rounds that read prompts do not tell how slow rounds that decode would be."""
 _LATEST = 5
 """Rounds of which the middle one tells how slow a choice is lately: one that was descheduled does not."""
 _LOOK_S = 1.0
@@ -35,9 +37,9 @@ class CoreChoice:
 
     def likely(self, rows: int, reading: Reading) -> CostTable:
         """What forwards of so many rows cost where they would compute, if they did."""
-        return self._tables[
-            self._pays(rows, reading, {wide: median(self._slowness[wide]) for wide in self._tables})
-        ]
+        lately = {wide: median(self._slowness[wide]) for wide in self._tables}
+        clearly = {wide: slowness if slowness > _SLOWER else 1.0 for wide, slowness in lately.items()}
+        return self._tables[self._pays(rows, reading, clearly)]
 
     def wide(self, rows: int, reading: Reading) -> bool:
         """Whether the next round, of so many rows, computes on all cores."""

@@ -13,6 +13,7 @@ from ssd_serve.verifier.planning.forecast import (
     Rightness,
     forecast,
     slowed_by_reading,
+    with_reading,
 )
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.planning.placing import Governing, Placing
@@ -52,7 +53,20 @@ class Expectations:
         steps = {layout: DraftStep(self._drafters.step_of(layout), self._width) for layout in self._costs}
         load = DecodingLoad(requests, self._context)
         unit_s = self._costs[Layout.OFF].first_seconds(requests, load.reading())
-        return forecast(load, unit_s, self._placing.costs(requests), steps, self._host, self._right.share)
+        gains = forecast(load, unit_s, self._placing.costs(requests), steps, self._host, self._right.share)
+        late = {Layout.SYNC: 1 - self._beside_others, Layout.ASYNC: float(self._placing.reads_alone)}
+        for layout, share in late.items():
+            if layout in gains and share:
+                plain_s, read_s = self._whole_s(layout)
+                beside = layout is Layout.ASYNC
+                gains[layout] = with_reading(gains[layout], plain_s, share * read_s, beside)
+        return gains
+
+    @property
+    def _beside_others(self) -> float:
+        """The share of prompts that an inline draft reads while others decode and wait for it: in rounds that
+        read prompts. The prompt of a request alone is read when its first round that decodes waits."""
+        return 1 - 1 / max(1, len(self._running))
 
     def _lasting(self, layout: Layout) -> float:
         """What the layout would give where it begins now, as a share of what it gives the running requests
@@ -60,17 +74,22 @@ class Expectations:
         if layout is Layout.OFF or not (unread_s := self._drafters.unread_s(layout)):
             return 1.0
         left_s = self._plain_s(sum([request.left for request in self._running]))
-        whole_s = self._plain_s(sum([request.parameters.max_tokens for request in self._running]))
-        prompts = sum([request.prompt_length for request in self._running])
-        read_s = self._drafters.text_s(layout) * prompts
+        whole_s, read_s = self._whole_s(layout)
         return min(1.0, left_s * (whole_s + read_s) / max(whole_s * (left_s + unread_s), 1e-12))
+
+    def _whole_s(self, layout: Layout) -> tuple[float, float]:
+        """Seconds of plain decoding for the running requests from beginning to end, and those for which the
+        layout's drafters read their prompts."""
+        prompts = sum([request.prompt_length for request in self._running])
+        tokens = sum([request.parameters.max_tokens for request in self._running])
+        return max(self._plain_s(tokens), 1e-9), self._drafters.text_s(layout) * prompts
 
     def _slowed(self, layout: Layout) -> float:
         """By how much the layout should slow rounds that read prompts: drafters on the target's device read
         them too."""
         if layout is not Layout.SYNC:
             return 1.0
-        return slowed_by_reading(self._costs[Layout.OFF], self._drafters.text_s(layout))
+        return slowed_by_reading(self._costs[Layout.OFF], self._beside_others * self._drafters.text_s(layout))
 
     def _plain_s(self, tokens: int) -> float:
         """Seconds of plain decoding for so many tokens of the running requests together."""

@@ -20,8 +20,11 @@ _NODES_A_LEVEL = (1, 2)
 """Nodes that a round verifies for each level that a tree has grown: fewer where many requests share it."""
 _PROMPT_ROWS = 256
 """Of a round that reads prompts, about."""
-_IN_TIME = 0.5
-"""Share of what a drafter beside the target grows that lies where the text goes on."""
+_IN_FLIGHT = 3
+"""Levels that are verified while a drafter beside the target grows below them: what it grows lies where the
+text goes on if they are all right."""
+_STEPS_A_LEVEL = 0.6
+"""Steps that an inline draft takes for a verified level: a tree that is re-rooted has some of the next."""
 
 
 class Rightness:
@@ -93,6 +96,14 @@ def forecast(
     return gains
 
 
+def with_reading(gain: float, plain_s: float, read_s: float, beside: bool) -> float:
+    """What a layout that gives `gain` gives of texts for which plain decoding takes `plain_s` seconds, where
+    its drafters read their prompts for `read_s` seconds while they decode: `beside` the target, which decodes
+    plainly meanwhile, or in its stead."""
+    lost_s = read_s * max(0.0, 1 - 1 / gain) if beside else read_s
+    return plain_s / (plain_s / gain + lost_s)
+
+
 def slowed_by_reading(plain: CostTable, text_s: float) -> float:
     """By how much rounds that read prompts take longer where the target's device reads them for drafts too,
     in `text_s` seconds a token."""
@@ -101,12 +112,12 @@ def slowed_by_reading(plain: CostTable, text_s: float) -> float:
 
 def _inline(round_s: float, depth: int, level_s: float, right: float) -> float:
     """Tokens a second of a request where `depth` levels are grown before each round of `round_s`."""
-    return _tokens(depth, right) / (depth * level_s + round_s)
+    return _tokens(depth, right) / (_STEPS_A_LEVEL * depth * level_s + round_s)
 
 
 def _beside(round_s: float, depth: int, level_s: float, right: float) -> float:
     """The same where at most `depth` levels are verified of what grows meanwhile; a miss waits for one."""
-    grown = min(float(depth), _IN_TIME * round_s / level_s)
+    grown = min(float(depth), right**_IN_FLIGHT * round_s / level_s)
     return _tokens(grown, right) / (round_s + (1 - right) * level_s)
 
 

@@ -19,8 +19,11 @@ _BONUS = 0.6
 """What may be hoped beyond what a way gave in one round; less with the root of their number."""
 _PRIOR_GAIN = 1.2
 """Of a way to draft of which nothing is known; weighs one round."""
-_FORECAST = 16.0
-"""Rounds that a forecast weighs: a way that is forecast clearly below the best is not tried."""
+_FORECAST = 32.0
+"""Rounds that a forecast weighs: a way that is forecast clearly below the best is not tried, nor is one left
+because the texts that it met were hard to draft."""
+_KEPT = 4.0
+"""Rounds that weighs that ways give just what is foreseen."""
 _PLAIN_PRIOR = 64.0
 """Rounds that weighs, for ever, what the cost model says of plain decoding: who leads clearly over it is not
 disturbed to look at it."""
@@ -194,15 +197,21 @@ class Governor(Generic[Way]):
     def _forecast(self, level: LoadLevel[Way]) -> None:
         if self.forecast is not None and (not level.forecast or level.rounds % _FORESEE == 0):
             level.foreseen = dict(self.forecast(1 << self._exponent))
+        if level.foreseen:
             level.forecast = {way: self._kept(level, way) * gain for way, gain in level.foreseen.items()}
 
     def _kept(self, level: LoadLevel[Way], way: Way) -> float:
-        """What the way gave at other levels, as a share of what was foreseen: the nearest count most."""
-        kept, weights = 0.0, _FORECAST
+        """The share of what was foreseen that the way gave at other levels, and that all ways to draft gave
+        here: texts that are drafted well are so in each of them. The nearest count most."""
+        seen = [(level, each, level.prior) for each in self._ways if self._plain not in (each, way)]
         for exponent, other in self._levels.items():
-            gave, foreseen = other.decoding[way], other.foreseen.get(way, 0.0)
-            if other is not level and gave.gain and foreseen > 0:
-                weight = min(gave.rounds, _FORECAST) / abs(exponent - self._exponent)
+            if other is not level:
+                seen.append((other, way, 1 / abs(exponent - self._exponent)))
+        kept, weights = 0.0, _KEPT
+        for where, each, share in seen:
+            gave, foreseen = where.decoding[each], where.foreseen.get(each, 0.0)
+            if gave.gain and foreseen > 0:
+                weight = share * min(gave.rounds, _FORECAST)
                 kept += weight * math.log(gave.gain / foreseen)
                 weights += weight
         return math.exp(kept / weights)

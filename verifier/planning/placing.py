@@ -55,6 +55,11 @@ class Placing:
         """Of the last round."""
 
     @property
+    def reads_alone(self) -> bool:
+        """Whether rounds may read prompts on cores that a drafter has otherwise, which reads them later."""
+        return self._choice is not None
+
+    @property
     def reading(self) -> bool:
         """Whether the round reads prompts on cores that a drafter has otherwise."""
         return self._entered is not None and self._entered[0] is not self.layout
