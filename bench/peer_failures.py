@@ -35,7 +35,7 @@ def folded(failures: Sequence[Failure]) -> list[Failure]:
             others.append(each)
     return [
         *(
-            Failure(f"{_many(len(ways), 'answer')} of {_many(len(set(ways)), 'shape')}", _TUNING, reason)
+            Failure(_many(len(set(ways)), "shape"), f"{_TUNING}, {_many(len(ways), 'time')}", reason)
             for reason, ways in tuning.items()
         ),
         *(Failure(way, _named(numbers), reason) for (way, reason), numbers in launches.items()),

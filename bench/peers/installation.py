@@ -5,6 +5,7 @@ Knows packages and compilers, not what is measured.
 
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def installed(engine: str) -> Path | None:
     """The program of an engine that was installed; None: it was not."""
     found = program(engine, INSTALLED.expanduser())
     return found if found.exists() else None
+
+
+def program_named(path: str) -> Path:
+    """The program that a flag names. Raises `ArgumentTypeError` where there is none."""
+    found = Path(path).expanduser()
+    if not found.is_file():
+        raise ArgumentTypeError(f"there is no program {path}: name one, or leave the flag out")
+    return found
 
 
 def steps(engine: str, folder: Path, jobs: int) -> list[list[str]]:

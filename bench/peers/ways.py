@@ -132,13 +132,13 @@ class Peers:
     def missing(self) -> dict[str, str]:
         """Peers that cannot be measured, and why."""
         found = {
-            LLAMA: (self.llama_server, "--llama-server"),
-            VLLM: (self.vllm_python, "--vllm-python"),
-            TRANSFORMERS: (self.transformers_python, "--transformers-python"),
+            LLAMA: (self.llama_server, "--llama-server", f"ssd bench peers --install {LLAMA}"),
+            VLLM: (self.vllm_python, "--vllm-python", f"ssd bench peers --install {VLLM}"),
+            TRANSFORMERS: (self.transformers_python, "--transformers-python", "pip install transformers"),
         }
         return {
-            engine: f"it is not installed, and {flag} was not given"
-            for engine, (path, flag) in found.items()
+            engine: f"it is not installed (`{installing}`), and {flag} was not given"
+            for engine, (path, flag, installing) in found.items()
             if path is None
         }
 

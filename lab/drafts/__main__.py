@@ -11,7 +11,7 @@ from lab.drafts.texts import KINDS
 from ssd_serve.bench.document import say
 from ssd_serve.bench.experiment import Report
 from ssd_serve.bench.extra import need
-from ssd_serve.bench.peers.installation import installed
+from ssd_serve.bench.peers.installation import installed, program_named
 from ssd_serve.bench.peers.ways import LLAMA
 from ssd_serve.bench.provenance import SERVER
 from ssd_serve.cluster.local.process import worker_environment
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiment; returns the exit code."""
     parser = experiment_parser("drafts", "what each kind of draft gives, by kind of text and temperature")
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the embedded target (the embedded one)")
-    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server (the installed one)")
+    parser.add_argument("--llama-server", type=program_named, help="llama.cpp's server (the installed one)")
     parser.add_argument("--num-prompts", type=int, default=12, help="of each kind (12)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of each (96)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])

