@@ -98,7 +98,7 @@ def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
         instance=secrets.randbits(63),
         source=as_label(without_revision(draft)),
         step_ms=1e3 * step_s,
-        text_ms=1e3 * loaded.text_s,
+        text_ms=1e3 * loaded.reading_s,
         features=loaded.features,
     )
 

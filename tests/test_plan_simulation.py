@@ -1,6 +1,7 @@
 """What a layout gives by simulation: tokens a second, and what a round's time goes into."""
 
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -22,10 +23,11 @@ from tests.plan_parts import LIMITS, flat
     ],
 )
 def test_simulated_speed_agrees_with_the_designs_table(layout: Layout, draft_s: float, tokens: float) -> None:
-    """Section 5 of the design: tokens a target step at an acceptance of 0.725. Of one text: texts differ by
-    3 %, and their mean is 6 to 8 % above the design's for a drafter in turns, 1 to 2 % below it beside."""
-    found = simulate(layout, DraftQuality(0.725), flat(1.0, draft_s), requests=1, rounds=240, seed=3)
-    assert found.tokens_per_s == pytest.approx(tokens, rel=0.08)
+    """Section 5 of the design: tokens a target step at an acceptance of 0.725. Texts differ by some percent;
+    their mean is 5 to 8 % above the design's for a drafter in turns, 2 to 3 % below it beside."""
+    quality, costs = DraftQuality(0.725), flat(1.0, draft_s)
+    found = [simulate(layout, quality, costs, requests=1, rounds=240, seed=seed) for seed in range(3, 9)]
+    assert mean(text.tokens_per_s for text in found) == pytest.approx(tokens, rel=0.08)
 
 
 def test_guesses_are_a_distribution_that_covers_what_the_embedded_pair_covers() -> None:

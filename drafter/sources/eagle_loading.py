@@ -58,6 +58,6 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
         ),
         texts_of(target, facts.context),
         seconds,
-        text_s,
         sizes.description.config.features,
+        text_s,
     )

@@ -49,14 +49,21 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """A source that is ready. `seconds` are those of a step of each width, `text_s` those of a token of a new
-    text that it reads; `features` are the target's layers whose outputs it reads."""
+    """A source that is ready. `seconds` are those of a step of each width; `features` are the target's layers
+    whose outputs it reads. `text_s` are the seconds of a token of a new text that it reads, without them a
+    row's of the widest step."""
 
     source: DraftSource
     texts: Texts
     seconds: Mapping[int, float]
-    text_s: float
     features: tuple[int, ...] = ()
+    text_s: float | None = None
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds for which a token of a new text is read, as far as that is known."""
+        widest = max(self.seconds)
+        return self.seconds[widest] / widest if self.text_s is None else self.text_s
 
 
 def measure_draft(model: Model, widths: Sequence[int]) -> tuple[dict[int, float], float]:

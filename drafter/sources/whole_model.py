@@ -65,7 +65,7 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     model = wrap_model(model, "draft", settings.model_wrapper)
     seconds, text_s = measure_draft(model, order.widths)
     draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(text_s))
-    return LoadedSource(draft.source(settings.draft_fan_out), texts, seconds, text_s)
+    return LoadedSource(draft.source(settings.draft_fan_out), texts, seconds, text_s=text_s)
 
 
 def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, Texts]:

@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from ssd_serve.draft_messages import Close, Hello, Open
 from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.sources.loading import LoadedSource, Texts
 from ssd_serve.errors import PairMismatchError, SettingsError
 from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.grammar_text import of_choice, written
 from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
+from tests.fakes import ScriptedSource
 from tests.waiting import until
 
 
@@ -36,6 +38,15 @@ def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
     part.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
     (growth,) = part.core.step()
     assert len(growth.tokens) == 4 * settings("").draft_fan_out
+
+
+@pytest.mark.parametrize(("told", "reading_s"), [(0.001, 0.001), (0.0, 0.0), (None, 0.005)])
+def test_a_source_that_does_not_say_how_long_it_reads_takes_a_row_of_its_widest_step(
+    told: float | None, reading_s: float
+) -> None:
+    texts = Texts(tokenizer="", vocabulary=8, context=64, ends=())
+    loaded = LoadedSource(ScriptedSource(), texts, {4: 0.03, 8: 0.04}, text_s=told)
+    assert loaded.reading_s == reading_s
 
 
 @pytest.mark.parametrize(("keeps", "kept"), [(True, 1), (False, 16)])
