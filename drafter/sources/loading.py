@@ -62,15 +62,19 @@ class LoadedSource:
     @property
     def reading_s(self) -> float:
         """Seconds for which a token of a new text is read, as far as that is known."""
-        widest = max(self.seconds)
-        return self.seconds[widest] / widest if self.text_s is None else self.text_s
+        return _widest_row_s(self.seconds) if self.text_s is None else self.text_s
 
 
 def measure_draft(model: Model, widths: Sequence[int]) -> tuple[dict[int, float], float]:
     """Seconds of a step of each width, and those for which a token of a new text is read."""
     seconds = {rows: min(each) for (rows, _), each in measure_steps(model, widths).items()}
+    return seconds, measure_reading(model, _widest_row_s(seconds))
+
+
+def _widest_row_s(seconds: Mapping[int, float]) -> float:
+    """Of a step of the most rows, those of one."""
     widest = max(seconds)
-    return seconds, measure_reading(model, seconds[widest] / widest)
+    return seconds[widest] / widest
 
 
 def texts_of_target(settings: Settings) -> Texts:

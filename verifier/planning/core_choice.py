@@ -15,7 +15,8 @@ from ssd_serve.verifier.planning.cost import CostTable, Reading
 _GAINS = 0.9
 """All cores must take at most this share of the time of a few."""
 _SLOWER = 1.2
-"""By less than this, rounds that read prompts do not tell how slow rounds that decode would be."""
+"""A choice that takes less than this of its time at start counts as no slower, while others compute: what it
+did last may have been to read prompts, which says no more of rounds that decode."""
 _LATEST = 5
 """Rounds of which the middle one tells how slow a choice is lately: one that was descheduled does not."""
 _LOOK_S = 1.0

@@ -75,7 +75,7 @@ class Expectations:
             return 1.0
         left_s = self._plain_s(sum([request.left for request in self._running]))
         whole_s, read_s = self._whole_s(layout)
-        return min(1.0, left_s * (whole_s + read_s) / max(whole_s * (left_s + unread_s), 1e-12))
+        return min(1.0, left_s * (whole_s + read_s) / (whole_s * (left_s + unread_s)))
 
     def _whole_s(self, layout: Layout) -> tuple[float, float]:
         """Seconds of plain decoding for the running requests from beginning to end, and those for which the

@@ -197,8 +197,7 @@ class Governor(Generic[Way]):
     def _forecast(self, level: LoadLevel[Way]) -> None:
         if self.forecast is not None and (not level.forecast or level.rounds % _FORESEE == 0):
             level.foreseen = dict(self.forecast(1 << self._exponent))
-        if level.foreseen:
-            level.forecast = {way: self._kept(level, way) * gain for way, gain in level.foreseen.items()}
+        level.forecast = {way: self._kept(level, way) * gain for way, gain in level.foreseen.items()}
 
     def _kept(self, level: LoadLevel[Way], way: Way) -> float:
         """The share of what was foreseen that the way gave at other levels, and that all ways to draft gave
