@@ -1,6 +1,7 @@
 """Products with int8 weights by the compiled kernel, which reads them once for several rows.
 
-Scheme and results are those of `kernels.int8`; rows are split in C as well. Knows one matrix; no model.
+The scheme is that of `kernels.products.int8`. Results are the same to the bit by VNNI; by AVX2 sums are
+scaled once and rounded less. Knows one matrix, and no model.
 """
 
 import torch

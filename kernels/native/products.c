@@ -2,7 +2,7 @@
  *
  * A decoding step multiplies a few rows with every weight once, so it is bound by reading weights. The matrix
  * lies in panels of 32 outputs: [panels][inputs / 2][32][2], inputs rounded up to whole tiles. A panel is read
- * once for up to 14 rows, or 32 by tiles, whose sums stay in registers; by AVX2 for 48, whose sums do not. Each sum
+ * once for up to 14 rows, or 32 by tiles, whose sums stay in registers; by AVX2 for 96, whose sums do not. Each sum
  * is added up in the same order however many rows there are: a row's result does not depend on its batch.
  */
 #include <stddef.h>
@@ -13,6 +13,8 @@
 
 typedef uint16_t bf16;
 
+#define TILE_INPUTS 32
+
 #if defined(__AVX512BF16__)
 #include "products_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -20,22 +22,6 @@ typedef uint16_t bf16;
 #endif
 
 #ifdef MOST_ROWS
-
-#define TILE_INPUTS 32
-
-static void multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
-                               bf16 *out, long outputs, int threads) {
-  long panels = (outputs + PANEL - 1) / PANEL, padded = rounded_up(inputs, TILE_INPUTS);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (long panel = 0; panel < panels; panel++)
-    for (long row = 0; row < rows;) {
-      long left = rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS, now = (left + groups - 1) / groups;
-      multiply_panel(x + row * inputs, now, inputs, weights + panel * PANEL * padded,
-                     bias ? bias + panel * PANEL : bias, out + row * outputs + panel * PANEL, outputs,
-                     outputs - panel * PANEL);
-      row += now;
-    }
-}
 
 #if defined(TILES) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
@@ -159,11 +145,11 @@ static void multiply_row(const bf16 *x, long inputs, const bf16 *weights, const 
   }
 }
 
-static void multiply_by_tiles(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
-                              bf16 *out, long outputs, int threads) {
+static int multiply_by_tiles(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
+                             bf16 *out, long outputs, int threads) {
   if (rows == 1) {
     multiply_row(x, inputs, weights, bias, out, outputs, threads);
-    return;
+    return 1;
   }
   long pairs = (outputs + 2 * PANEL - 1) / (2 * PANEL);
   long panel = PANEL * rounded_up(inputs, TILE_INPUTS);
@@ -193,6 +179,7 @@ static void multiply_by_tiles(const bf16 *x, long rows, long inputs, const bf16 
     }
     _tile_release();
   }
+  return 1;
 }
 
 int ssd_tiles_multiply_bf16(void) { return tiles_allowed(); }
@@ -207,17 +194,20 @@ int ssd_tiles_multiply_bf16(void) { return 0; }
 int ssd_can_multiply_bf16(void) { return 1; }
 
 /* out [rows, outputs] = x [rows, inputs] times the matrix, plus bias (float, whole panels, or NULL). `tiles`: by
- * tiles, which add up in another order, where `ssd_tiles_multiply_bf16` says that they can. */
-void ssd_multiply_bf16(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
-                       long outputs, int tiles, int threads) {
-  (tiles ? multiply_by_tiles : multiply_by_panels)(x, rows, inputs, weights, bias, out, outputs, threads);
+ * tiles, which add up in another order, where `ssd_tiles_multiply_bf16` says that they can. Returns 0 if there is no
+ * memory for it. */
+int ssd_multiply_bf16(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
+                      long outputs, int tiles, int threads) {
+  return (tiles ? multiply_by_tiles : multiply_by_panels)(x, rows, inputs, weights, bias, out, outputs, threads);
 }
 
 #else
 
 int ssd_can_multiply_bf16(void) { return 0; }
 int ssd_tiles_multiply_bf16(void) { return 0; }
-void ssd_multiply_bf16(const uint16_t *x, long rows, long inputs, const uint16_t *weights, const float *bias,
-                       uint16_t *out, long outputs, int tiles, int threads) {}
+int ssd_multiply_bf16(const uint16_t *x, long rows, long inputs, const uint16_t *weights, const float *bias,
+                      uint16_t *out, long outputs, int tiles, int threads) {
+  return 0;
+}
 
 #endif

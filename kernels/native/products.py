@@ -26,9 +26,8 @@ class NativeMatrix:
         bias: torch.Tensor | None = None,
         tiles: bool = True,
     ) -> None:
-        self._multiply = library.function(
-            "ssd_multiply_bf16", POINTER, SIZE, SIZE, POINTER, POINTER, POINTER, SIZE, INT, INT
-        )
+        arguments = (POINTER, SIZE, SIZE, POINTER, POINTER, POINTER, SIZE, INT, INT)
+        self._multiply = library.function("ssd_multiply_bf16", *arguments, result=INT)
         self._tiles = tiles and has_tiles(library)
         self._outputs, self._inputs = weight.shape
         missing = -self._outputs % (2 * _PANEL)
@@ -44,11 +43,12 @@ class NativeMatrix:
         return self.into(rows.new_empty((*rows.shape[:-1], self._outputs)), rows)
 
     def into(self, result: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The same, written to `result`."""
+        """The same, written to `result`. Raises `MemoryError`."""
         rows = rows.contiguous()
-        self._multiply(
+        count = rows.numel() // self._inputs
+        done = self._multiply(
             rows.data_ptr(),
-            rows.numel() // self._inputs,
+            count,
             self._inputs,
             self._weights_at,
             self._bias_at,
@@ -57,6 +57,8 @@ class NativeMatrix:
             self._tiles,
             torch.get_num_threads(),
         )
+        if not done:
+            raise MemoryError(f"no memory to widen {count} rows of {self._inputs} numbers")
         return result
 
 

@@ -1,13 +1,13 @@
 /* Panels of bf16 weights for processors with AVX2, which have no products of bf16: both sides are widened.
  *
- * Few rows are bound by reading weights, which are widened in registers, for four rows at a time. For more rows a
- * block of a panel is widened once, into a cache. Either way a sum is one chain of fused products, over the inputs in
- * their order.
+ * Rows are widened once for all panels, weights in registers, for up to six rows at a time. A sum is one chain of fused
+ * products, over the inputs in their order.
  */
 #ifndef SSD_PRODUCTS_AVX2_H
 #define SSD_PRODUCTS_AVX2_H
 
 #include <immintrin.h>
+#include <stdlib.h>
 
 #include "tiles.h"
 #include "vector.h"
@@ -15,11 +15,11 @@
 #define PANEL 32
 #define VECTOR 8 /* outputs */
 #define VECTORS (PANEL / VECTOR)
-#define FEW_ROWS 16
-#define FEW_AT_ONCE 4
-#define MANY_AT_ONCE 6 /* rows whose sums of 16 outputs fit in registers */
-#define MOST_ROWS (8 * MANY_AT_ONCE)
-#define BLOCK 128 /* inputs */
+#define MOST_AT_ONCE 6 /* rows whose sums of 16 outputs fit in registers */
+#define MOST_ROWS (16 * MOST_AT_ONCE)
+#define BLOCK 128 /* inputs, whose weights stay in the first-level cache beside the next ones */
+#define NEXT_BLOCK (2 * BLOCK * PANEL) /* bytes from a weight to the one that is fetched beside it */
+#define ALONE 16 /* rows that one thread widens sooner than several agree to */
 
 /* The first or the second of each pair of bf16, as float. */
 static inline __m256 widened(__m256i pairs, int second) {
@@ -36,106 +36,89 @@ static inline void store(const float *sums, const float *bias, bf16 *out, long c
   memcpy(out, rounded, count < LANES ? 2 * count : 2 * LANES);
 }
 
-/* Goes on with the sums of some rows over `inputs` of a block, WIDTH vectors of it at a time. */
-#define FEW(ROWS, WIDTH)                                                                                      \
-  static void few_##ROWS(const bf16 *x, long stride, long inputs, const bf16 *block, float sums[][PANEL]) {   \
+/* Goes on with the sums of some widened rows over `inputs` of a block, WIDTH vectors of it at a time. */
+#define KERNEL(ROWS, WIDTH)                                                                                   \
+  static void rows_##ROWS(const float x[][BLOCK], long inputs, const bf16 *block, float sums[][PANEL]) {      \
     for (int from = 0; from < VECTORS; from += WIDTH) {                                                       \
       const bf16 *weights = block + 2 * VECTOR * from;                                                        \
       __m256 here[ROWS][WIDTH];                                                                               \
-      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                                  \
+      _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++)                                                  \
         _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                               \
           here[r][v] = _mm256_loadu_ps(sums[r] + VECTOR * (from + v));                                        \
-      for (long pair = 0; pair < inputs / 2; pair++, weights += 2 * PANEL) {                                  \
-        _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                             \
-        if (WIDTH == VECTORS) _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T0);                  \
-        _Pragma("GCC unroll 2") for (int second = 0; second < 2; second++)                                    \
-          _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) {                                            \
-            int two;                                                                                          \
-            memcpy(&two, x + r * stride + 2 * pair, sizeof two);                                              \
-            __m256 all = widened(_mm256_set1_epi32(two), second);                                             \
-            _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++) here[r][v] =                              \
-                _mm256_fmadd_ps(all, widened(load_pairs(weights + 2 * VECTOR * v), second), here[r][v]);      \
+      for (long i = 0; i < inputs; i += 2, weights += 2 * PANEL) {                                            \
+        _mm_prefetch((const char *)weights + NEXT_BLOCK, _MM_HINT_T0);                                        \
+        if (WIDTH == VECTORS) _mm_prefetch((const char *)weights + NEXT_BLOCK + 64, _MM_HINT_T0);             \
+        _Pragma("GCC unroll 2") for (int second = 0; second < 2; second++) {                                  \
+          __m256 wide[WIDTH];                                                                                 \
+          _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                             \
+            wide[v] = widened(load_pairs(weights + 2 * VECTOR * v), second);                                  \
+          _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++) {                                            \
+            __m256 all = _mm256_broadcast_ss(x[r] + i + second);                                              \
+            _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                           \
+              here[r][v] = _mm256_fmadd_ps(all, wide[v], here[r][v]);                                         \
           }                                                                                                   \
+        }                                                                                                     \
       }                                                                                                       \
-      _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                                  \
+      _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++)                                                  \
         _Pragma("GCC unroll 4") for (int v = 0; v < WIDTH; v++)                                               \
           _mm256_storeu_ps(sums[r] + VECTOR * (from + v), here[r][v]);                                        \
     }                                                                                                         \
   }
 
-/* The same where rows and block are widened. */
-#define MANY(ROWS)                                                                                          \
-  static void many_##ROWS(const float x[][BLOCK], long inputs, const float weights[][PANEL],               \
-                           float sums[][PANEL]) {                                                           \
-    for (int from = 0; from < PANEL; from += 2 * VECTOR) {                                                  \
-      __m256 here[ROWS][2];                                                                                 \
-      _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++)                                                \
-        _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                 \
-          here[r][v] = _mm256_loadu_ps(sums[r] + from + VECTOR * v);                                        \
-      for (long i = 0; i < inputs; i++) {                                                                   \
-        __m256 left = _mm256_loadu_ps(weights[i] + from), right = _mm256_loadu_ps(weights[i] + from + VECTOR); \
-        _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++) {                                            \
-          __m256 all = _mm256_broadcast_ss(x[r] + i);                                                       \
-          here[r][0] = _mm256_fmadd_ps(all, left, here[r][0]);                                              \
-          here[r][1] = _mm256_fmadd_ps(all, right, here[r][1]);                                             \
-        }                                                                                                   \
-      }                                                                                                     \
-      _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++)                                                \
-        _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                 \
-          _mm256_storeu_ps(sums[r] + from + VECTOR * v, here[r][v]);                                        \
-    }                                                                                                       \
+KERNEL(1, 4) KERNEL(2, 4) KERNEL(3, 2) KERNEL(4, 2) KERNEL(5, 2) KERNEL(6, 2)
+
+/* One row's blocks, which lie `stride` blocks apart. */
+static void widen_row(const bf16 *x, long inputs, float wide[][BLOCK], long stride) {
+  for (long i = 0; i < inputs; i += BLOCK, wide += stride)
+    for (long j = 0; j < BLOCK && i + j < inputs; j++) {
+      uint32_t bits = (uint32_t)x[i + j] << 16;
+      memcpy(wide[0] + j, &bits, sizeof bits);
+    }
+}
+
+/* [blocks of inputs][rows][BLOCK] */
+static void widen_rows(const bf16 *x, long rows, long inputs, float wide[][BLOCK], int threads) {
+  if (rows <= ALONE || threads == 1) {
+    for (long r = 0; r < rows; r++) widen_row(x + r * inputs, inputs, wide + r, rows);
+    return;
   }
-
-FEW(1, 4) FEW(2, 4) FEW(3, 2) FEW(4, 2)
-MANY(4) MANY(5) MANY(6)
-
-static inline void widen_rows(const bf16 *x, long stride, long rows, long inputs, float wide[][BLOCK]) {
-  for (long r = 0; r < rows; r++)
-    for (long i = 0; i < inputs; i++) {
-      uint32_t bits = (uint32_t)x[r * stride + i] << 16;
-      memcpy(wide[r] + i, &bits, sizeof bits);
-    }
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; r++) widen_row(x + r * inputs, inputs, wide + r, rows);
 }
 
-static inline void widen_block(const bf16 *weights, long inputs, float wide[][PANEL]) {
-  for (long i = 0; i < inputs; i += 2, weights += 2 * PANEL)
-    for (int v = 0; v < VECTORS; v++) {
-      _mm_prefetch((const char *)(weights + BLOCK * PANEL + 2 * VECTOR * v), _MM_HINT_T0);
-      __m256i pairs = load_pairs(weights + 2 * VECTOR * v);
-      _mm256_storeu_ps(wide[i] + VECTOR * v, widened(pairs, 0));
-      _mm256_storeu_ps(wide[i + 1] + VECTOR * v, widened(pairs, 1));
-    }
-}
-
-static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
-                           long outputs, long count) {
-  static void (*const few[])(const bf16 *, long, long, const bf16 *, float[][PANEL]) = {0,     few_1, few_2,
-                                                                                         few_3, few_4};
-  /* More than FEW_ROWS have no group of less than four. */
-  static void (*const many[])(const float[][BLOCK], long, const float[][PANEL], float[][PANEL]) = {
-      0, 0, 0, 0, many_4, many_5, many_6};
-  float sums[MOST_ROWS][PANEL], wide[BLOCK][PANEL], group[MANY_AT_ONCE][BLOCK];
-  int widens = rows > FEW_ROWS;
-  long most = widens ? MANY_AT_ONCE : FEW_AT_ONCE;
+/* A panel for some of the rows, of whose blocks `stride` lie together. */
+static void multiply_panel(const float wide[][BLOCK], long stride, long rows, long inputs, const bf16 *weights,
+                           const float *bias, bf16 *out, long outputs, long count) {
+  typedef void (*kernel)(const float[][BLOCK], long, const bf16 *, float[][PANEL]);
+  static const kernel kernels[MOST_AT_ONCE + 1] = {0, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6};
+  float sums[MOST_ROWS][PANEL];
   memset(sums, 0, rows * sizeof sums[0]);
-  for (long i = 0; i < inputs; i += BLOCK, weights += BLOCK * PANEL) {
-    long here = inputs - i < BLOCK ? inputs - i : BLOCK;
-    if (widens) widen_block(weights, here, wide);
+  for (long i = 0; i < inputs; i += BLOCK, weights += BLOCK * PANEL, wide += stride)
     for (long row = 0, now; row < rows; row += now) {
-      long left = rows - row, groups = (left + most - 1) / most;
-      const bf16 *from = x + row * inputs + i;
-      now = (left + groups - 1) / groups;
-      if (!widens) {
-        few[now](from, inputs, here, weights, sums + row);
-        continue;
-      }
-      widen_rows(from, inputs, now, here, group);
-      many[now](group, here, wide, sums + row);
+      now = even_share(rows - row, MOST_AT_ONCE);
+      kernels[now](wide + row, inputs - i < BLOCK ? inputs - i : BLOCK, weights, sums + row);
     }
-  }
   for (long r = 0; r < rows; r++)
     for (int from = 0; from < PANEL; from += LANES)
       store(sums[r] + from, bias ? bias + from : bias, out + r * outputs + from, count - from);
+}
+
+static int multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
+                              bf16 *out, long outputs, int threads) {
+  long panels = (outputs + PANEL - 1) / PANEL, panel_size = PANEL * rounded_up(inputs, TILE_INPUTS);
+  float(*wide)[BLOCK] = aligned_alloc(64, rounded_up(inputs, BLOCK) * rows * sizeof(float));
+  if (!wide && rows) return 0;
+  widen_rows(x, rows, inputs, wide, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (long panel = 0; panel < panels; panel++)
+    for (long row = 0, now; row < rows; row += now) {
+      now = even_share(rows - row, MOST_ROWS);
+      multiply_panel((const float(*)[BLOCK])wide + row, rows, now, inputs, weights + panel * panel_size,
+                     bias ? bias + panel * PANEL : bias, out + row * outputs + panel * PANEL, outputs,
+                     outputs - panel * PANEL);
+    }
+  free(wide);
+  return 1;
 }
 
 #endif

@@ -53,4 +53,18 @@ static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *we
   kernels[rows](x, inputs, weights, bias, out, outputs, count);
 }
 
+static int multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
+                              bf16 *out, long outputs, int threads) {
+  long panels = (outputs + PANEL - 1) / PANEL, panel_size = PANEL * rounded_up(inputs, TILE_INPUTS);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (long panel = 0; panel < panels; panel++)
+    for (long row = 0, now; row < rows; row += now) {
+      now = even_share(rows - row, MOST_ROWS);
+      multiply_panel(x + row * inputs, now, inputs, weights + panel * panel_size,
+                     bias ? bias + panel * PANEL : bias, out + row * outputs + panel * PANEL, outputs,
+                     outputs - panel * PANEL);
+    }
+  return 1;
+}
+
 #endif

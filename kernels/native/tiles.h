@@ -10,6 +10,12 @@
 
 static inline long rounded_up(long count, long to) { return (count + to - 1) / to * to; }
 
+/* The first of as few parts of `count` as hold `most` each, all of nearly the same size. */
+static inline long even_share(long count, long most) {
+  long parts = (count + most - 1) / most;
+  return (count + parts - 1) / parts;
+}
+
 #if defined(__AMX_TILE__) && defined(__linux__)
 #include <immintrin.h>
 #include <stdint.h>

@@ -1,4 +1,7 @@
-"""int8 products by the compiled kernel: the numbers of oneDNN, for any shape and number of rows."""
+"""int8 products by the compiled kernel: the numbers of oneDNN, for any shape and number of rows.
+
+Without VNNI sums are scaled once and not in two parts, so that a result may be the next one.
+"""
 
 import pytest
 import torch
@@ -8,14 +11,14 @@ from ssd_serve.kernels.native.int8 import NativeInt8Matrix, can_multiply_int8, h
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import int8
 
-SHAPES = ((32, 4), (200, 136), (33, 70), (1, 15), (96, 1029))
+SHAPES = ((32, 4), (200, 136), (33, 70), (1, 15), (96, 1029), (40, 512))
 """Whole panels and groups of inputs, and what is left of them."""
 
 
 @pytest.fixture
 def library(native: NativeLibrary) -> NativeLibrary:
     if not has_int8_products(native):
-        pytest.skip("this processor has no AVX-512 VNNI")
+        pytest.skip("this processor has neither AVX-512 VNNI nor AVX2")
     assert can_multiply_int8(native)
     return native
 
@@ -42,16 +45,20 @@ def as_in_torch(weight: int8.QuantisedWeight, bias: torch.Tensor | None, rows: t
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 16, 23])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 23, 49])
 @pytest.mark.parametrize("tiles", [False, True])
-def test_results_are_those_of_the_scheme_bit_for_bit(
+def test_results_are_those_of_the_scheme(
     library: NativeLibrary, shape: tuple[int, int], rows: int, tiles: bool
 ) -> None:
     weight, x = weight_of(*shape), rows_of(rows, shape[1])
     for bias in (None, torch.linspace(-1, 1, shape[0]).bfloat16()):
         result = NativeInt8Matrix(library, weight, bias, tiles)(x)
         assert (result.dtype, result.shape) == (torch.bfloat16, (rows, shape[0]))
-        assert torch.equal(result, as_in_torch(weight, bias, x))
+        expected = as_in_torch(weight, bias, x)
+        if int8.can_multiply_int8():
+            assert torch.equal(result, expected)
+        assert (result == expected).float().mean() > 0.99
+        torch.testing.assert_close(result, expected, rtol=2**-7, atol=0)
         assert result.count_nonzero() > 0.9 * result.numel()
 
 

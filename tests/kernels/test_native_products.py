@@ -45,7 +45,7 @@ def test_products_are_exact_but_for_one_rounding(
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 13, 14, 15, 16, 17, 28, 29, 32, 33, 48, 49, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 17, 28, 29, 32, 33, 48, 70, 96, 97])
 @pytest.mark.parametrize("inputs", [32, INPUTS, 300, 768])
 def test_a_row_has_the_same_result_alone_and_among_others(
     library: NativeLibrary, tiles: bool, rows: int, inputs: int
