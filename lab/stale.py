@@ -18,9 +18,11 @@ from ssd_serve.bench.tables import text_table
 from ssd_serve.cli.main import exit_code
 
 _FOLDERS = ("bench/results", "bench/results/h100", "lab/results")
-_NOT_RUN = {f"bench/results/h100/{name}.json": "kernels/native" for name in ("conformance", "kernels")}
-"""Code below the measured paths that a result did not run: attention on a GPU, what is compiled for cores. A
-drafter on a core beside the GPU runs it."""
+_NOT_RUN = {
+    f"bench/results/h100/{name}.json": "kernels/native" for name in ("conformance", "forwards", "kernels")
+}
+"""Code below the measured paths that a result did not run: attention and forwards on a GPU, what is compiled
+for cores. A drafter on a core beside the GPU runs it."""
 _ABBREVIATED = 9
 
 

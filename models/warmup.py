@@ -11,9 +11,6 @@ from ssd_serve.models.interface import Model
 
 SHORT_CONTEXT, LONG_CONTEXT = 128, 1024
 _MOST_REPEATS = 32
-_TEXT_ROWS, _TEXT_S, _TEXT_TURNS = 256, 0.1, 3
-"""Rows of a new text that are read at a time to measure it, or fewer that should take so long; the first turn
-warms up."""
 
 
 def measure_steps(
@@ -49,19 +46,6 @@ def measure_steps(
     return seconds
 
 
-def measure_reading(model: Model, row_s: float) -> float:
-    """Seconds a token of a new text that is read some hundred tokens at a time, which give no logits but the
-    last; `row_s` is what a row of a smaller forward takes, for models so slow that fewer are read. Writes
-    garbage into KV slots, as `measure_steps` does."""
-    rows = min(_TEXT_ROWS, max(1, int(_TEXT_S / row_s)), model.slots, model.facts.context)
-    batch = _batch(rows, 0, wanted=[rows - 1])
-    taken = []
-    for _ in range(_TEXT_TURNS):
-        started = time.perf_counter()
-        taken.append(model.forward(batch).completion.wait() - started)
-    return min(taken[1:]) / rows
-
-
 def one_tree(rows: int, context: int = 1) -> Batch:
     """A root and its children."""
     part = RequestRows(
@@ -86,13 +70,13 @@ def single_rows(rows: int, context: int = 1) -> Batch:
     )
 
 
-def _batch(rows: int, context: int, wanted: list[int] | None = None) -> Batch:
-    """A causal chunk of one request, of which all rows are wanted or these."""
+def _batch(rows: int, context: int) -> Batch:
+    """A causal chunk of one request."""
     part = RequestRows(
         tokens=[1] * rows,
         positions=list(range(context, context + rows)),
         write_slots=list(range(context, context + rows)),
         prefix_slots=np.arange(context, dtype=np.int32),
-        wanted=list(range(rows)) if wanted is None else wanted,
+        wanted=list(range(rows)),
     )
     return build_batch([part])

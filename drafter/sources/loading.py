@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssd_serve.drafter.sources.contract import DraftSource
+from ssd_serve.drafter.sources.reading_time import measure_reading
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.logs import Logger
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.models.warmup import measure_reading, measure_steps
+from ssd_serve.models.warmup import measure_steps
 from ssd_serve.settings import Settings
 
 
