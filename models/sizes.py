@@ -12,13 +12,12 @@ import torch
 from ssd_serve.errors import UserError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
-from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.kernels.products.packed import cpu_has_fast_bf16
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.ranks.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.linear import multiplied_format
+from ssd_serve.models.weights.linear import multiplied_format, multiplies_int8
 from ssd_serve.models.weights.matrices import MatrixReader
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
@@ -85,8 +84,9 @@ def model_sizes(
     """Sizes of a model that is not loaded, or of its first layers. Raises `UserError` where that many ranks
     cannot share it."""
     description = load_description(folder, layers)
-    name = resolve_dtype(dtype, device, native)
-    return sizes_of(description, folder, device=device, dtype=name, ranks=ranks, allow_pickle=allow_pickle)
+    return sizes_of(
+        description, folder, device=device, dtype=dtype, ranks=ranks, allow_pickle=allow_pickle, native=native
+    )
 
 
 def sizes_of(
@@ -97,12 +97,13 @@ def sizes_of(
     dtype: str,
     ranks: int = 1,
     allow_pickle: bool = False,
+    native: NativeLibrary | None = None,
 ) -> ModelSizes:
     """The same of what `folder` is said to hold."""
     own = description.sizes(Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
-    name, place, fp8 = resolve_dtype(dtype, device), torch_device(device), description.config.fp8
+    name, place, fp8 = resolve_dtype(dtype, device, native), torch_device(device), description.config.fp8
     kind = DTYPES[name]
-    matrices = _matrix_bytes(own, name)
+    matrices = _matrix_bytes(own, name, native)
     if (form := multiplied_format(fp8, place)) is not None:
         matrices = own.elements * kind.itemsize - bytes_saved(folder, fp8, form, kind, allow_pickle) // ranks
     return ModelSizes(
@@ -129,9 +130,9 @@ def bytes_saved(
         return MatrixReader(checkpoint, scheme).bytes_saved(form, dtype)
 
 
-def _matrix_bytes(sizes: Sizes, dtype: str) -> int:
+def _matrix_bytes(sizes: Sizes, dtype: str, native: NativeLibrary | None) -> int:
     """Bytes of all of one rank's matrices that one forward of one row reads, where none is in fp8."""
     if dtype != INT8:
         return sizes.elements * DTYPES[dtype].itemsize
-    width = 1 if can_multiply_int8() else DTYPES[dtype].itemsize
+    width = 1 if multiplies_int8(native) else DTYPES[dtype].itemsize
     return sizes.elements * width + sizes.outputs * torch.float32.itemsize  # a scale for each output

@@ -14,18 +14,18 @@ enum { TEMPERATURE, LOG_MIN_P, SMALLEST, REPETITION, FREQUENCY, PRESENCE, REALS 
 
 /* row = logits, a NaN being -inf. */
 static void copy(const scratch *work, const float *logits) {
-  const v16 impossible = (v16){} - INFINITY;
+  const vfloat impossible = (vfloat){} - INFINITY;
   for (long at = 0; at < work->padded; at += LANES) {
     long left = work->vocabulary - at;
-    v16 v = left >= LANES ? load_float(logits + at) : load_tail(logits + at, left, -INFINITY);
+    vfloat v = left >= LANES ? load_float(logits + at) : load_tail(logits + at, left, -INFINITY);
     store_float(work->row + at, pick(v == v, v, impossible));
   }
 }
 
 static float divide(const scratch *work, float temperature) {
-  v16 most = (v16){} - INFINITY;
+  vfloat most = (vfloat){} - INFINITY;
   for (long at = 0; at < work->padded; at += LANES) {
-    v16 v = load_float(work->row + at) / temperature;
+    vfloat v = load_float(work->row + at) / temperature;
     store_float(work->row + at, v);
     most = pick(v > most, v, most);
   }
@@ -64,14 +64,14 @@ static void add_noise(const int32_t *ids, long count, const source *noise, float
   floats log_e[4];
   for (int j = 0; j < 4; j++) {
     words id = {0};
-    for (int lane = 0; lane < EIGHT; lane++) id[lane] = (uint64_t)ids[EIGHT * j + lane < count ? EIGHT * j + lane : 0];
+    for (int lane = 0; lane < WORDS; lane++) id[lane] = (uint64_t)ids[WORDS * j + lane < count ? WORDS * j + lane : 0];
     philox(id >> 2, noise->position, 0, &noise->keys, word);
     words in = id & 3;
     chosen[j] = (word[0] & (words)(in == 0)) | (word[1] & (words)(in == 1)) | (word[2] & (words)(in == 2)) |
                 (word[3] & (words)(in == 3));
   }
   race(chosen, log_e);
-  for (long index = 0; index < count; index++) scores[index] -= log_e[index / EIGHT][index % EIGHT];
+  for (long index = 0; index < count; index++) scores[index] -= log_e[index / WORDS][index % WORDS];
 }
 
 /* Choose among the candidates, and write the processed logits where they are wanted. */
@@ -155,7 +155,7 @@ static int prepare(scratch *work, long vocabulary) {
   work->row = malloc(sizeof(float) * (size_t)padded);
   work->times = malloc(sizeof(int32_t) * (size_t)padded);
   work->ids = malloc(sizeof(int32_t) * (size_t)(padded + LANES));
-  work->weights = malloc(sizeof(double) * (size_t)(padded + EIGHT));
+  work->weights = malloc(sizeof(double) * (size_t)(padded + WORDS));
   work->units = malloc(sizeof(int64_t) * (size_t)padded);
   work->sorted = malloc(sizeof(weighted) * (size_t)(padded + LANES));
   if (!work->row || !work->times || !work->ids || !work->weights || !work->units || !work->sorted) return 0;

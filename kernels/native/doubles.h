@@ -1,20 +1,23 @@
-/* Vectors of eight, in the compiler's own notation: one instruction where the processor has 512-bit registers,
- * several elsewhere. */
+/* Vectors of 64-bit words, in the compiler's own notation: eight where the processor has 512-bit registers, else four. */
 #ifndef SSD_DOUBLES_H
 #define SSD_DOUBLES_H
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-#define EIGHT 8
+#ifdef __AVX512F__
+#define WORDS 8
+#else
+#define WORDS 4
+#endif
 
-typedef uint64_t words __attribute__((vector_size(8 * EIGHT)));
-typedef int64_t integers __attribute__((vector_size(8 * EIGHT)));
-typedef double doubles __attribute__((vector_size(8 * EIGHT)));
-typedef float floats __attribute__((vector_size(4 * EIGHT)));
+typedef uint64_t words __attribute__((vector_size(8 * WORDS)));
+typedef int64_t integers __attribute__((vector_size(8 * WORDS)));
+typedef double doubles __attribute__((vector_size(8 * WORDS)));
+typedef float floats __attribute__((vector_size(4 * WORDS)));
 
 #define LOW_HALF 0xffffffffull
 #define MANTISSA 0xfffffffffffffull
@@ -25,7 +28,7 @@ typedef float floats __attribute__((vector_size(4 * EIGHT)));
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #define SHUFFLE_WORDS(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(4 * EIGHT)))){__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(4 * WORDS)))){__VA_ARGS__})
 #define SHUFFLE_WORDS(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
 #endif
 
@@ -33,6 +36,8 @@ typedef float floats __attribute__((vector_size(4 * EIGHT)));
 static inline words low_product(words a, words b) {
 #ifdef __AVX512F__
   return (words)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (words)_mm256_mul_epu32((__m256i)a, (__m256i)b);
 #else
   return (a & LOW_HALF) * (b & LOW_HALF);
 #endif
@@ -64,7 +69,7 @@ static inline doubles entries(const double *table, words index) {
   return (doubles)_mm512_permutex2var_pd(_mm512_loadu_pd(table), (__m512i)index, _mm512_loadu_pd(table + 8));
 #else
   doubles found;
-  for (int lane = 0; lane < EIGHT; lane++) found[lane] = table[index[lane] & 15];
+  for (int lane = 0; lane < WORDS; lane++) found[lane] = table[index[lane] & 15];
   return found;
 #endif
 }

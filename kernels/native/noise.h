@@ -1,11 +1,11 @@
-/* Philox4x32-10 on eight blocks at a time, and log E of its words. See noise.c. */
+/* Philox4x32-10 on several blocks at a time, and log E of its words. See noise.c. */
 #ifndef SSD_NOISE_H
 #define SSD_NOISE_H
 
 #include "doubles.h"
 
 #define ROUNDS 10
-#define GROUP (4 * EIGHT) /* tokens */
+#define GROUP (4 * WORDS) /* tokens */
 
 static const uint64_t multiplier_0 = 0xD2511F53, multiplier_1 = 0xCD9E8D57;
 static const uint32_t weyl_0 = 0x9E3779B9, weyl_1 = 0xBB67AE85;
@@ -34,7 +34,7 @@ static inline schedule schedule_of(uint64_t seed) {
   return keys;
 }
 
-/* The 4 x 8 words of the blocks in `counter`: word[j] holds word j of every block. */
+/* The 4 x WORDS words of the blocks in `counter`: word[j] holds word j of every block. */
 static inline void philox(words counter, uint32_t position, uint32_t stream, const schedule *keys, words *word) {
   words zero = {0}, x0 = zero + position, x1 = counter, x2 = zero + stream, x3 = zero;
 #pragma GCC unroll 10
@@ -47,6 +47,8 @@ static inline void philox(words counter, uint32_t position, uint32_t stream, con
   }
   word[0] = x0 & LOW_HALF, word[1] = x1 & LOW_HALF, word[2] = x2 & LOW_HALF, word[3] = x3 & LOW_HALF;
 }
+
+#ifdef __AVX512F__
 
 /* log E of GROUP tokens from block `first` on, in order: the lanes' blocks are such that interleaving leaves no
  * gaps. */
@@ -66,5 +68,24 @@ static inline void group(const schedule *keys, uint32_t position, uint32_t strea
     memcpy(out + 16 * half + 8, &high, sizeof high);
   }
 }
+
+#else
+
+/* log E of GROUP tokens from block `first` on, in order. */
+static inline void group(const schedule *keys, uint32_t position, uint32_t stream, uint32_t first, float *out) {
+  words word[4], blocks = {0, 1, 2, 3};
+  floats v[4], ordered[4];
+  philox(blocks + first, position, stream, keys, word);
+  race(word, v);
+  floats early = SHUFFLE(v[0], v[1], 0, 4, 1, 5), late = SHUFFLE(v[2], v[3], 0, 4, 1, 5);
+  ordered[0] = SHUFFLE(early, late, 0, 1, 4, 5);
+  ordered[1] = SHUFFLE(early, late, 2, 3, 6, 7);
+  early = SHUFFLE(v[0], v[1], 2, 6, 3, 7), late = SHUFFLE(v[2], v[3], 2, 6, 3, 7);
+  ordered[2] = SHUFFLE(early, late, 0, 1, 4, 5);
+  ordered[3] = SHUFFLE(early, late, 2, 3, 6, 7);
+  memcpy(out, ordered, sizeof ordered);
+}
+
+#endif
 
 #endif

@@ -28,7 +28,7 @@ static inline long keep(ranked *best, long count, long most, float value, long i
 }
 
 /* `keep` of the values of a vector in the lanes that `which` names. */
-static inline long keep_lanes(ranked *best, long count, long most, v16 values, uint32_t which, long from) {
+static inline long keep_lanes(ranked *best, long count, long most, vfloat values, uint32_t which, long from) {
   float lanes[LANES];
   store_float(lanes, values);
   for (; which; which &= which - 1) {
@@ -42,14 +42,14 @@ static inline long keep_lanes(ranked *best, long count, long most, v16 values, u
  * values reach: the maxima of some parts of the row are as many values. */
 static float scale(const float *x, const float *log_e, float temperature, float inverse, long count, long children,
                    float *row, ranked *best) {
-  const v16 least = (v16){} + LEAST;
+  const vfloat least = (vfloat){} + LEAST;
   long vectors = (count + LANES - 1) / LANES, parts = (MAXIMA * children + LANES - 1) / LANES, found = 0;
   if (parts > vectors) parts = vectors;
   for (long part = 0; part < parts; part++) {
-    v16 most = (v16){} - INFINITY;
+    vfloat most = (vfloat){} - INFINITY;
     for (long vector = vectors * part / parts; vector < vectors * (part + 1) / parts; vector++) {
       long at = vector * LANES, left = count - at;
-      v16 v = left >= LANES ? load_float(x + at) : load_tail(x + at, left, -INFINITY);
+      vfloat v = left >= LANES ? load_float(x + at) : load_tail(x + at, left, -INFINITY);
       if (temperature != 1.0f) v /= temperature;
       if (log_e) v -= left >= LANES ? load_float(log_e + at) : load_tail(log_e + at, left, 0.0f);
       v *= inverse;
@@ -73,18 +73,18 @@ static void rank(const float *x, const float *log_e, float temperature, float in
   double total = 0.0, weighted = 0.0;
   long found = 0;
   for (long start = 0; start < count; start += BLOCK) {
-    v16 sum = {}, product = {};
+    vfloat sum = {}, product = {};
     for (long at = start; at < count && at < start + BLOCK; at += LANES) {
-      v16 v = load_float(row + at);
+      vfloat v = load_float(row + at);
       uint32_t reaching = lanes_of(v >= least);
       if (reaching) {
         found = keep_lanes(best, found, children, v, reaching, at);
         if (found == children && best[children - 1].value > least) least = best[children - 1].value;
       }
       if (!any_of(v >= far)) continue;
-      v16 weight = exp_within(pick(v > far, v - top, (v16){} - NEGLIGIBLE));
+      vfloat weight = exp_within(pick(v > far, v - top, (vfloat){} - NEGLIGIBLE));
       sum += weight;
-      product += weight * pick(v > far, v, (v16){} + far);
+      product += weight * pick(v > far, v, (vfloat){} + far);
     }
     total += sum_lanes(sum), weighted += sum_lanes(product);
   }

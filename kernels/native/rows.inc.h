@@ -8,10 +8,10 @@ void NAME(ssd_norm)(ELEMENT *hidden, const ELEMENT *added, const float *weight, 
   for (long row = 0; row < rows; row++) {
     ELEMENT *h = hidden + row * size, *o = out + row * size;
     const ELEMENT *a = added ? added + row * size : added;
-    v16 squares = {0};
+    vfloat squares = {0};
     float rest = 0;
     for (long i = 0; i < whole; i += LANES) {
-      v16 x = LOAD(h + i);
+      vfloat x = LOAD(h + i);
       if (a) {
         STORE(h + i, x + LOAD(a + i));
         x = LOAD(h + i);
@@ -36,7 +36,7 @@ void NAME(ssd_gate)(const ELEMENT *x, ELEMENT *out, long rows, long width, int t
     const ELEMENT *gate = x + 2 * row * width, *up = gate + width;
     ELEMENT *o = out + row * width;
     for (long i = 0; i < whole; i += LANES) {
-      v16 g = LOAD(gate + i);
+      vfloat g = LOAD(gate + i);
       STORE(o + i, g / (exp_float(-g) + 1.0f) * LOAD(up + i));
     }
     for (long i = whole; i < width; i++) {

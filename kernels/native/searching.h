@@ -16,10 +16,10 @@ typedef struct {
   schedule keys;
 } source;
 
-static inline v16 pick(i16 which, v16 yes, v16 no) { return (v16)(((i16)yes & which) | ((i16)no & ~which)); }
+static inline vfloat pick(vint which, vfloat yes, vfloat no) { return (vfloat)(((vint)yes & which) | ((vint)no & ~which)); }
 
-static inline v16 load_tail(const float *from, long count, float rest) {
-  v16 v = (v16){} + rest;
+static inline vfloat load_tail(const float *from, long count, float rest) {
+  vfloat v = (vfloat){} + rest;
   memcpy(&v, from, (size_t)count * sizeof *from);
   return v;
 }
@@ -29,17 +29,17 @@ static inline v16 load_tail(const float *from, long count, float rest) {
  * CHAINS searches at once: each must wait for its last comparison.
  */
 static long largest(const float *x, float temperature, long count) {
-  v16 most[CHAINS];
-  i16 where[CHAINS] = {}, ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int chain = 0; chain < CHAINS; chain++) most[chain] = (v16){} - INFINITY;
+  vfloat most[CHAINS];
+  vint where[CHAINS] = {}, ids = lane_numbers();
+  for (int chain = 0; chain < CHAINS; chain++) most[chain] = (vfloat){} - INFINITY;
   for (long at = 0; at < count; at += CHAINS * LANES) {
     int whole = at + CHAINS * LANES <= count;
 #pragma GCC unroll 4
     for (int chain = 0; chain < CHAINS; chain++, ids += LANES) {
       long from = at + chain * LANES, left = count - from;
-      v16 v = whole ? load_float(x + from) : load_tail(x + from, left > LANES ? LANES : left > 0 ? left : 0, -INFINITY);
+      vfloat v = whole ? load_float(x + from) : load_tail(x + from, left > LANES ? LANES : left > 0 ? left : 0, -INFINITY);
       if (temperature != 1.0f) v /= temperature;
-      i16 better = v > most[chain];
+      vint better = v > most[chain];
       most[chain] = pick(better, v, most[chain]);
       where[chain] = (ids & better) | (where[chain] & ~better);
     }
@@ -54,22 +54,26 @@ static long largest(const float *x, float temperature, long count) {
   return found;
 }
 
-static inline v16 magnitude(v16 v) { return (v16)((i16)v & 0x7fffffff); }
+static inline vfloat magnitude(vfloat v) { return (vfloat)((vint)v & 0x7fffffff); }
 
-static inline int any_of(i16 which) {
+static inline int any_of(vint which) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)which, (__m512i)which) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps((__m256)which) != 0;
 #else
-  int64_t parts[8];
+  int64_t parts[LANES / 2];
   memcpy(parts, &which, sizeof parts);
-  return (parts[0] | parts[1] | parts[2] | parts[3] | parts[4] | parts[5] | parts[6] | parts[7]) != 0;
+  return (parts[0] | parts[1] | parts[2] | parts[3]) != 0;
 #endif
 }
 
 /* Bit j: whether lane j is set. */
-static inline uint32_t lanes_of(i16 which) {
+static inline uint32_t lanes_of(vint which) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)which, (__m512i)which);
+#elif defined(__AVX__)
+  return (uint32_t)_mm256_movemask_ps((__m256)which);
 #else
   uint32_t bits = 0;
   if (any_of(which))
@@ -80,9 +84,9 @@ static inline uint32_t lanes_of(i16 which) {
 
 /* A number that log E of each word does not fall below: E >= w, and log2(1 + m) >= m for a mantissa m. What float32
  * rounds away is far less than the 1e-4 taken off. */
-static inline v16 least_log(u16 h) {
-  i16 bits = (i16)__builtin_convertvector((i16)(h >> 1), v16);
-  return __builtin_convertvector(bits, v16) * (0.6931472f * 0x1p-23f) - (158 * 0.6931472f + 1e-4f);
+static inline vfloat least_log(vuint h) {
+  vint bits = (vint)__builtin_convertvector((vint)(h >> 1), vfloat);
+  return __builtin_convertvector(bits, vfloat) * (0.6931472f * 0x1p-23f) - (158 * 0.6931472f + 1e-4f);
 }
 
 /* GROUP values from `first` on, -inf beyond the vocabulary; `room` holds them where they end there. */
@@ -111,7 +115,8 @@ static void best_of_group(const float *x, long first, float temperature, const s
  */
 static void best_with_noise(const float *const *x, long rows, const source *noise, float temperature, long count,
                             long *found) {
-  const words lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+  words lanes = {0};
+  for (int lane = 0; lane < WORDS; lane++) lanes[lane] = (uint64_t)lane;
   const float inverse = 1.0f / temperature, slack = inverse * 0x1p-20f;
   float room[GROUP], most[TOGETHER];
   for (long row = 0; row < rows; row++) {
@@ -123,11 +128,16 @@ static void best_with_noise(const float *const *x, long rows, const source *nois
     words word[4];
     philox(lanes + (uint64_t)(first / 4), noise->position, 0, &noise->keys, word);
     words even = word[0] | word[1] << 32, odd = word[2] | word[3] << 32;
-    v16 least_low = least_log((u16)SHUFFLE_WORDS(even, odd, 0, 8, 1, 9, 2, 10, 3, 11));
-    v16 least_high = least_log((u16)SHUFFLE_WORDS(even, odd, 4, 12, 5, 13, 6, 14, 7, 15));
+#ifdef __AVX512F__
+    vfloat least_low = least_log((vuint)SHUFFLE_WORDS(even, odd, 0, 8, 1, 9, 2, 10, 3, 11));
+    vfloat least_high = least_log((vuint)SHUFFLE_WORDS(even, odd, 4, 12, 5, 13, 6, 14, 7, 15));
+#else
+    vfloat least_low = least_log((vuint)SHUFFLE_WORDS(even, odd, 0, 4, 1, 5));
+    vfloat least_high = least_log((vuint)SHUFFLE_WORDS(even, odd, 2, 6, 3, 7));
+#endif
     for (long row = 0; row < rows; row++) {
       const float *values = group_at(x[row], first, count, room);
-      v16 low = load_float(values), high = load_float(values + LANES);
+      vfloat low = load_float(values), high = load_float(values + LANES);
       low = low * inverse + magnitude(low) * slack - least_low;
       high = high * inverse + magnitude(high) * slack - least_high;
       if (any_of((low >= most[row]) | (high >= most[row])))

@@ -64,9 +64,9 @@ static float bound(const scratch *work, long k) {
   if (groups > vectors) groups = vectors;
   if (groups * LANES < k) return -INFINITY;
   for (long group = 0; group < groups; group++) {
-    v16 most = (v16){} - INFINITY;
+    vfloat most = (vfloat){} - INFINITY;
     for (long at = vectors * group / groups; at < vectors * (group + 1) / groups; at++) {
-      v16 v = load_float(work->row + at * LANES);
+      vfloat v = load_float(work->row + at * LANES);
       most = pick(v > most, v, most);
     }
     for (int lane = 0; lane < LANES; lane++) work->sorted[group * LANES + lane] = (weighted){most[lane], 1};
@@ -78,11 +78,11 @@ static float bound(const scratch *work, long k) {
 /* Ids, ascending, of the values that are possible and at least `least`. */
 static long candidates(const scratch *work, float least) {
   long count = 0;
-  const v16 impossible = (v16){} - INFINITY;
-  const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vfloat impossible = (vfloat){} - INFINITY;
+  const vint lanes = lane_numbers();
   for (long at = 0; at < work->padded; at += LANES) {
-    v16 v = load_float(work->row + at);
-    i16 stay = (v >= least) & (v > impossible);
+    vfloat v = load_float(work->row + at);
+    vint stay = (v >= least) & (v > impossible);
     if (!any_of(stay)) continue;
 #ifdef __AVX512F__
     __mmask16 mask = _mm512_test_epi32_mask((__m512i)stay, (__m512i)stay);
@@ -123,11 +123,11 @@ static long keep_top_k(const scratch *work, long count, long k) {
 
 static long keep_top_p(const scratch *work, long count, float most, int64_t target, double smallest) {
   doubles total = {0};
-  for (long index = 0; index < count; index += EIGHT) {
+  for (long index = 0; index < count; index += WORDS) {
     floats values;
-    float gathered[EIGHT];
-    long here = count - index < EIGHT ? count - index : EIGHT;
-    for (int lane = 0; lane < EIGHT; lane++) gathered[lane] = -INFINITY;
+    float gathered[WORDS];
+    long here = count - index < WORDS ? count - index : WORDS;
+    for (int lane = 0; lane < WORDS; lane++) gathered[lane] = -INFINITY;
     for (int lane = 0; lane < here; lane++) gathered[lane] = work->row[work->ids[index + lane]];
     memcpy(&values, gathered, sizeof values);
     doubles weights = exponential(__builtin_convertvector(values, doubles) - (double)most);
@@ -135,7 +135,7 @@ static long keep_top_p(const scratch *work, long count, float most, int64_t targ
     total += weights;
   }
   double sum = 0.0;
-  for (int lane = 0; lane < EIGHT; lane++) sum += total[lane];
+  for (int lane = 0; lane < WORDS; lane++) sum += total[lane];
   long left = 0;
   int64_t above;
   double lightest = smallest * sum * (1.0 - 0x1p-40); /* spares most divisions */

@@ -1,43 +1,55 @@
-/* Sixteen floats at a time, in the compilers' own vector types: the same source on every processor. */
+/* As many floats at a time as fill a register, in the compilers' own vector types: the same source on every processor.
+ * Wider vectors than registers would be taken apart, and lie in memory in between. */
 #ifndef SSD_VECTOR_H
 #define SSD_VECTOR_H
 
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512F__
 #define LANES 16
+#else
+#define LANES 8
+#endif
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef int32_t i16 __attribute__((vector_size(64)));
-typedef uint32_t u16 __attribute__((vector_size(64)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
+typedef float vfloat __attribute__((vector_size(4 * LANES)));
+typedef int32_t vint __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bf16;
 
-static inline v16 load_float(const float *from) {
-  v16 v;
+/* 0, 1, 2, ... */
+static inline vint lane_numbers(void) {
+  vint numbers = {0};
+  for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+  return numbers;
+}
+
+static inline vfloat load_float(const float *from) {
+  vfloat v;
   memcpy(&v, from, sizeof v);
   return v;
 }
 
-static inline void store_float(float *to, v16 v) { memcpy(to, &v, sizeof v); }
+static inline void store_float(float *to, vfloat v) { memcpy(to, &v, sizeof v); }
 
-static inline v16 load_bf16(const bf16 *from) {
-  h16 half;
+static inline vfloat load_bf16(const bf16 *from) {
+  vhalf half;
   memcpy(&half, from, sizeof half);
-  return (v16)(__builtin_convertvector(half, u16) << 16);
+  return (vfloat)(__builtin_convertvector(half, vuint) << 16);
 }
 
 /* Rounded to the nearest, ties to even; a NaN stays one. */
-static inline void store_bf16(bf16 *to, v16 v) {
-  u16 bits = (u16)v;
+static inline void store_bf16(bf16 *to, vfloat v) {
+  vuint bits = (vuint)v;
   bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  u16 nan = (u16)(v != v);
-  h16 half = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), h16);
+  vuint nan = (vuint)(v != v);
+  vhalf half = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), vhalf);
   memcpy(to, &half, sizeof half);
 }
 
 /* Lanes are added in a fixed tree. */
-static inline float sum_lanes(v16 v) {
+static inline float sum_lanes(vfloat v) {
   float lanes[LANES];
   store_float(lanes, v);
   for (int width = LANES / 2; width; width /= 2)
@@ -46,31 +58,31 @@ static inline float sum_lanes(v16 v) {
 }
 
 /* exp of numbers from -87 to 88, to about two units in the last place. */
-static inline v16 exp_within(v16 x) {
+static inline vfloat exp_within(vfloat x) {
   const float round = 12582912.0f; /* 1.5 * 2^23: the sum's lowest bits are the nearest integer */
-  v16 shifted = x * 1.44269504088896341f + round;
-  v16 n = shifted - round;
-  v16 r = x - n * 0.693145751953125f - n * 1.42860682030941723e-6f;
-  v16 p = (v16){} + 1.9875691500e-4f;
+  vfloat shifted = x * 1.44269504088896341f + round;
+  vfloat n = shifted - round;
+  vfloat r = x - n * 0.693145751953125f - n * 1.42860682030941723e-6f;
+  vfloat p = (vfloat){} + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  i16 exponent = ((i16)shifted - 0x4b400000 + 127) << 23;
-  return p * (v16)exponent;
+  vint exponent = ((vint)shifted - 0x4b400000 + 127) << 23;
+  return p * (vfloat)exponent;
 }
 
 /* exp, to about two units in the last place; 0 below -87, and never infinite. */
-static inline v16 exp_float(v16 x) {
-  const v16 low = (v16){} - 87.0f, high = (v16){} + 88.0f;
-  i16 tiny = x < low, huge = x > high, nan = x != x;
-  x = (v16)(((i16)x & ~tiny) | ((i16)low & tiny));
-  x = (v16)(((i16)x & ~huge) | ((i16)high & huge));
-  v16 result = exp_within(x);
-  result = (v16)((i16)result & ~tiny);
-  return (v16)((i16)result | nan);
+static inline vfloat exp_float(vfloat x) {
+  const vfloat low = (vfloat){} - 87.0f, high = (vfloat){} + 88.0f;
+  vint tiny = x < low, huge = x > high, nan = x != x;
+  x = (vfloat)(((vint)x & ~tiny) | ((vint)low & tiny));
+  x = (vfloat)(((vint)x & ~huge) | ((vint)high & huge));
+  vfloat result = exp_within(x);
+  result = (vfloat)((vint)result & ~tiny);
+  return (vfloat)((vint)result | nan);
 }
 
 #endif

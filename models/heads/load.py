@@ -20,7 +20,7 @@ from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.heads.weights import EagleWeights, read_head
 from ssd_serve.models.load import ModelWish, load_sized
 from ssd_serve.models.ranks.parallel import Parallel
-from ssd_serve.models.sizes import ModelSizes, resolve_dtype, sizes_of
+from ssd_serve.models.sizes import ModelSizes, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linears
 from ssd_serve.models.weights.matrices import MatrixReader
@@ -59,8 +59,7 @@ def head_sizes(
     """Sizes of such a head."""
     config = head_config(folder, target, features)
     description = Description(_architecture(config, target, allow_pickle), config)
-    name = resolve_dtype(dtype, device, native)
-    return sizes_of(description, folder, device=device, dtype=name, allow_pickle=allow_pickle)
+    return sizes_of(description, folder, device=device, dtype=dtype, allow_pickle=allow_pickle, native=native)
 
 
 def load_head(folder: Path, wish: ModelWish, sizes: ModelSizes, log: Logger | None = None) -> EagleHead:

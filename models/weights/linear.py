@@ -76,6 +76,11 @@ def matrix_kind(dtype: torch.dtype, device: str, native: NativeLibrary | None) -
     return compiled
 
 
+def multiplies_int8(native: NativeLibrary | None) -> bool:
+    """Whether int8 weights stay int8 on this machine: by oneDNN, or by the compiled kernels."""
+    return can_multiply_int8() or (native is not None and native_multiplies_int8(native))
+
+
 def multiplied_format(scheme: Fp8Scheme | None, device: str) -> torch.dtype | None:
     """The e4m3 format in which a checkpoint's fp8 weights are multiplied as they are; None: they are widened.
 
@@ -145,8 +150,9 @@ class LinearFactory:
         self._dtype = dtype
         self._kind = matrix_kind(dtype, device, native) if packed else DenseLinear
         self._int8 = int8
-        self._int8_products = int8 and packed and can_multiply_int8()
-        self._native_int8 = native if native is not None and int8 and native_multiplies_int8(native) else None
+        quantised = int8 and packed
+        self._int8_products = quantised and can_multiply_int8()
+        self._native_int8 = native if quantised and native and native_multiplies_int8(native) else None
         # Numbers are rounded once, from what the file says, to int8.
         self._read_dtype = torch.float32 if int8 else dtype
 
@@ -223,7 +229,7 @@ class LinearFactory:
 
     def _quantise(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         quantised = quantise(weight)
-        if self._int8_products and self._native_int8 is not None:
+        if self._native_int8 is not None:
             return NativeInt8Matrix(self._native_int8, quantised, bias)
         if self._int8_products:
             return Int8Matrix(quantised, bias)

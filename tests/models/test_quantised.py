@@ -55,7 +55,6 @@ def test_the_fallback_computes_the_same_function(folder: Path, monkeypatch: pyte
     exact = logits(load_model(folder, "fp32"))
     found = logits(load_model(folder, "int8"))
     monkeypatch.setattr(linear, "can_multiply_int8", lambda: False)
-    monkeypatch.setattr(sizes, "can_multiply_int8", lambda: False)
     fallback = load_model(folder, "int8")
     assert distance(logits(fallback), exact) < 0.06
     assert distance(logits(fallback), found) < distance(logits(load_model(folder, "bf16")), exact) * 2
@@ -67,7 +66,7 @@ def test_the_fallback_computes_the_same_function(folder: Path, monkeypatch: pyte
 def test_compiled_kernels_compute_the_same_function(
     folder: Path, native: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not (can_multiply_int8() and native_multiplies_int8(native)):
+    if not native_multiplies_int8(native):
         pytest.skip("this machine has no int8 products")
     made: list[NativeInt8Matrix] = []
 
@@ -81,8 +80,10 @@ def test_compiled_kernels_compute_the_same_function(
     )
     exact = logits(load_model(folder, "fp32"))
     assert distance(logits(found), exact) < 0.06
-    assert distance(logits(found), logits(load_model(folder, "int8"))) < 0.02
+    near = 0.02 if can_multiply_int8() else 0.04  # where oneDNN has no products, sums are rounded to bf16
+    assert distance(logits(found), logits(load_model(folder, "int8"))) < near
     assert len(made) >= 4 * found.facts.layers
+    assert found.facts.weight_bytes < 0.6 * load_model(folder, "bf16").facts.weight_bytes
 
 
 def test_facts_and_sizes(folder: Path) -> None:
