@@ -45,8 +45,10 @@ static inline void add_sums(__m256i first, __m256i second, double *sums) {
           long long four;                                                                                    \
           memcpy(&four, x + r * stride + i, sizeof four);                                                    \
           __m256i all = _mm256_set1_epi64x(four);                                                            \
-          _Pragma("GCC unroll 8") for (int v = 0; v < WIDTH; v++)                                            \
+          _Pragma("GCC unroll 8") for (int v = 0; v < WIDTH; v++) {                                          \
             here[r][v] = _mm256_add_epi32(here[r][v], _mm256_madd_epi16(all, wide[v]));                      \
+            __asm__ volatile("" : "+x"(here[r][v])); /* in a register, before the next row begins */         \
+          }                                                                                                  \
         }                                                                                                    \
       }                                                                                                      \
       _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++)                                                 \
