@@ -59,7 +59,7 @@ static inline vfloat magnitude(vfloat v) { return (vfloat)((vint)v & 0x7fffffff)
 static inline int any_of(vint which) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)which, (__m512i)which) != 0;
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
   return _mm256_movemask_ps((__m256)which) != 0;
 #else
   int64_t parts[LANES / 2];
@@ -72,7 +72,7 @@ static inline int any_of(vint which) {
 static inline uint32_t lanes_of(vint which) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)which, (__m512i)which);
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
   return (uint32_t)_mm256_movemask_ps((__m256)which);
 #else
   uint32_t bits = 0;

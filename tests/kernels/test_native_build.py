@@ -1,13 +1,16 @@
 """Compiling the kernels: once for a folder, and a clear reason where it is not possible."""
 
 import os
+import platform
+import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from ssd_serve.kernels.native import library
-from ssd_serve.kernels.native.build import NativeError, build
+from ssd_serve.kernels.native.build import SOURCES, NativeError, build
 from ssd_serve.kernels.native.library import INT, NativeLibrary, load_native, native_library
 from ssd_serve.settings import Settings
 
@@ -20,6 +23,16 @@ def test_a_second_start_uses_what_the_first_compiled(tmp_path: Path) -> None:
     assert build(tmp_path) == path
     assert path.stat().st_mtime_ns == written
     assert [file.name for file in tmp_path.glob("*.so")] == [path.name]
+
+
+@pytest.mark.parametrize("kind", ["x86-64", "sandybridge", "haswell", "cooperlake", "sapphirerapids"])
+def test_the_sources_are_right_for_processors_that_this_one_is_not(kind: str) -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("no GCC for x86-64")
+    words = [compiler, "-std=gnu11", "-fopenmp", "-Wno-psabi", "-fsyntax-only", f"-march={kind}"]
+    done = subprocess.run([*words, *sorted(SOURCES.glob("*.c"))], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_reason_names_the_compilers_that_were_looked_for(tmp_path: Path) -> None:
