@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "parts.h"
+
 #ifdef __AVX512F__
 #include <immintrin.h>
 #define BYTES 64          /* of a vector */
@@ -104,15 +106,6 @@ INLINE doubles accumulate(doubles sum, floats weights) {
   doubles low, high;
   widen(weights, &low, &high);
   return sum + (((low + shift) - shift) + ((high + shift) - shift));
-}
-
-INLINE long smaller(long a, long b) { return a < b ? a : b; }
-
-INLINE long parts_of(long number, long most) { return (number + most - 1) / most; }
-
-/* The size of the first of the fewest nearly equal parts of `number`, none larger than `most`. */
-INLINE long part(long number, long most) {
-  return number <= most ? number : parts_of(number, parts_of(number, most));
 }
 
 /* Call FUNCTION with its first argument, the number of queries, as a constant. */

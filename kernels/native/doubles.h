@@ -8,11 +8,9 @@
 #include <immintrin.h>
 #endif
 
-#ifdef __AVX512F__
-#define WORDS 8
-#else
-#define WORDS 4
-#endif
+#include "vector.h"
+
+#define WORDS (LANES / 2)
 
 typedef uint64_t words __attribute__((vector_size(8 * WORDS)));
 typedef int64_t integers __attribute__((vector_size(8 * WORDS)));

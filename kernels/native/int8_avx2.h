@@ -80,7 +80,7 @@ static float scale_of(const bf16 *x, long inputs) {
 /* One row's numbers, those of a block together; blocks of `rows` rows follow one another. Ends in zeros. */
 static void quantise_row(const bf16 *x, long inputs, long padded, float scale, int16_t *numbers, long row, long rows) {
   for (long i = 0; i < padded; i += BLOCK) {
-    long size = padded - i < BLOCK ? padded - i : BLOCK;
+    long size = smaller(padded - i, BLOCK);
     int16_t *to = numbers + i * rows + row * size;
     for (long j = 0; j < size; j++)
       to[j] = i + j < inputs ? (int16_t)(int32_t)__builtin_rintf(as_float(x[i + j]) / scale) : 0;
@@ -95,9 +95,9 @@ static void multiply_panel(const int16_t *numbers, long all, long first, long ro
   double sums[MOST_ROWS][PANEL];
   memset(sums, 0, rows * sizeof sums[0]);
   for (long i = 0; i < padded; i += BLOCK) {
-    long size = padded - i < BLOCK ? padded - i : BLOCK;
+    long size = smaller(padded - i, BLOCK);
     for (long row = 0, now; row < rows; row += now) {
-      now = even_share(rows - row, MOST_AT_ONCE);
+      now = part(rows - row, MOST_AT_ONCE);
       kernels[now](numbers + i * all + (first + row) * size, size, size, at.weights + i * PANEL, sums + row);
     }
   }
@@ -107,7 +107,7 @@ static void multiply_panel(const int16_t *numbers, long all, long first, long ro
     for (int c = 0; c < PANEL; c++) values[c] = (float)(sums[r][c] * ((double)at.scales[c] * row_scales[r]));
     for (int c = 0; at.bias && c < PANEL; c++) values[c] += at.bias[c];
     for (int c = 0; c < PANEL; c += LANES) store_bf16(rounded + c, load_float(values + c));
-    memcpy(out + r * outputs, rounded, 2 * (count < PANEL ? count : PANEL));
+    memcpy(out + r * outputs, rounded, 2 * smaller(count, PANEL));
   }
 }
 
@@ -125,7 +125,7 @@ static void multiply_by_panels(const bf16 *x, long rows, long inputs, panel all,
 #pragma omp for schedule(static) nowait
     for (long p = 0; p < panels; p++)
       for (long row = 0, now; row < rows; row += now) {
-        now = even_share(rows - row, MOST_ROWS);
+        now = part(rows - row, MOST_ROWS);
         multiply_panel(numbers, rows, row, now, padded, row_scales + row, panel_at(all, p * PANEL, padded),
                        out + row * outputs + p * PANEL, outputs, outputs - p * PANEL);
       }

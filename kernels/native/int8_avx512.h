@@ -1,4 +1,5 @@
-/* Panels of int8 weights for processors with AVX-512 VNNI: a row's numbers in two planes of bytes, multiplied one by one.
+/* Panels of int8 weights for processors with AVX-512 VNNI: a row's numbers lie in two planes of bytes, which are
+ * multiplied one by one.
  *
  * A panel is read once for up to seven rows, or 16 by tiles, whose sums stay in registers.
  */

@@ -33,7 +33,7 @@ static inline void store(const float *sums, const float *bias, bf16 *out, long c
   if (count <= 0) return;
   bf16 rounded[LANES];
   store_bf16(rounded, bias ? load_float(sums) + load_float(bias) : load_float(sums));
-  memcpy(out, rounded, count < LANES ? 2 * count : 2 * LANES);
+  memcpy(out, rounded, 2 * smaller(count, LANES));
 }
 
 /* Goes on with the sums of some widened rows over `inputs` of a block, WIDTH vectors of it at a time. */
@@ -95,8 +95,8 @@ static void multiply_panel(const float wide[][BLOCK], long stride, long rows, lo
   memset(sums, 0, rows * sizeof sums[0]);
   for (long i = 0; i < inputs; i += BLOCK, weights += BLOCK * PANEL, wide += stride)
     for (long row = 0, now; row < rows; row += now) {
-      now = even_share(rows - row, MOST_AT_ONCE);
-      kernels[now](wide + row, inputs - i < BLOCK ? inputs - i : BLOCK, weights, sums + row);
+      now = part(rows - row, MOST_AT_ONCE);
+      kernels[now](wide + row, smaller(inputs - i, BLOCK), weights, sums + row);
     }
   for (long r = 0; r < rows; r++)
     for (int from = 0; from < PANEL; from += LANES)
@@ -112,7 +112,7 @@ static int multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (long panel = 0; panel < panels; panel++)
     for (long row = 0, now; row < rows; row += now) {
-      now = even_share(rows - row, MOST_ROWS);
+      now = part(rows - row, MOST_ROWS);
       multiply_panel((const float(*)[BLOCK])wide + row, rows, now, inputs, weights + panel * panel_size,
                      bias ? bias + panel * PANEL : bias, out + row * outputs + panel * PANEL, outputs,
                      outputs - panel * PANEL);

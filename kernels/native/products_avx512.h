@@ -59,7 +59,7 @@ static int multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (long panel = 0; panel < panels; panel++)
     for (long row = 0, now; row < rows; row += now) {
-      now = even_share(rows - row, MOST_ROWS);
+      now = part(rows - row, MOST_ROWS);
       multiply_panel(x + row * inputs, now, inputs, weights + panel * panel_size,
                      bias ? bias + panel * PANEL : bias, out + row * outputs + panel * PANEL, outputs,
                      outputs - panel * PANEL);

@@ -6,15 +6,9 @@
 #ifndef SSD_TILES_H
 #define SSD_TILES_H
 
+#include "parts.h"
+
 #define AHEAD 4096 /* bytes; far enough to hide memory, near enough to stay in the first-level cache */
-
-static inline long rounded_up(long count, long to) { return (count + to - 1) / to * to; }
-
-/* The first of as few parts of `count` as hold `most` each, all of nearly the same size. */
-static inline long even_share(long count, long most) {
-  long parts = (count + most - 1) / most;
-  return (count + parts - 1) / parts;
-}
 
 #if defined(__AMX_TILE__) && defined(__linux__)
 #include <immintrin.h>

@@ -1,5 +1,5 @@
-/* As many floats at a time as fill a register, in the compilers' own vector types: the same source on every processor.
- * Wider vectors than registers would be taken apart, and lie in memory in between. */
+/* As many floats at a time as fill a register of 512 bits or else of 256, in the compilers' own vector types: the same
+ * source on every processor. Vectors wider than registers are taken apart, and lie in memory in between. */
 #ifndef SSD_VECTOR_H
 #define SSD_VECTOR_H
 

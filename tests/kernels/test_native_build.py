@@ -25,7 +25,9 @@ def test_a_second_start_uses_what_the_first_compiled(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.glob("*.so")] == [path.name]
 
 
-@pytest.mark.parametrize("kind", ["x86-64", "sandybridge", "haswell", "cooperlake", "sapphirerapids"])
+@pytest.mark.parametrize(
+    "kind", ["x86-64", "sandybridge", "haswell", "skylake-avx512", "cooperlake", "sapphirerapids"]
+)
 def test_the_sources_are_right_for_processors_that_this_one_is_not(kind: str) -> None:
     compiler = shutil.which("gcc")
     if compiler is None or platform.machine() != "x86_64":

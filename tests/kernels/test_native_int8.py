@@ -1,6 +1,6 @@
 """int8 products by the compiled kernel: the numbers of oneDNN, for any shape and number of rows.
 
-Without VNNI sums are scaled once and not in two parts, so that a result may be the next one.
+Without VNNI sums are scaled once and not in two parts: exact all the same, but for fewer roundings.
 """
 
 import pytest
@@ -44,21 +44,27 @@ def as_in_torch(weight: int8.QuantisedWeight, bias: torch.Tensor | None, rows: t
     return (result if bias is None else result + bias.float()).bfloat16()
 
 
+def scaled_once(weight: int8.QuantisedWeight, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """The scheme where a row's numbers stay whole: their exact sums are rounded once, when scaled."""
+    pieces, scales = int8.split_rows(rows)
+    low, high = (pieces.double() - 128).chunk(2)
+    sums = (low + 256.0 * high) @ weight.numbers.double().T
+    result = (sums * (weight.scales.double() * scales.double())).float()
+    return (result if bias is None else result + bias.float()).bfloat16()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 23, 49])
 @pytest.mark.parametrize("tiles", [False, True])
-def test_results_are_those_of_the_scheme(
+def test_results_are_those_of_the_scheme_bit_for_bit(
     library: NativeLibrary, shape: tuple[int, int], rows: int, tiles: bool
 ) -> None:
     weight, x = weight_of(*shape), rows_of(rows, shape[1])
     for bias in (None, torch.linspace(-1, 1, shape[0]).bfloat16()):
         result = NativeInt8Matrix(library, weight, bias, tiles)(x)
         assert (result.dtype, result.shape) == (torch.bfloat16, (rows, shape[0]))
-        expected = as_in_torch(weight, bias, x)
-        if int8.can_multiply_int8():
-            assert torch.equal(result, expected)
-        assert (result == expected).float().mean() > 0.99
-        torch.testing.assert_close(result, expected, rtol=2**-7, atol=0)
+        references = as_in_torch(weight, bias, x), scaled_once(weight, bias, x)
+        assert any(torch.equal(result, expected) for expected in references)
         assert result.count_nonzero() > 0.9 * result.numel()
 
 

@@ -81,3 +81,16 @@ def test_leading_dimensions_and_strides_are_kept_apart(library: NativeLibrary) -
     matrix = products.NativeMatrix(library, some(40, INPUTS))
     x = some(2, 3, 2 * INPUTS)[..., :INPUTS]
     assert torch.equal(matrix(x), matrix(x.reshape(6, INPUTS)).view(2, 3, 40))
+
+
+def test_no_rows_give_no_results(library: NativeLibrary, tiles: bool) -> None:
+    assert products.NativeMatrix(library, some(40, 64), tiles=tiles)(some(3, 64)[:0]).shape == (0, 40)
+
+
+def test_memory_that_is_short_is_told_with_what_it_was_for(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = products.NativeMatrix(library, some(40, 64))
+    monkeypatch.setattr(matrix, "_multiply", lambda *_arguments: 0)
+    with pytest.raises(MemoryError, match="to widen 3 rows of 64 numbers"):
+        matrix(some(3, 64))
