@@ -81,6 +81,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--time-scale", "2", "--length-scale", "0.25"),
     ),
     "bench/results/peers.json": _of_peers("bf16", "0", "0.6", "1"),
+    **{f"bench/results/peers-temperature-{each}.json": _of_peers("bf16", each) for each in ("0", "0.6", "1")},
     "bench/results/peers-int8.json": _of_peers("int8", "0", "0.6", "1"),
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
 }
