@@ -55,6 +55,7 @@ _BLOCKS = (
     _of_bench("peers-avx2"),
     _of_bench("peers-int8"),
     _of_bench("load"),
+    _of_bench("load-same"),
     Block("docs/results.md", "trace", ("bench/results/trace.json",), trace_table),
     Block("docs/results.md", "ablate", ("lab/results/ablate.json",), page_blocks.ablate),
     Block("docs/results.md", "calibration", ("lab/results/calibration.json",), page_blocks.calibration),

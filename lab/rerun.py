@@ -75,6 +75,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--learning", "2", "--offered", "0.5", "0.9", "1.2", "--open-requests", "16", "--open-runs", "4"),
         *("--plot", "bench/results/load.svg"),
     ),
+    "bench/results/load-same.json": _of_bench(
+        *("load", "--ballast", "--devices", "same", "--waves", "1", "--pairs", "4", "--launches", "2"),
+        *("--learning", "2", "--concurrency", "1", "2", "4", "8", "--offered"),
+    ),
     "bench/results/trace.json": _of_bench(
         *("load", "--model-wrapper", emulating("mi300x-70b-1b*2"), "--devices", "same", "--no-closed-loop"),
         *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "480"),
