@@ -31,6 +31,7 @@ def _of_peers(dtype: str, *temperatures: str) -> tuple[str, ...]:
     return _of_bench("peers", "--dtype", dtype, "--temperatures", *temperatures)
 
 
+_LOAD = ("--ballast", "--waves", "1", "--pairs", "4", "--launches", "2", "--learning", "2")
 _DRAFTS = ("ngram", "suffix", "self:2", "embedded,ngram", "self:2,suffix", "embedded,self:2,ngram")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "bench/results/modes.json": _of_bench("modes"),
@@ -71,20 +72,18 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/prediction.json": _of_lab("prediction"),
     "lab/results/faults.json": _of_lab("faults", "--ray"),
     "bench/results/load.json": _of_bench(
-        *("load", "--ballast", "--devices", "all", "--waves", "1", "--pairs", "4", "--launches", "2"),
-        *("--learning", "2", "--offered", "0.5", "0.9", "1.2", "--open-requests", "16", "--open-runs", "4"),
+        *("load", "--devices", "all", *_LOAD),
+        *("--offered", "0.5", "0.9", "1.2", "--open-requests", "16", "--open-runs", "4"),
         *("--plot", "bench/results/load.svg"),
     ),
     "bench/results/load-same.json": _of_bench(
-        *("load", "--ballast", "--devices", "same", "--waves", "1", "--pairs", "4", "--launches", "2"),
-        *("--learning", "2", "--concurrency", "1", "2", "4", "8", "--offered"),
+        *("load", "--devices", "same", *_LOAD, "--concurrency", "1", "2", "4", "8", "--offered")
     ),
     "bench/results/trace.json": _of_bench(
         *("load", "--model-wrapper", emulating("mi300x-70b-1b*2"), "--devices", "same", "--no-closed-loop"),
         *("--offered", "--trace", "azure_llm_trace_code.csv", "--trace-seconds", "480"),
         *("--time-scale", "2", "--length-scale", "0.25"),
     ),
-    "bench/results/peers.json": _of_peers("bf16", "0", "0.6", "1"),
     **{f"bench/results/peers-temperature-{each}.json": _of_peers("bf16", each) for each in ("0", "0.6", "1")},
     "bench/results/peers-int8.json": _of_peers("int8", "0", "0.6", "1"),
     "lab/results/soak.json": _of_lab("soak", "--minutes", "30"),
@@ -94,6 +93,7 @@ _H100 = ("--device", "cuda:0")
 _H100_MODES = (*("big", "models/embedded/draft", *_H100, "--draft-device", "cpu:2"), "--num-prompts", "24")
 """`big` is the embedded target by `ssd recipe ballast --hidden 4096 --layers 32 --intermediate 14336`."""
 ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "bench/results/peers.json": _of_peers("bf16", "0", "0.6", "1"),
     "bench/results/peers-avx2.json": _of_peers("bf16", "0.6"),
     "bench/results/h100/conformance.json": _of_bench("conformance", *_H100),
     "bench/results/h100/lossless.json": _of_bench("lossless", "--quick", *_H100),
@@ -105,8 +105,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "bench/results/h100/modes.json": _of_bench("modes", *_H100_MODES, "--temperatures", "0.6"),
     "bench/results/h100/modes-temperature-1.json": _of_bench("modes", *_H100_MODES, "--temperatures", "1"),
 }
-"""The same of results that need a processor or GPU of the kind that their name says: measured when they are
-named."""
+"""The same of results that need a processor or GPU of the kind that their name says, and of one that
+`COMMANDS` measures in parts: measured when they are named."""
 VARIABLES = {
     "bench/results/lossless-torch.json": {"SSD_NATIVE_KERNELS": "false"},
     "lab/results/invariance.json": {"SSD_NATIVE_KERNELS": "false"},
