@@ -77,7 +77,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--plot", "bench/results/load.svg"),
     ),
     "bench/results/load-same.json": _of_bench(
-        *("load", "--devices", "same", *_LOAD, "--concurrency", "1", "2", "4", "8", "--offered")
+        *("load", "--devices", "same", *_LOAD, "--concurrency", "1", "2", "4", "8", "16", "32", "--offered")
     ),
     "bench/results/trace.json": _of_bench(
         *("load", "--model-wrapper", emulating("mi300x-70b-1b*2"), "--devices", "same", "--no-closed-loop"),
