@@ -17,6 +17,7 @@ from lab.stale import judge_results
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.provenance import ROOT
 from ssd_serve.cli.main import exit_code
+from ssd_serve.errors import UserError
 
 
 def _of_lab(name: str, *words: str) -> tuple[str, ...]:
@@ -136,9 +137,12 @@ def stale(root: Path) -> list[str]:
 def rerun(
     files: Sequence[str], logs: Path, run: Runner, say: Callable[[str], None], clock: Callable[[], float]
 ) -> list[_Outcome]:
-    """Measure these again."""
+    """Measure these again. Raises `UserError` where `logs` cannot be a folder to write to."""
     outcomes: list[_Outcome] = []
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--logs {logs} cannot be a folder to write to: {error.strerror}") from error
     commands = {**COMMANDS, **ELSEWHERE}
     for file in files:
         log = logs / f"{file.removesuffix('.json').replace('/', '-')}.log"

@@ -9,6 +9,7 @@ from lab import rerun as module
 from lab.rerun import COMMANDS, ELSEWHERE, VARIABLES, main, rerun, stale
 from lab.stale import Judged
 from ssd_serve.bench.provenance import ROOT
+from ssd_serve.errors import UserError
 
 
 def test_every_committed_result_has_its_command() -> None:
@@ -56,3 +57,12 @@ def test_an_unknown_result_is_an_error_that_names_the_known(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["bench/results/nothing.json"])
     assert "known are bench/results/modes.json" in capsys.readouterr().err
+
+
+def test_logs_that_cannot_be_written_are_an_error_before_anything_is_measured(tmp_path: Path) -> None:
+    def run(*_: object) -> int:
+        raise AssertionError("measured")
+
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--logs .* cannot be a folder to write to"):
+        rerun(["bench/results/lossless.json"], tmp_path / "file" / "logs", run, print, lambda: 0.0)
