@@ -50,7 +50,6 @@ _H100_MODES = (f"{_H100}/modes.json", f"{_H100}/modes-temperature-1.json")
 _REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
-    _of_bench("peers"),
     *(_of_bench(f"peers-temperature-{each}") for each in ("0", "0.6", "1")),
     _of_bench("peers-avx2"),
     _of_bench("peers-int8"),

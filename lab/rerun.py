@@ -94,7 +94,6 @@ _H100 = ("--device", "cuda:0")
 _H100_MODES = (*("big", "models/embedded/draft", *_H100, "--draft-device", "cpu:2"), "--num-prompts", "24")
 """`big` is the embedded target by `ssd recipe ballast --hidden 4096 --layers 32 --intermediate 14336`."""
 ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "bench/results/peers.json": _of_peers("bf16", "0", "0.6", "1"),
     "bench/results/peers-avx2.json": _of_peers("bf16", "0.6"),
     "bench/results/h100/conformance.json": _of_bench("conformance", *_H100),
     "bench/results/h100/lossless.json": _of_bench("lossless", "--quick", *_H100),
@@ -106,8 +105,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "bench/results/h100/modes.json": _of_bench("modes", *_H100_MODES, "--temperatures", "0.6"),
     "bench/results/h100/modes-temperature-1.json": _of_bench("modes", *_H100_MODES, "--temperatures", "1"),
 }
-"""The same of results that need a processor or GPU of the kind that their name says, and of one that
-`COMMANDS` measures in parts: measured when they are named."""
+"""The same of results that need the processor or GPU that their name says: measured when they are named."""
 VARIABLES = {
     "bench/results/lossless-torch.json": {"SSD_NATIVE_KERNELS": "false"},
     "lab/results/invariance.json": {"SSD_NATIVE_KERNELS": "false"},
