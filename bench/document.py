@@ -36,6 +36,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def make_output_folder(folder: Path, option: str) -> None:
+    """Make the folder that `option` names, if it is not there. Raises `UserError` where it cannot be one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {folder} cannot be a folder to write to: {error.strerror}") from error
+
+
 def write(text: str, path: Path | None) -> None:
     """Write a file, where one is wanted; its folder is made."""
     if path is not None:

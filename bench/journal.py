@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from ssd_serve.bench.document import make_output_folder
 from ssd_serve.errors import SsdError, UserError
 
 Answer = TypeVar("Answer")
@@ -133,10 +134,7 @@ def work_folder(work: Path | None) -> Generator[Path]:
     """The folder of what a measurement writes: the given one, which stays, or one that goes with the run.
     Raises `UserError` where it cannot be one."""
     if work is not None:
-        try:
-            work.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--work {work} cannot be a folder to write to: {error.strerror}") from error
+        make_output_folder(work, "--work")
         yield work.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:

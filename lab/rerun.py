@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.stale import judge_results
+from ssd_serve.bench.document import make_output_folder
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.provenance import ROOT
 from ssd_serve.cli.main import exit_code
-from ssd_serve.errors import UserError
 
 
 def _of_lab(name: str, *words: str) -> tuple[str, ...]:
@@ -137,10 +137,7 @@ def rerun(
 ) -> list[_Outcome]:
     """Measure these again. Raises `UserError` where `logs` cannot be a folder to write to."""
     outcomes: list[_Outcome] = []
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--logs {logs} cannot be a folder to write to: {error.strerror}") from error
+    make_output_folder(logs, "--logs")
     commands = {**COMMANDS, **ELSEWHERE}
     for file in files:
         log = logs / f"{file.removesuffix('.json').replace('/', '-')}.log"
