@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab import gpu_blocks, page_blocks
+from lab import gpu_blocks, own_modes_block, page_blocks
 from lab.clients.report import clients_table
 from lab.forwards.report import table as forwards_table
 from lab.front.report import front_table
@@ -47,12 +47,17 @@ def _of_bench(name: str) -> Block:
 _LOSSLESS = tuple(f"bench/results/lossless{kind}.json" for kind in ("", "-torch", "-batch-invariant"))
 _H100 = "bench/results/h100"
 _H100_MODES = (f"{_H100}/modes.json", f"{_H100}/modes-temperature-1.json")
+_OURS_AND_PEERS = tuple(
+    f"bench/results/peers-{kind}.json"
+    for kind in ("temperature-0", "temperature-0.6", "temperature-1", "int8")
+)
 _REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
     *(_of_bench(f"peers-temperature-{each}") for each in ("0", "0.6", "1")),
     _of_bench("peers-avx2"),
     _of_bench("peers-int8"),
+    Block("docs/results.md", "peers-own", _OURS_AND_PEERS, own_modes_block.own_modes),
     _of_bench("load"),
     _of_bench("load-same"),
     Block("docs/results.md", "trace", ("bench/results/trace.json",), trace_table),
