@@ -109,7 +109,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 VARIABLES = {
     "bench/results/lossless-torch.json": {"SSD_NATIVE_KERNELS": "false"},
     "lab/results/invariance.json": {"SSD_NATIVE_KERNELS": "false"},
-    "bench/results/lossless-batch-invariant.json": {"SSD_BATCH_INVARIANT": "true"},
+    "bench/results/lossless-batch-invariant.json": {
+        "SSD_NATIVE_KERNELS": "false",
+        "SSD_BATCH_INVARIANT": "true",
+    },
 }
 
 
