@@ -32,7 +32,7 @@ def _of_peers(dtype: str, *temperatures: str) -> tuple[str, ...]:
     return _of_bench("peers", "--dtype", dtype, "--temperatures", *temperatures)
 
 
-_LOAD = ("--ballast", "--waves", "1", "--pairs", "4", "--launches", "2", "--learning", "2")
+_LOAD = ("--ballast", "--waves", "1", "--launches", "2", "--learning", "2")
 _DRAFTS = ("ngram", "suffix", "self:2", "embedded,ngram", "self:2,suffix", "embedded,self:2,ngram")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "bench/results/modes.json": _of_bench("modes"),
@@ -73,12 +73,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lab/results/prediction.json": _of_lab("prediction"),
     "lab/results/faults.json": _of_lab("faults", "--ray"),
     "bench/results/load.json": _of_bench(
-        *("load", "--devices", "all", *_LOAD),
+        *("load", "--devices", "all", *_LOAD, "--pairs", "4"),
         *("--offered", "0.5", "0.9", "1.2", "--open-requests", "16", "--open-runs", "4"),
         *("--plot", "bench/results/load.svg"),
     ),
     "bench/results/load-same.json": _of_bench(
-        *("load", "--devices", "same", *_LOAD, "--concurrency", "1", "2", "4", "8", "16", "32", "--offered")
+        *("load", "--devices", "same", *_LOAD, "--pairs", "8"),
+        *("--concurrency", "1", "2", "4", "8", "16", "32", "--offered"),
     ),
     "bench/results/trace.json": _of_bench(
         *("load", "--model-wrapper", emulating("mi300x-70b-1b*2"), "--devices", "same", "--no-closed-loop"),
