@@ -59,6 +59,7 @@ _BLOCKS = (
     _of_bench("peers-int8"),
     Block("docs/results.md", "peers-own", _OURS_AND_PEERS, own_modes_block.own_modes),
     _of_bench("load"),
+    _of_bench("load-few"),
     _of_bench("load-same"),
     Block("docs/results.md", "trace", ("bench/results/trace.json",), trace_table),
     Block("docs/results.md", "ablate", ("lab/results/ablate.json",), page_blocks.ablate),

@@ -77,6 +77,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--offered", "0.5", "0.9", "1.2", "--open-requests", "16", "--open-runs", "4"),
         *("--plot", "bench/results/load.svg"),
     ),
+    "bench/results/load-few.json": _of_bench(
+        *("load", "--devices", "all", *_LOAD, "--pairs", "24", "--concurrency", "1", "2", "4", "--offered")
+    ),
     "bench/results/load-same.json": _of_bench(
         *("load", "--devices", "same", *_LOAD, "--pairs", "8"),
         *("--concurrency", "1", "2", "4", "8", "16", "32", "--offered"),
