@@ -4,8 +4,10 @@ A result keeps no single answers: of each mode it has the speeds of its launches
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from lab.page_blocks import ratio
 from ssd_serve.bench.peers.ways import OURS
 from ssd_serve.bench.statistics import ratio_interval
 from ssd_serve.bench.tables import markdown_table
@@ -24,7 +26,7 @@ def own_modes(*results: Mapping[str, Any]) -> str:
             modes = {
                 row["mode"]: row for row in ours if (row["dtype"], row["temperature"]) == (dtype, temperature)
             }
-            cells = (cell for mode in _AGAINST for cell in _compared(modes["auto"], modes[mode]))
+            cells = (cell for mode in _AGAINST for cell in _compared(modes.get("auto"), modes.get(mode)))
             lines.append((dtype, f"{temperature:g}", *cells))
     head = (
         "weights",
@@ -40,12 +42,13 @@ _TOLD = (
 )
 
 
-def _compared(auto: Row, other: Row) -> tuple[str, str]:
+def _compared(auto: Row | None, other: Row | None) -> tuple[str, str]:
+    if auto is None or other is None:
+        return ("not measured", "")
     if auto["answers"] != other["answers"]:
         return ("not the same prompts", "")
     pairs = zip(auto["launches"], other["launches"], strict=True)
     interval = ratio_interval([mine / theirs for mine, theirs in pairs])
     if interval is None:
         return ("one launch", "")
-    told = f"{interval.mean:.3f} ({interval.low:.3f} to {interval.high:.3f})"
-    return told, str(interval.verdict)
+    return ratio(asdict(interval)), str(interval.verdict)

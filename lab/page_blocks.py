@@ -61,7 +61,7 @@ def rereading(*results: Result) -> str:
             f"{row['temperature']:g}",
             row["texts"],
             _number(row["tokens_per_s"]["kept"]),
-            *(_ratio(row["against_kept"][rule]) for rule in rules),
+            *(ratio(row["against_kept"][rule]) for rule in rules),
         )
         for row in rows
     ]
@@ -99,7 +99,7 @@ def grammar_drafts(result: Result) -> str:
             row["mode"],
             f"{row['temperature']:g}",
             *(f"{row['tokens_per_round'][way]:.2f}" for way in ("any", "kept")),
-            _ratio(row["times_as_fast"]),
+            ratio(row["times_as_fast"]),
         )
         for row in result["results"]
     ]
@@ -325,7 +325,8 @@ def lossless_table(what: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown_table(head, lines)
 
 
-def _ratio(found: Mapping[str, Any] | None) -> str:
+def ratio(found: Mapping[str, Any] | None) -> str:
+    """A mean of ratios with its interval; nothing where there is none."""
     return "" if found is None else f"{found['mean']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 

@@ -47,17 +47,14 @@ def _of_bench(name: str) -> Block:
 _LOSSLESS = tuple(f"bench/results/lossless{kind}.json" for kind in ("", "-torch", "-batch-invariant"))
 _H100 = "bench/results/h100"
 _H100_MODES = (f"{_H100}/modes.json", f"{_H100}/modes-temperature-1.json")
-_OURS_AND_PEERS = tuple(
-    f"bench/results/peers-{kind}.json"
-    for kind in ("temperature-0", "temperature-0.6", "temperature-1", "int8")
-)
+_PEERS = ("peers-temperature-0", "peers-temperature-0.6", "peers-temperature-1", "peers-int8")
+_PEERS_FILES = tuple(f"bench/results/{name}.json" for name in _PEERS)
 _REREADING = ("lab/results/rereading.json", "lab/results/rereading-inline.json")
 _BLOCKS = (
     _of_bench("modes"),
-    *(_of_bench(f"peers-temperature-{each}") for each in ("0", "0.6", "1")),
+    *(_of_bench(name) for name in _PEERS),
     _of_bench("peers-avx2"),
-    _of_bench("peers-int8"),
-    Block("docs/results.md", "peers-own", _OURS_AND_PEERS, own_modes_block.own_modes),
+    Block("docs/results.md", "peers-own", _PEERS_FILES, own_modes_block.own_modes),
     _of_bench("load"),
     _of_bench("load-few"),
     _of_bench("load-same"),

@@ -60,6 +60,14 @@ def test_modes_that_answered_other_prompts_are_not_compared() -> None:
     assert line[2:4] == ["not the same prompts", ""]
 
 
+def test_a_mode_that_never_answered_is_named() -> None:
+    found = result()
+    found["results"] = [row for row in found["results"] if row["mode"] != "ssd"]
+    (line,) = cells(found)
+    assert line[4:6] == ["not measured", ""]
+    assert line[2:4] == ["1.000 (1.000 to 1.000)", "as good"], "the others are told all the same"
+
+
 def test_one_launch_has_no_interval() -> None:
     (line,) = cells(result(launches=1))
     assert line[2:4] == ["one launch", ""]
